@@ -1,0 +1,119 @@
+"""Typed configuration: the base class and what describes the engine.
+
+Every field carries its default, its description and, where it has one, its unit; `archon <command> --help` prints them
+from here, so there is no second list to fall out of date.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from archon.schema.errors import ConfigError
+
+AttentionType = Literal["auto", "sdpa", "varlen", "flash"]
+ComputeDtype = Literal["float32", "bfloat16", "float64"]
+
+
+class StrictModel(BaseModel):
+    """A pydantic model that refuses unknown keys and names the nearest valid one."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise ValueError(f"unknown key {key!r}{nearest(str(key), list(cls.model_fields))}")
+        return data
+
+    @classmethod
+    def parse(cls, data: dict[str, Any], source: str = "config"):
+        """Validate `data`; raise `ConfigError` with one line naming the dotted key, the value and what was expected."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {describe_validation_error(error)}") from None
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """`", did you mean 'lr'?"` or the list of valid names, for the end of an error message."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else f"; valid keys: {', '.join(sorted(known))}"
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """One line for the whole of a pydantic error: `actor.lr: got 'abc', input should be a valid number`."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        message = message[0].lower() + message[1:]
+        given = "" if item["type"] == "value_error" else f"got {item['input']!r}, "
+        lines.append(f"{where + ': ' if where else ''}{given}{message}")
+    return "; ".join(lines)
+
+
+class OptimizerConfig(StrictModel):
+    """AdamW. Weight decay never touches norms, biases and embeddings."""
+
+    lr: float = Field(1e-5, gt=0, description="peak learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="global gradient norm to clip to; null never clips")
+
+
+class SchedulerConfig(StrictModel):
+    """Learning-rate schedule, by optimiser step."""
+
+    kind: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate, as a share of the peak")
+
+
+class ActivationCheckpointConfig(StrictModel):
+    """What is kept from the forward pass and what is recomputed in the backward pass."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = Field("none", description="recompute policy")
+    selective: Literal["op"] | int = Field(
+        "op", description="selective mode: 'op' keeps matmul and attention outputs; n checkpoints every n-th layer"
+    )
+    memory_budget: float = Field(
+        0.5, ge=0, le=1, description="memory_budget mode: share of activation memory kept (needs compile)"
+    )
+
+    @model_validator(mode="after")
+    def _layers_are_counted_from_one(self) -> ActivationCheckpointConfig:
+        if isinstance(self.selective, int) and self.selective < 1:
+            raise ValueError(f"selective must be 'op' or a number of layers >= 1, got {self.selective}")
+        return self
+
+
+class EngineConfig(StrictModel):
+    """One model being trained: where it comes from, how it is laid out, how it is optimised."""
+
+    path: str = Field(description="Hugging Face checkpoint folder")
+    is_critic: bool = Field(False, description="value head (`score`) in place of the language-model head")
+    init_score: bool = Field(False, description="allow a critic made from an actor: `score` starts fresh")
+    init_from_scratch: bool = Field(False, description="read config.json only and initialise the weights")
+    device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
+    dtype: ComputeDtype = Field("float32", description="compute dtype; masters and optimiser state are float32 at least")
+    layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
+    attn_type: AttentionType = Field("auto", description="attention backend")
+    max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
+    optimizer: OptimizerConfig | None = Field(
+        default_factory=OptimizerConfig, description="AdamW; null for a model that is only evaluated"
+    )
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="learning-rate schedule")
+    activation_checkpoint: ActivationCheckpointConfig = Field(
+        default_factory=ActivationCheckpointConfig, description="activation recomputation"
+    )
+    compile: bool | Literal["auto"] = Field("auto", description="torch.compile each block; auto: CUDA only")
+    deterministic: bool = Field(False, description="refuse kernels whose result depends on timing")
+    seed: int = Field(0, description="seed for initial weights and dropout-free randomness of the engine")

@@ -1,0 +1,47 @@
+"""Errors a user can mend. Each message says what was given, what was expected and how to mend it, in one line.
+
+Anything else that escapes archon is a defect of archon and keeps its traceback; the command line turns a `UserError`
+into one clear line and exit code 2.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """A mistake in what was given to archon: a path, a value, a file, a combination."""
+
+
+class ConfigError(UserError):
+    """A configuration value that is unknown, of the wrong type, or that contradicts another."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, incomplete, damaged or of another model; names the file and the key."""
+
+
+class TokenizerError(UserError):
+    """A tokenizer that is missing or lacks what the task needs (a chat template, an end-of-text token)."""
+
+
+class DatasetError(UserError):
+    """A dataset that is missing, empty or malformed; names the file and the line."""
+
+
+class RewardError(UserError):
+    """A reward function that is unknown or returned something other than finite numbers."""
+
+
+class RolloutError(UserError):
+    """A workflow or generation request that cannot be honoured, or that always fails."""
+
+
+class LayoutError(UserError):
+    """A parallel layout that breaks a rule; names the rule and the nearest legal layouts."""
+
+
+class UnknownModelError(KeyError, UserError):
+    """A model type that no registered family claims; names the types that are available."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument; a message wants to be read as it is.
+        return str(self.args[0]) if self.args else ""
