@@ -2,3 +2,8 @@
 
 # Parity with transformers in float32: same operations in another order; one ulp is 6e-8 and sums run over < 1e3 terms.
 PARITY_FP32 = 1e-5
+
+# A closed formula against a plain loop over Python floats (float64): rounding of a handful of float32 operations.
+FORMULA_FP32 = 2e-6
+# The same in float64: sums of at most a few dozen terms of size one.
+FORMULA_FP64 = 1e-12

@@ -1,0 +1,30 @@
+"""Estimators of the KL divergence from one sampled token (J. Schulman, "Approximating KL divergence", 2020)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+KLKind = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
+    """Per-token estimate of KL(π ‖ π_ref) with d = logπ − logπ_ref, the token drawn from π.
+
+    k1 = d (unbiased, high variance, may be negative); k2 = d²/2 (biased, its gradient is that of the KL);
+    k3 = e^(−d) − 1 + d (unbiased, never negative; DeepSeekMath, arXiv 2402.03300, equation 4).
+
+    Args:
+        logprobs: float [...], with gradient when the term stands in the loss.
+        ref_logprobs: the same shape, without gradient.
+
+    Returns:
+        The same shape.
+    """
+    d = logprobs - ref_logprobs
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    return (-d).expm1() + d
