@@ -1,0 +1,110 @@
+"""Arguments of a model, read strictly from a Hugging Face config or given by hand."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+from archon.models.attention.backend import ATTN_TYPES, AttnType
+from archon.models.hf_config import DENSE_FIELDS, Field, read_config
+from archon.models.layers.feed_forward import ACTIVATIONS
+from archon.models.layers.rope import RopeConfig
+from archon.schema.errors import ConfigError
+
+
+@dataclass
+class BaseModelArgs:
+    """Sizes and switches of a decoder. Lengths are in tokens.
+
+    Attributes:
+        dim: width of the residual stream (Hugging Face's hidden_size).
+        n_kv_heads: key and value heads, a divisor of n_heads; None means n_heads.
+        head_dim: features of a head; None means dim / n_heads.
+        hidden_dim: inner width of the feed-forward network (intermediate_size).
+        max_seq_len: max_position_embeddings; a bound only for the RoPE kinds that refer to it.
+        attention_bias, attention_out_bias: biases on wq, wk, wv and on wo.
+        qk_norm: RMS norms over each head's queries and keys.
+        sliding_window: each token sees itself and the window - 1 tokens before it, in the layers where `layer_windows` says so.
+        layer_windows: the window of each layer, None for full attention; empty means `sliding_window` in all.
+        pad_token_id: the embedding row that lookups give no gradient to, as in transformers; None for none.
+        initializer_range: standard deviation of freshly initialised matrices.
+        is_critic: a value head `score` in place of the language-model head.
+        attn_type: the attention backend, `auto | sdpa | varlen | flash`.
+
+    Raises ConfigError for values that contradict each other.
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    hidden_dim: int
+    vocab_size: int
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeConfig = field(default_factory=RopeConfig)
+    max_seq_len: int = 32768
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    initializer_range: float = 0.02
+    is_critic: bool = False
+    attn_type: AttnType = "auto"
+
+    model_types: ClassVar[frozenset[str]] = frozenset()
+    hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS
+
+    def __post_init__(self) -> None:
+        self.n_kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+        self.head_dim = self.dim // max(self.n_heads, 1) if self.head_dim is None else self.head_dim
+        self.layer_windows = tuple(self.layer_windows) or (self.sliding_window,) * self.n_layers
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(f"n_kv_heads is {self.n_kv_heads}, which does not divide n_heads {self.n_heads}")
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"head_dim is {self.head_dim}; rotary embedding turns pairs of features, so it must be even"
+            )
+        if self.hidden_act not in ACTIVATIONS:
+            raise ConfigError(f"hidden_act is {self.hidden_act!r}; supported are {', '.join(ACTIVATIONS)}")
+        if self.attn_type not in ATTN_TYPES:
+            raise ConfigError(f"attn_type is {self.attn_type!r}; expected one of {', '.join(ATTN_TYPES)}")
+        if len(self.layer_windows) != self.n_layers:
+            raise ConfigError(f"layer_windows has {len(self.layer_windows)} entries for {self.n_layers} layers")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ConfigError(f"pad_token_id is {self.pad_token_id}; expected a token below {self.vocab_size}, or null")
+        for name in ("short_factor", "long_factor"):
+            divisors = getattr(self.rope_scaling, name)
+            if divisors is not None and len(divisors) != self.head_dim // 2:
+                raise ConfigError(
+                    f"RoPE {name} has {len(divisors)} entries; head_dim {self.head_dim} needs half as many"
+                )
+
+    @classmethod
+    def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
+        """Read a transformers config object or a parsed `config.json`, of the old or the new RoPE style.
+
+        Args:
+            hf_config: object or dictionary; its `model_type` must be one of this family's.
+            is_critic: build a value head.
+            kwargs: fields of this class that override the config, such as `attn_type`.
+
+        Raises ConfigError with the field and its value for anything that archon cannot honour.
+        """
+        names = {f.name for f in fields(cls)}
+        for name in kwargs:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                raise ConfigError(
+                    f"{cls.__name__} has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+        return cls(**{**read_config(hf_config, cls.hf_fields, cls.model_types), "is_critic": is_critic, **kwargs})

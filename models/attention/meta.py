@@ -1,0 +1,86 @@
+"""What a forward knows of its documents: the one thing attention modules talk to.
+
+Training passes `PackedAttention`; decoding passes a paged cache. The modules are the same.
+"""
+
+from __future__ import annotations
+
+import abc
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from archon.models.attention.backend import AttnType, resolve_backend
+from archon.models.attention.flash import flash_attention
+from archon.models.attention.sdpa import sdpa_attention
+from archon.models.attention.varlen import varlen_attention
+
+
+class AttentionMeta(abc.ABC):
+    """Says how the tokens of one forward attend to each other and to what was cached."""
+
+    def begin(self, hidden: Tensor) -> None:
+        """Called once a forward, before the first layer, with its input [T, dim]: device and compute dtype are known now."""
+
+    @abc.abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+        """Causal attention of one layer.
+
+        Args:
+            layer: index of the layer, for caches.
+            q: [T, H, D]; k, v: [T, G, D] with H a multiple of G. Positions are already in q and k.
+            window: each token sees itself and the window - 1 tokens before it in its document; None for all.
+            scale: factor on the scores before the softmax.
+
+        Returns:
+            [T, H, D]
+        """
+
+    def document_lengths(self, positions: Tensor) -> Tensor | None:
+        """Length [T] of each token's document, which dynamic and LongRoPE frequencies need; None where it is unknown."""
+        return None
+
+
+class PackedAttention(AttentionMeta):
+    """Documents packed one after another.
+
+    Args:
+        cu_seqlens: int32 [B + 1], the documents' boundaries, from 0 to T.
+        max_seqlen: length of the longest document.
+        attn_type: `auto | sdpa | varlen | flash`.
+        lengths: the documents' lengths when the host knows them, else taken from `cu_seqlens` when first needed.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        attn_type: AttnType = "auto",
+        lengths: tuple[int, ...] | None = None,
+    ) -> None:
+        self.cu_seqlens, self.max_seqlen, self.attn_type = cu_seqlens, int(max_seqlen), attn_type
+        self.backend: AttnType | None = None
+        if lengths is not None:
+            self.lengths = lengths
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Each document's length on the host: one copy from the device a forward, and none for kernels that need none."""
+        return tuple(self.cu_seqlens.diff().tolist())
+
+    def begin(self, hidden: Tensor) -> None:
+        self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+        if self.backend is None:
+            self.begin(q)
+        if self.backend == "varlen":
+            return varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen, window=window, scale=scale)
+        if self.backend == "flash":
+            return flash_attention(q, k, v, self.cu_seqlens, self.max_seqlen, window=window, scale=scale)
+        return sdpa_attention(q, k, v, self.lengths, window=window, scale=scale)
+
+    def document_lengths(self, positions: Tensor) -> Tensor:
+        lengths = self.cu_seqlens.diff().to(torch.int64)
+        return torch.repeat_interleave(lengths, lengths, output_size=positions.numel())

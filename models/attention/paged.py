@@ -1,0 +1,266 @@
+"""Attention over a paged key-value cache: decoding with the same modules that train.
+
+A cache is a pool of pages of `page_size` tokens; a sequence owns a list of them, and several sequences may own the same
+page (Kwon et al. 2023, arXiv:2309.06180). One forward mixes two kinds of tokens: first one new token for each decoding
+sequence, then the chunks of prompts being read. Keys and values are never gathered into a padded batch: each page is
+multiplied where it lies, as one matrix of a batched product, and the pages of a sequence are joined by the rescaled sums
+of FlashDecoding (Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from archon.models.attention.backend import AttnType
+from archon.models.attention.meta import AttentionMeta, PackedAttention
+
+# Queries of a chunk that continues a cached prefix attend in blocks of this many rows, each with its own small mask.
+_QUERY_BLOCK = 128
+# A contiguous range of pages is read in place, unless more than half of it would be computed for nothing.
+_MAX_RANGE_WASTE = 2.0
+# Stands for the maximum of no scores at all, so that exp(-inf - maximum) is 0 and not NaN.
+_LOWEST = -1e30
+
+
+class PagedCache:
+    """Keys and values of `n_pages` pages in every layer, each [n_layers, n_pages, n_kv_heads, page_size, head_dim]."""
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_pages: int,
+        n_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (n_layers, n_pages, n_kv_heads, page_size, head_dim)
+        # Zeros, not empty: a masked position may hold anything finite, but 0 · NaN is NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.n_pages, self.n_kv_heads, self.page_size = n_pages, n_kv_heads, page_size
+
+    def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> Tensor:
+        """Rows [T · n_kv_heads] of the cache seen as a matrix [n_pages · n_kv_heads · page_size, head_dim]."""
+        heads = np.arange(self.n_kv_heads)
+        rows = (pages[:, None] * self.n_kv_heads + heads) * self.page_size + offsets[:, None]
+        return torch.from_numpy(rows.reshape(-1)).to(self.keys.device)
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [T, n_kv_heads, head_dim] at `token_rows`."""
+        for cache, new in ((self.keys, keys), (self.values, values)):
+            cache[layer].view(-1, new.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
+
+    def read(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` keys and values [length, n_kv_heads, head_dim] of a sequence that owns `pages`."""
+        keys, values = (
+            cache[layer].index_select(0, pages).transpose(1, 2).flatten(0, 1)[:length]
+            for cache in (self.keys, self.values)
+        )
+        return keys, values
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages in every layer."""
+        source, target = (torch.tensor(pages, device=self.keys.device) for pages in (sources, targets))
+        for cache in (self.keys, self.values):
+            cache.index_copy_(1, target, cache.index_select(1, source))
+
+
+@dataclass
+class DecodeRows:
+    """The sequences that add one token in this forward, as host arrays."""
+
+    pages: np.ndarray  # int64 [B, max_pages], the pages of each sequence, in order
+    lengths: np.ndarray  # int64 [B], tokens of each sequence, the new one included
+
+
+@dataclass
+class PrefillChunk:
+    """Consecutive tokens of one sequence that are read in this forward."""
+
+    start: int  # how many tokens of the sequence are already cached
+    length: int  # how many are read now
+    pages: Sequence[int]  # the sequence's pages, enough for start + length tokens
+    document_length: int  # the prompt's whole length, which dynamic and LongRoPE frequencies follow
+
+
+@dataclass
+class _PageBatch:
+    """Pages to multiply with the queries of their sequences, P of them."""
+
+    pages: Tensor | slice  # int64 [P] or a range of the pool
+    owner: Tensor  # int64 [P], row of the sequence each page is read for
+    bias: Tensor  # [P, 1, 1, page_size], 0 where visible and -inf elsewhere
+    one_page_each: Tensor | None  # int64 [B], entry of each sequence when none has more than one page
+
+
+class PagedAttention(AttentionMeta):
+    """One forward of the generator: `decode` rows come first, then the tokens of `chunks`, in order.
+
+    Args:
+        cache: the pool; new keys and values are written to it before anything attends.
+        decode: sequences that add one token each.
+        chunks: parts of prompts; those that start at 0 attend like packed training documents.
+        attn_type: backend of those, as for `PackedAttention`.
+    """
+
+    def __init__(
+        self, cache: PagedCache, decode: DecodeRows, chunks: Sequence[PrefillChunk] = (), attn_type: AttnType = "auto"
+    ) -> None:
+        self.cache, self.decode, self.chunks = cache, decode, list(chunks)
+        self.n_decode = len(decode.lengths)
+        self.device = cache.keys.device
+        self._positions = np.concatenate(
+            [decode.lengths - 1, *(np.arange(c.start, c.start + c.length) for c in self.chunks)]
+        )
+        self._rows = self._write_rows()
+        self._batches: dict[int | None, _PageBatch] = {}
+        fresh = [chunk.length for chunk in self.chunks if chunk.start == 0]
+        self._packed: PackedAttention | None = None
+        if fresh:
+            bounds = torch.from_numpy(np.cumsum([0, *fresh]).astype(np.int32)).to(self.device)
+            self._packed = PackedAttention(bounds, max(fresh), attn_type, tuple(fresh))
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T]: position of every token of this forward within its sequence."""
+        return torch.from_numpy(self._positions).to(self.device)
+
+    def begin(self, hidden: Tensor) -> None:
+        if self._packed is not None:
+            self._packed.begin(hidden)
+
+    def document_lengths(self, positions: Tensor) -> Tensor:
+        prefill = [np.full(chunk.length, chunk.document_length) for chunk in self.chunks]
+        return torch.from_numpy(np.concatenate([self.decode.lengths, *prefill])).to(positions.device)
+
+    def _write_rows(self) -> Tensor:
+        size = self.cache.page_size
+        last = self.decode.lengths - 1
+        pages = [self.decode.pages[np.arange(self.n_decode), last // size]]
+        for chunk in self.chunks:
+            span = np.arange(chunk.start, chunk.start + chunk.length)
+            pages.append(np.asarray(chunk.pages, dtype=np.int64)[span // size])
+        return self.cache.token_rows(np.concatenate(pages), self._positions % size)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+        self.cache.write(layer, self._rows, k, v)
+        outs = []
+        if self.n_decode:
+            outs.append(self._attend_pages(layer, q[: self.n_decode], window, scale))
+        if self.chunks:
+            outs.append(self._attend_chunks(layer, *(x[self.n_decode :] for x in (q, k, v)), window, scale))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_pages(self, layer: int, q: Tensor, window: int | None, scale: float) -> Tensor:
+        """One query [B, H, D] a sequence against its pages; gives [B, H, D]."""
+        if window not in self._batches:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            self._batches[window] = _page_batch(self.decode, self.cache, window, wide)
+        batch = self._batches[window]
+        if isinstance(batch.pages, slice):
+            keys, values = self.cache.keys[layer, batch.pages], self.cache.values[layer, batch.pages]
+        else:
+            keys, values = (c[layer].index_select(0, batch.pages) for c in (self.cache.keys, self.cache.values))
+        n_heads, head_dim = q.shape[1:]
+        n_entries, n_kv_heads = keys.shape[:2]
+        queries = (q * scale).index_select(0, batch.owner).view(n_entries, n_kv_heads, -1, head_dim)
+        # [P, n_kv_heads, H / n_kv_heads, page_size]
+        scores = torch.matmul(queries, keys.transpose(-1, -2)).to(batch.bias.dtype).add_(batch.bias)
+        if batch.one_page_each is not None:
+            out = torch.matmul(torch.softmax(scores, dim=-1).to(q.dtype), values)
+            return out.view(n_entries, n_heads, head_dim).index_select(0, batch.one_page_each)
+
+        owner_PH = batch.owner[:, None].expand(-1, n_heads)
+        top = scores.new_full((len(q), n_heads), _LOWEST)
+        top.scatter_reduce_(0, owner_PH, scores.amax(dim=-1).view(n_entries, n_heads), "amax")
+        scores.sub_(top.index_select(0, batch.owner).view(n_entries, n_kv_heads, -1, 1)).exp_()
+        mass = top.new_zeros(top.shape).index_add_(0, batch.owner, scores.sum(dim=-1).view(n_entries, n_heads))
+        partial = torch.matmul(scores.to(q.dtype), values).view(n_entries, -1).to(mass.dtype)
+        out = mass.new_zeros(len(q), n_heads * head_dim).index_add_(0, batch.owner, partial)
+        return (out.view(-1, n_heads, head_dim) / mass[:, :, None]).to(q.dtype)
+
+    def _attend_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+        """Chunks that start a sequence attend as packed documents; the others also to what is cached before them."""
+        bounds = np.cumsum([0, *(chunk.length for chunk in self.chunks)]).tolist()
+        if self._packed is not None and len(self._packed.lengths) == len(self.chunks):
+            return self._packed.attend(layer, q, k, v, window=window, scale=scale)
+        out = torch.empty_like(q)
+        spans = list(zip(self.chunks, bounds, bounds[1:], strict=False))
+        if self._packed is not None:
+            fresh = torch.cat([torch.arange(a, b, device=q.device) for chunk, a, b in spans if chunk.start == 0])
+            out[fresh] = self._packed.attend(layer, q[fresh], k[fresh], v[fresh], window=window, scale=scale)
+        for chunk, first, last in spans:
+            if chunk.start:
+                total = chunk.start + chunk.length
+                pages = torch.tensor(chunk.pages[: -(-total // self.cache.page_size)], device=q.device)
+                keys, values = self.cache.read(layer, pages, total)
+                out[first:last] = continue_attention(q[first:last], keys, values, window=window, scale=scale)
+        return out
+
+
+def continue_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+    """Causal attention of the last S tokens of a document: q [S, H, D], k and v [N, G, D] with N ≥ S; gives [S, H, D].
+
+    Runs in blocks of queries, so that no mask is larger than [block, N].
+    """
+    length, total = len(q), len(k)
+    outs = []
+    for first in range(0, length, _QUERY_BLOCK):
+        block = q[first : first + _QUERY_BLOCK]
+        position = total - length + first
+        stop = position + len(block)
+        start = 0 if window is None else max(0, position - window + 1)
+        rows = torch.arange(position, stop, device=q.device)[:, None]
+        columns = torch.arange(start, stop, device=q.device)
+        visible = columns <= rows
+        if window is not None:
+            visible &= columns > rows - window
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (block, k[start:stop], v[start:stop])),
+            attn_mask=visible,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def _page_batch(decode: DecodeRows, cache: PagedCache, window: int | None, dtype: torch.dtype) -> _PageBatch:
+    """Which pages this forward's decode rows see through `window`, and which of their positions."""
+    size, lengths = cache.page_size, decode.lengths
+    first_token = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    first_page, last_page = first_token // size, (lengths - 1) // size
+    index = np.arange(decode.pages.shape[1])
+    used = (index >= first_page[:, None]) & (index <= last_page[:, None])
+    owner, ordinal = np.nonzero(used)
+    pages = decode.pages[owner, ordinal]
+
+    low, high = int(pages.min()), int(pages.max()) + 1
+    where: Tensor | slice = torch.from_numpy(pages).to(cache.keys.device)
+    if high - low <= _MAX_RANGE_WASTE * len(pages) and len(np.unique(pages)) == len(pages):
+        where = slice(low, high)
+        # A page of the range that nobody reads is given to row 0 with nothing visible.
+        range_owner, range_ordinal = np.zeros(high - low, dtype=np.int64), np.full(high - low, -1)
+        range_owner[pages - low], range_ordinal[pages - low] = owner, ordinal
+        owner, ordinal = range_owner, range_ordinal
+
+    position = ordinal[:, None] * size + np.arange(size)
+    visible = (position < lengths[owner, None]) & (position >= first_token[owner, None])
+    device = cache.keys.device
+    bias = torch.zeros(visible.shape, dtype=dtype, device=device)
+    bias.masked_fill_(torch.from_numpy(~visible).to(device), -torch.inf)
+    one_page_each = None
+    if bool((first_page == last_page).all()):
+        entry = np.zeros(len(lengths), dtype=np.int64)
+        live = np.flatnonzero(visible.any(axis=1))
+        entry[owner[live]] = live
+        one_page_each = torch.from_numpy(entry).to(device)
+    return _PageBatch(where, torch.from_numpy(owner).to(device), bias[:, None, None, :], one_page_each)

@@ -1,0 +1,161 @@
+"""The decoder that dense families share, and the contract of every model in the zoo."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from archon.models.args import BaseModelArgs
+from archon.models.attention.meta import AttentionMeta, PackedAttention
+from archon.models.head import LMHead, TokenScores, WeightedLoss
+from archon.models.layers.attention import Attention
+from archon.models.layers.feed_forward import FeedForward
+from archon.models.layers.linear import Embedding, Linear
+from archon.models.layers.norm import RMSNorm
+from archon.models.layers.rope import RotaryEmbedding
+
+__all__ = ["BaseArchonModel", "BaseModelArgs", "TransformerBlock"]
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward network, each added to the residual stream."""
+
+    def __init__(self, layer: int, args: BaseModelArgs) -> None:
+        super().__init__()
+        assert args.n_kv_heads is not None and args.head_dim is not None
+        self.attention = Attention(
+            layer,
+            args.dim,
+            args.n_heads,
+            args.n_kv_heads,
+            args.head_dim,
+            bias=args.attention_bias,
+            out_bias=args.attention_out_bias,
+            qk_norm_eps=args.norm_eps if args.qk_norm else None,
+            window=args.layer_windows[layer],
+        )
+        self.feed_forward = FeedForward(args.dim, args.hidden_dim, args.hidden_act)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, meta: AttentionMeta) -> Tensor:
+        """[T, dim] to [T, dim]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, meta)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class BaseArchonModel(nn.Module):
+    """A decoder: actor with a language-model head `output`, or critic with a value head `score`.
+
+    Built on the current default device; the engine builds on meta, parallelises, then materialises and calls
+    `init_buffers`. A pipeline stage sets the modules it does not own to None.
+    """
+
+    args_class: ClassVar[type[BaseModelArgs]] = BaseModelArgs
+
+    def __init__(self, args: BaseModelArgs) -> None:
+        super().__init__()
+        assert args.head_dim is not None
+        self.args = args
+        self.tok_embeddings = Embedding(args.vocab_size, args.dim, padding_idx=args.pad_token_id)
+        self.rope = RotaryEmbedding(args.rope_scaling, args.rope_theta, args.head_dim, args.max_seq_len)
+        self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})
+        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.output: LMHead | None = None
+        self.score: Linear | None = None
+        if args.is_critic:
+            self.score = Linear(args.dim, 1, bias=False, role="value_head")
+        else:
+            self.output = LMHead(args.dim, args.vocab_size)
+            self.tie_weights()
+
+    def build_block(self, layer: int) -> nn.Module:
+        """One layer; a family whose layers differ overrides this."""
+        return TransformerBlock(layer, self.args)
+
+    def tie_weights(self) -> None:
+        """Make `output.weight` the very parameter of `tok_embeddings` where the config ties them; idempotent."""
+        if self.args.tie_word_embeddings and self.output is not None and self.tok_embeddings is not None:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        tree_attn_meta: AttentionMeta | None = None,
+        *,
+        labels: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = True,
+        loss_weights: Tensor | None = None,
+    ) -> Tensor | TokenScores | WeightedLoss:
+        """Run packed documents through the model.
+
+        Args:
+            tokens: int [T] or [1, T]; hidden states [T, dim] on a pipeline stage without embeddings.
+            positions: int, shaped as tokens: position within the document.
+            cu_seqlens: int32 [B + 1], the documents' boundaries, from 0 to T.
+            max_seqlen: length of the longest document.
+            tree_attn_meta: how tokens attend, in place of plain packed documents.
+            labels: int64, shaped as tokens: the token each position predicts, -100 for none.
+            temperature: divides the logits before the softmax; a number, or one a token [T].
+            entropy: whether scores carry entropies.
+            loss_weights: float, shaped as tokens; asks for the fused weighted loss in place of scores.
+
+        Returns:
+            Logits [T, vocab] ([1, T, vocab]) without labels; `TokenScores` of [T] with them; `WeightedLoss` with
+            `loss_weights`; values [T] ([1, T]) of a critic; hidden states of a stage without a head.
+        """
+        batched = positions.dim() == 2
+        if batched:
+            if positions.shape[0] != 1:
+                raise ValueError(f"positions have shape {tuple(positions.shape)}; packed batches are [T] or [1, T]")
+            tokens, positions = tokens.squeeze(0), positions.squeeze(0)
+            labels = None if labels is None else labels.squeeze(0)
+            loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
+        meta = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
+        hidden = self.hidden_states(tokens, positions, meta)
+        if self.score is not None:
+            values = self.score(hidden).squeeze(-1)
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
+            return values.unsqueeze(0) if batched else values
+        if self.output is None:
+            return hidden.unsqueeze(0) if batched else hidden
+        if labels is None:
+            logits = self.output(hidden)
+            return logits.unsqueeze(0) if batched else logits
+        scores = self.output(hidden, labels, temperature, entropy=entropy, weights=loss_weights)
+        if not batched:
+            return scores
+        if isinstance(scores, WeightedLoss):
+            return WeightedLoss(scores.loss, scores.logprobs.unsqueeze(0))
+        return TokenScores(*(None if score is None else score.unsqueeze(0) for score in scores))
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, meta: AttentionMeta) -> Tensor:
+        """Tokens [T] (or a stage's hidden states [T, dim]) to hidden states [T, dim], after the final norm if owned."""
+        hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        meta.begin(hidden)
+        lengths = meta.document_lengths(positions) if self.args.rope_scaling.depends_on_length else None
+        cos, sin = self.rope(positions, hidden.dtype, lengths)
+        for block in self.layers.values():
+            hidden = block(hidden, cos, sin, meta)
+        return hidden if self.norm is None else self.norm(hidden)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Fresh weights as Hugging Face makes them: normal(0, initializer_range) matrices, zero biases, unit norms."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=self.args.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Recompute on `device` what is no parameter and no part of a checkpoint: the rotary frequencies."""
+        self.rope.init_buffers(device)

@@ -1,0 +1,54 @@
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions and optional QK norm."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from archon.models.attention.meta import AttentionMeta
+from archon.models.layers.linear import Linear
+from archon.models.layers.norm import RMSNorm
+from archon.models.layers.rope import rotate
+
+
+class Attention(nn.Module):
+    """Projects, turns and hands queries, keys and values to `meta.attend`; knows nothing of packing, caches or kernels.
+
+    Args:
+        layer: index of the layer, which a cache needs.
+        bias, out_bias: biases on wq, wk, wv and on wo.
+        qk_norm_eps: epsilon of the RMS norms over each head's queries and keys; None for a model without them.
+        window: each token sees itself and the window - 1 tokens before it; None for all.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        out_bias: bool,
+        qk_norm_eps: float | None,
+        window: int | None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.window = layer, head_dim, window
+        self.scale = head_dim**-0.5
+        self.wq = Linear(dim, n_heads * head_dim, bias=bias, role="column")
+        self.wk = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column")
+        self.wv = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column")
+        self.wo = Linear(n_heads * head_dim, dim, bias=out_bias, role="row")
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, role="head_norm")
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, role="head_norm")
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, meta: AttentionMeta) -> Tensor:
+        """[T, dim] to [T, dim]; cos and sin [T, 1, head_dim / 2] come from `RotaryEmbedding`."""
+        # The head count is read off the tensor, since a sharded projection holds fewer heads.
+        q_THK, k_TGK, v_TGK = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
+        q_THK, k_TGK = rotate(q_THK, cos, sin), rotate(k_TGK, cos, sin)
+        out_THK = meta.attend(self.layer, q_THK, k_TGK, v_TGK, window=self.window, scale=self.scale)
+        return self.wo(out_THK.flatten(-2))

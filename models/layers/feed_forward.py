@@ -1,0 +1,60 @@
+"""Gated feed-forward network (Shazeer 2020, arXiv:2002.05202) with the activations Hugging Face configs name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from archon.models.layers.linear import Linear
+from archon.schema.errors import ConfigError
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+# Hugging Face's `hidden_act` names; one that is missing here is refused, never replaced.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_new,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "relu2": _relu_squared,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+class FeedForward(nn.Module):
+    """w2(act(w1 x) * w3 x), without biases; w1 is Hugging Face's gate_proj, w3 its up_proj, w2 its down_proj."""
+
+    def __init__(self, dim: int, hidden_dim: int, hidden_act: str) -> None:
+        super().__init__()
+        if hidden_act not in ACTIVATIONS:
+            raise ConfigError(f"hidden_act is {hidden_act!r}; supported are {', '.join(ACTIVATIONS)}")
+        self.act = ACTIVATIONS[hidden_act]
+        self.w1 = Linear(dim, hidden_dim, bias=False, role="column")
+        self.w2 = Linear(hidden_dim, dim, bias=False, role="row")
+        self.w3 = Linear(dim, hidden_dim, bias=False, role="column")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.act(self.w1(x)) * self.w3(x))

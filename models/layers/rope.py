@@ -1,0 +1,202 @@
+"""Rotary position embedding: default, linear, dynamic NTK, YaRN, llama3 and LongRoPE frequencies.
+
+The inverse frequencies are constants of a checkpoint: they are computed on the CPU in float32, operation by operation as
+transformers (`modeling_rope_utils`) does, because one ulp of an inverse frequency turns into a visible angle at a far position.
+Everything after them runs in `promote_types(dtype, float32)`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from archon.schema.errors import ConfigError
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How the plain frequencies theta^(-2i/d) are changed. Fields beyond `kind` are those the kind uses, else None.
+
+    Attributes:
+        kind: `default | linear | dynamic | yarn | llama3 | longrope`.
+        factor: the context-extension factor; for yarn and longrope None means max_seq_len / original_max_seq_len.
+        original_max_seq_len: the context length of pre-training, in tokens (yarn, llama3, longrope).
+        attention_factor: multiplies cos and sin; None means the paper's value (yarn, longrope).
+        beta_fast, beta_slow: rotations that bound YaRN's ramp; None or 0 means 32 and 1.
+        mscale, mscale_all_dim: DeepSeek's form of YaRN's attention factor.
+        truncate: whether YaRN's ramp bounds are rounded outwards.
+        low_freq_factor, high_freq_factor: llama3's wavelength bounds as divisors of the original context.
+        short_factor, long_factor: LongRoPE's divisors of each of the head_dim / 2 frequencies.
+    """
+
+    kind: RopeKind = "default"
+    factor: float | None = None
+    original_max_seq_len: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies depend on the length of the document, so that cached keys would change as it grows."""
+        return self.kind in ("dynamic", "longrope")
+
+
+def _exponents(head_dim: int) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+
+
+def _dynamic(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int, length: Tensor | int) -> Tensor:
+    """NTK-aware base for one document length (reddit /u/bloc97, /u/emozilla). `length` is 0-dim or a number."""
+    assert config.factor is not None
+    stretch = (config.factor * length / max_seq_len) - (config.factor - 1)
+    base = theta * stretch ** (head_dim / (head_dim - 2))
+    return 1.0 / (base ** _exponents(head_dim))
+
+
+def _yarn(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2 and 3.4)."""
+    original = config.original_max_seq_len
+    assert original is not None
+    factor = max_seq_len / original if config.factor is None else config.factor
+
+    def mscale(weight: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention_factor = config.attention_factor
+    if attention_factor is None:
+        if config.mscale and config.mscale_all_dim:
+            attention_factor = mscale(config.mscale) / mscale(config.mscale_all_dim)
+        else:
+            attention_factor = mscale()
+
+    def ramp_bound(rotations: float) -> float:
+        return (head_dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(theta))
+
+    low, high = ramp_bound(config.beta_fast or 32), ramp_bound(config.beta_slow or 1)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
+    frequencies = theta ** _exponents(head_dim)
+    extrapolated, interpolated = 1.0 / frequencies, 1.0 / (factor * frequencies)
+    keep = 1 - ramp
+    return interpolated * (1 - keep) + extrapolated * keep, attention_factor
+
+
+def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Llama 3.1's scaling: long wavelengths are interpolated, short ones kept, those between blended."""
+    factor, low, high = config.factor, config.low_freq_factor, config.high_freq_factor
+    original = config.original_max_seq_len
+    assert factor is not None and low is not None and high is not None and original is not None
+    wavelength = 2 * math.pi / inv_freq
+    scaled = torch.where(wavelength > original / low, inv_freq / factor, inv_freq)
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * scaled / factor + smooth * scaled
+    between = ~(wavelength < original / high) & ~(wavelength > original / low)
+    return torch.where(between, blended, scaled)
+
+
+def _longrope(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> tuple[Tensor, Tensor, float]:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): the short and the long frequencies, and the attention factor."""
+    original, short, long = config.original_max_seq_len, config.short_factor, config.long_factor
+    assert original is not None and short is not None and long is not None
+    factor = max_seq_len / original if config.factor is None else config.factor
+    attention_factor = config.attention_factor
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    frequencies = theta ** _exponents(head_dim)
+    short_inv, long_inv = (
+        1.0 / (torch.tensor(divisors, dtype=torch.float32, device="cpu") * frequencies) for divisors in (short, long)
+    )
+    return short_inv, long_inv, attention_factor
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of every token's angles, computed once a forward and shared by all layers.
+
+    The frequencies are plain attributes and not buffers: `to(bfloat16)`, `to_empty` and sharding must not touch them.
+    """
+
+    def __init__(self, config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ConfigError(f"head_dim is {head_dim}, but rotary embedding turns pairs of features; give an even one")
+        self.config, self.theta, self.head_dim, self.max_seq_len = config, theta, head_dim, max_seq_len
+        self.init_buffers(torch.device("cpu"))
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """(Re)compute the inverse frequencies [head_dim / 2] float32 and put them on `device`."""
+        config, theta, head_dim = self.config, self.theta, self.head_dim
+        self.attention_factor = 1.0
+        long_inv_freq: Tensor | None = None
+        inv_freq = 1.0 / (theta ** _exponents(head_dim))
+        if config.kind == "linear":
+            assert config.factor is not None
+            inv_freq = inv_freq / config.factor
+        elif config.kind == "dynamic":
+            inv_freq = _dynamic(config, theta, head_dim, self.max_seq_len, self.max_seq_len)
+        elif config.kind == "yarn":
+            inv_freq, self.attention_factor = _yarn(config, theta, head_dim, self.max_seq_len)
+        elif config.kind == "llama3":
+            inv_freq = _llama3(config, inv_freq)
+        elif config.kind == "longrope":
+            inv_freq, long_inv_freq, self.attention_factor = _longrope(config, theta, head_dim, self.max_seq_len)
+        self._inv_freq = inv_freq.to(device)
+        self._long_inv_freq = None if long_inv_freq is None else long_inv_freq.to(device)
+
+    def _inv_freq_per_token(self, lengths: Tensor) -> Tensor:
+        """Inverse frequencies [T, head_dim / 2] where they depend on the length [T] of each token's document."""
+        if self._long_inv_freq is not None:
+            is_long = (lengths > self.config.original_max_seq_len).unsqueeze(-1)
+            return torch.where(is_long, self._long_inv_freq, self._inv_freq)
+        # One row a distinct length, each from a 0-dim length: the very operations transformers does.
+        distinct, row_T = torch.unique(lengths.clamp(min=self.max_seq_len), return_inverse=True)
+        rows = [
+            _dynamic(self.config, self.theta, self.head_dim, self.max_seq_len, length).to(lengths.device)
+            if length > self.max_seq_len
+            else self._inv_freq
+            for length in distinct.cpu()
+        ]
+        return torch.stack(rows)[row_T]
+
+    @torch.no_grad()
+    def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [T, 1, head_dim / 2] in `dtype`, computed in at least float32.
+
+        Args:
+            positions: [T] integer position of each token in its document.
+            lengths: [T] length of each token's document; needed where `config.depends_on_length`, ignored elsewhere.
+        """
+        if self._inv_freq.device != positions.device:
+            self.init_buffers(positions.device)
+        inv_freq = self._inv_freq
+        if self.config.depends_on_length:
+            assert lengths is not None, f"{self.config.kind} RoPE needs document lengths"
+            inv_freq = self._inv_freq_per_token(lengths)
+        wide = torch.promote_types(dtype, torch.float32)
+        angles = positions.unsqueeze(-1).to(wide) * inv_freq.to(wide)
+        cos = angles.cos() * self.attention_factor
+        sin = angles.sin() * self.attention_factor
+        return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x_i, x_{i + d/2}) of `x` [T, H, d] by the angles of cos and sin [T, 1, d/2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

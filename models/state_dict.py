@@ -1,0 +1,225 @@
+"""Hugging Face names and shapes against ours, as data: a family declares a map, everything else is here.
+
+Every Hugging Face key and every parameter is accounted for exactly once; nothing is dropped with a warning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from archon.models.base import BaseArchonModel
+from archon.schema.errors import CheckpointError
+
+# What every dense decoder of the Llama line has in common. `{}` stands for the layer's index; None marks keys that old
+# exports carry and that hold no weight.
+DENSE_HF_MAP: dict[str, str | None] = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.wq.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attention.wk.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attention.wv.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attention.wo.weight",
+    "model.layers.{}.self_attn.q_proj.bias": "layers.{}.attention.wq.bias",
+    "model.layers.{}.self_attn.k_proj.bias": "layers.{}.attention.wk.bias",
+    "model.layers.{}.self_attn.v_proj.bias": "layers.{}.attention.wv.bias",
+    "model.layers.{}.self_attn.o_proj.bias": "layers.{}.attention.wo.bias",
+    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.feed_forward.w1.weight",
+    "model.layers.{}.mlp.down_proj.weight": "layers.{}.feed_forward.w2.weight",
+    "model.layers.{}.mlp.up_proj.weight": "layers.{}.feed_forward.w3.weight",
+    "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.ffn_norm.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+    "score.weight": "score.weight",
+    "model.rotary_emb.inv_freq": None,
+    "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
+}
+QK_NORM_HF_MAP: dict[str, str | None] = {
+    "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
+    "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
+}
+
+
+@dataclass(frozen=True)
+class NativeTarget:
+    """Where a Hugging Face tensor goes.
+
+    Attributes:
+        name: the parameter, or None for a key to skip.
+        index: the row of a stacked parameter that it fills (an expert's), or None for the whole parameter.
+        must_equal: it repeats a tied parameter: not to be loaded, and an error unless bitwise equal to it.
+    """
+
+    name: str | None
+    index: int | None = None
+    must_equal: bool = False
+
+
+def _matcher(template: str) -> re.Pattern[str]:
+    return re.compile(re.escape(template).replace(r"\{\}", r"(0|[1-9]\d*)"))
+
+
+class BaseStateDictAdapter:
+    """Maps between a Hugging Face checkpoint of one config and the parameters of this zoo's model. Holds no tensors.
+
+    Args:
+        hf_config: the checkpoint's config, an object or a dictionary.
+        hf_assets_path: folder of the checkpoint, for messages only.
+        is_critic: the model has a value head `score` in place of the language-model head.
+        init_score: the critic is made from an actor's checkpoint: its `lm_head` is skipped, `score` is not expected.
+
+    Subclasses set `model_class` and, where they differ, `from_hf_map`.
+    """
+
+    model_class: ClassVar[type[BaseArchonModel]]
+    from_hf_map: ClassVar[Mapping[str, str | None]] = DENSE_HF_MAP
+
+    def __init__(
+        self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
+    ) -> None:
+        self.args = self.model_class.args_class.from_hf_config(hf_config, is_critic=is_critic)
+        self.hf_assets_path = hf_assets_path
+        self.init_score = is_critic and init_score
+
+    @cached_property
+    def to_hf_map(self) -> dict[str, str]:
+        """Native template to Hugging Face template."""
+        return {native: hf for hf, native in self.from_hf_map.items() if native is not None}
+
+    @cached_property
+    def _hf_patterns(self) -> list[tuple[re.Pattern[str], str | None]]:
+        return [(_matcher(hf), native) for hf, native in self.from_hf_map.items()]
+
+    @cached_property
+    def _native_patterns(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(_matcher(native), hf) for native, hf in self.to_hf_map.items()]
+
+    @cached_property
+    def native_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter of the model, tied ones once, in the model's order."""
+        with torch.device("meta"):
+            model = self.model_class(self.args)
+        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the language-model head is the token embedding."""
+        return self.args.tie_word_embeddings and not self.args.is_critic
+
+    def native_names(self) -> list[str]:
+        """Every parameter's name, tied ones once."""
+        return list(self.native_shapes)
+
+    def loadable_names(self) -> list[str]:
+        """The parameters that a checkpoint must fill: all but the `score` of a critic made from an actor."""
+        return [name for name in self.native_shapes if not (self.init_score and name == "score.weight")]
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor that a checkpoint of this config holds, by Hugging Face name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in self.loadable_names():
+            shape = self.native_shapes[name]
+            for hf_name, index in self._hf_names(name, shape):
+                shapes[hf_name] = shape if index is None else shape[1:]
+        return shapes
+
+    def hf_to_native(self, hf_name: str) -> NativeTarget:
+        """Where a Hugging Face tensor goes. CheckpointError for a key that this config's model has no place for."""
+        for pattern, template in self._hf_patterns:
+            match = pattern.fullmatch(hf_name)
+            if match is None:
+                continue
+            if template is None:
+                return NativeTarget(None)
+            named = template.count("{}")
+            indices = match.groups()
+            name = template.format(*indices[:named])
+            index = int(indices[named]) if len(indices) > named else None
+            if name == "output.weight" and self.init_score:
+                return NativeTarget(None)
+            if name == "output.weight" and self.is_tied:
+                return NativeTarget("tok_embeddings.weight", must_equal=True)
+            if name in self.native_shapes and name not in {*self.native_shapes} - {*self.loadable_names()}:
+                if index is None or index < self.native_shapes[name][0]:
+                    return NativeTarget(name, index)
+            break
+        raise CheckpointError(
+            f"unknown key {hf_name!r}{self._where()}: this {'critic' if self.args.is_critic else 'model'} of "
+            f"{self.args.n_layers} layers has no such parameter; was the config of another checkpoint?"
+        )
+
+    def _hf_names(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, int | None]]:
+        """The Hugging Face names of a parameter, with the row each holds of a stacked one."""
+        for pattern, template in self._native_patterns:
+            match = pattern.fullmatch(name)
+            if match is None:
+                continue
+            if template.count("{}") == len(match.groups()):
+                return [(template.format(*match.groups()), None)]
+            return [(template.format(*match.groups(), row), row) for row in range(shape[0])]
+        raise CheckpointError(f"parameter {name!r} has no Hugging Face name in {type(self).__name__}")
+
+    def convert_single_to_hf(self, name: str, tensor: Tensor) -> list[(tuple[str, Tensor])]:
+        """The Hugging Face tensors of one parameter, as views; none for the head of a tied model."""
+        if name == "output.weight" and self.is_tied:
+            return []
+        if name not in self.native_shapes:
+            raise CheckpointError(f"parameter {name!r} is not part of this model, so it cannot be exported")
+        if tuple(tensor.shape) != self.native_shapes[name]:
+            raise CheckpointError(
+                f"parameter {name!r} has shape {tuple(tensor.shape)}, expected {self.native_shapes[name]}"
+            )
+        return [(hf, tensor if row is None else tensor[row]) for hf, row in self._hf_names(name, tuple(tensor.shape))]
+
+    def to_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A native state dict as Hugging Face's; CheckpointError unless every parameter is there and nothing else."""
+        missing = {*self.native_shapes} - {*state}
+        if missing:
+            raise CheckpointError(f"parameters missing from the export: {_some(missing)}")
+        return {hf: part for name, tensor in state.items() for hf, part in self.convert_single_to_hf(name, tensor)}
+
+    def from_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A Hugging Face state dict as ours; CheckpointError for any unknown, missing or misshapen key."""
+        expected = self.hf_shapes()
+        native: dict[str, Tensor] = {}
+        rows: dict[str, dict[int, Tensor]] = {}
+        for hf_name, tensor in state.items():
+            target = self.hf_to_native(hf_name)
+            if target.name is None or target.must_equal:
+                continue
+            if tuple(tensor.shape) != expected[hf_name]:
+                raise CheckpointError(
+                    f"{hf_name!r}{self._where()} has shape {tuple(tensor.shape)}, expected {expected[hf_name]}"
+                )
+            if target.index is None:
+                native[target.name] = tensor
+            else:
+                rows.setdefault(target.name, {})[target.index] = tensor
+        missing = {*expected} - {*state}
+        if missing:
+            raise CheckpointError(f"keys missing{self._where()}: {_some(missing)}")
+        for name, by_row in rows.items():
+            native[name] = torch.stack([by_row[row] for row in sorted(by_row)])
+        for hf_name, tensor in state.items():
+            target = self.hf_to_native(hf_name)
+            if target.must_equal and target.name is not None and not torch.equal(tensor, native[target.name]):
+                raise CheckpointError(
+                    f"{hf_name!r}{self._where()} differs from the embedding it is tied to; "
+                    "set tie_word_embeddings to false or remove it"
+                )
+        return native
+
+    def _where(self) -> str:
+        return f" in {self.hf_assets_path}" if self.hf_assets_path else ""
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(map(repr, ordered[:limit])) + more
