@@ -1,0 +1,52 @@
+"""Commit-message hook: Conventional Commits with this project's scopes.
+
+    feat(rl): skip groups whose rewards are all equal
+
+    The body says why.
+
+Installed by `pre-commit install --hook-type commit-msg`; also `python .ci/check_commit_message.py FILE`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+TYPES = ("feat", "fix", "perf", "refactor", "test", "docs", "build", "ci", "chore", "revert")
+SCOPES = ("engine", "models", "parallel", "rl", "cli", "bench", "ci", "docs", "tests")
+SUBJECT_LENGTH = 100
+
+SUBJECT = re.compile(r"(?P<type>[a-z]+)(\((?P<scope>[^)]*)\))?!?: (?P<text>\S.*)")
+WRITTEN_BY_GIT = re.compile(r"(Merge|Revert|fixup!|squash!|amend!) ?\S")
+
+
+def problem(message: str) -> str | None:
+    """What is wrong with a commit message, in one line, or None."""
+    lines = [line for line in message.splitlines() if not line.startswith("#")]
+    while lines and not lines[0].strip():
+        lines.pop(0)
+    if not lines:
+        return "the message is empty"
+    subject = lines[0]
+    if WRITTEN_BY_GIT.match(subject):
+        return None
+    match = SUBJECT.fullmatch(subject)
+    if not match:
+        return f"{subject!r} is not `type(scope): what it does`"
+    if match["type"] not in TYPES:
+        return f"unknown type {match['type']!r}; one of {', '.join(TYPES)}"
+    if match["scope"] is not None and match["scope"] not in SCOPES:
+        return f"unknown scope {match['scope']!r}; one of {', '.join(SCOPES)}"
+    if len(subject) > SUBJECT_LENGTH:
+        return f"the subject has {len(subject)} characters, at most {SUBJECT_LENGTH}"
+    if subject.endswith("."):
+        return "the subject ends with a full stop"
+    if len(lines) > 1 and lines[1].strip():
+        return "an empty line stands between subject and body"
+    return None
+
+
+if __name__ == "__main__":
+    if found := problem(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        sys.exit(f"commit message: {found}")

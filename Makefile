@@ -1,0 +1,48 @@
+# Every target makes .venv when it is missing (see .ci/setup). Variables:
+#   PYTHON=python3.12    the interpreter that .venv is made with
+#   TORCH_INDEX=URL      where torch comes from, when pip's configured index does not have the wanted variant
+export PYTHON TORCH_INDEX
+
+PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal
+
+.PHONY: help setup demo test test-slow test-all test-kill lint format bench
+
+help:
+	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
+	@echo "make test       every test that takes less than 20 s"
+	@echo "make test-all   every test"
+	@echo "make test-kill  all kill tests, with their record"
+	@echo "make lint       ruff, mypy, import directions, spelling"
+	@echo "make bench      the benchmarks side by side with their peers, with their records"
+
+setup:
+	@.ci/setup
+
+demo: setup
+	.venv/bin/archon rl --config rl/recipes/arithmetic_cpu.yaml
+
+test: setup
+	$(PYTEST) -m "not slow"
+
+test-slow: setup
+	$(PYTEST) -m slow
+
+test-all: setup
+	$(PYTEST)
+
+test-kill: setup
+	ARCHON_KILL_TESTS=all $(PYTEST) -k kill
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+	.venv/bin/codespell
+
+format: setup
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+bench: setup
+	.venv/bin/python -m benchmarks

@@ -1,0 +1,130 @@
+"""What a run writes down: one JSON object a step, and the trajectories it sampled, both as JSON lines.
+
+A record is flushed when it is written, so that a killed run loses at most the line it was writing; such a torn last
+line is tolerated by the reader and removed when the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from archon.schema.errors import DatasetError
+
+METRICS_FILE = "metrics.jsonl"
+TRAJECTORIES_FILE = "trajectories.jsonl"
+
+
+class JsonlWriter:
+    """Appends JSON objects to a file, one a line, flushed at once.
+
+    Raises `OSError` when the file cannot be opened or written; nothing is buffered beyond a line.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._drop_torn_line()
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write `record`; numbers of torch and numpy become Python's, NaN and infinities `"NaN"` and `"±Infinity"`."""
+        self._file.write(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def truncate(self, step: int) -> int:
+        """Drop the records whose `step` is later than `step`; return how many went.
+
+        A resumed run repeats the steps after its checkpoint; without this they would stand in the file twice.
+        """
+        records = read_jsonl(self.path)
+        kept = [record for record in records if record["step"] <= step]
+        if len(kept) < len(records):
+            self._file.close()
+            temporary = self.path.with_name(self.path.name + ".tmp")
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+            self._file = self.path.open("a", encoding="utf-8")
+        return len(records) - len(kept)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _drop_torn_line(self) -> None:
+        """Cut what follows the last newline: the line a killed run was writing."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            content = file.read()
+            if content and not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+
+
+class MetricsWriter(JsonlWriter):
+    """`metrics.jsonl`: one object a step with `step`, `time` (seconds since the epoch) and the step's numbers."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.append({"step": step, "time": round(time.time(), 3), **metrics})
+
+
+class TrajectoryWriter(JsonlWriter):
+    """`trajectories.jsonl`: one object a sampled answer; `archon report` shows the answers to a prompt side by side."""
+
+    def write(self, step: int, group: int | str, prompt: str, completion: str, reward: float, **extra: Any) -> None:
+        """Write one answer.
+
+        `group` is what the answers to one prompt share. `extra` may carry anything JSON can hold; the report knows
+        `length` (tokens of the answer), `stop_reason`, `answer` (the expected one), `advantage`, `rewards` (the parts
+        of the reward) and `split` (`"train"` or `"eval"`).
+        """
+        answer = {"prompt": prompt, "completion": completion, "reward": reward}
+        self.append({"step": step, "group": group, **answer, **extra})
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a file, a torn last line left out.
+
+    Raises `DatasetError` naming the line when any other line is not a JSON object.
+    """
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise DatasetError(f"{path}: line {number} is not JSON ({error.msg}); remove or mend it") from None
+        if not isinstance(record, dict):
+            raise DatasetError(f"{path}: line {number} is not a JSON object; remove or mend it")
+        records.append(record)
+    return records
+
+
+def _plain(value: Any) -> Any:
+    """`value` in the types JSON knows."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # torch tensors, numpy arrays and numpy scalars
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

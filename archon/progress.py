@@ -1,0 +1,103 @@
+"""Progress of long work: a live table with a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+ROWS_SHOWN = 12
+
+
+class Progress:
+    """A context manager that follows a loop of `total` steps.
+
+    On a terminal the last `ROWS_SHOWN` steps stand in a table above a bar with elapsed and remaining time. Elsewhere a
+    step is a line `rl 12/300  loss 0.1234  …`, at most one every `line_seconds`, and always the last.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        *,
+        start: int = 0,
+        columns: Sequence[str] = (),
+        console: Console,
+        line_seconds: float,
+    ):
+        self.title, self.total, self.step = title, total, start
+        self.columns = tuple(columns)
+        self._console, self._line_seconds = console, line_seconds
+        self._rows: list[tuple[int, dict[str, Any]]] = []
+        self._unprinted: dict[str, Any] | None = None
+        self._last_line = float("-inf")
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._bar = Bar(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task(title, total=total, completed=start)
+            self._live = Live(self._bar, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+        elif self._unprinted is not None:
+            self._print(self._unprinted)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show that `step` of `total` is done, with the numbers named by `columns`, or all when it is empty."""
+        self.step = step
+        shown = {name: metrics[name] for name in (self.columns or metrics) if name in metrics}
+        if self._live:
+            self._rows = [*self._rows, (step, shown)][-ROWS_SHOWN:]
+            self._bar.update(self._task, completed=step)
+            self._live.update(Group(self._table(), self._bar))
+        elif time.monotonic() - self._last_line >= self._line_seconds:
+            self._print(shown)
+        else:
+            self._unprinted = shown
+
+    def _print(self, shown: Mapping[str, Any]) -> None:
+        numbers = "  ".join(f"{name} {format_number(value)}" for name, value in shown.items())
+        self._console.print(
+            f"{self.title} {self.step}/{self.total}  {numbers}".rstrip(), soft_wrap=True, markup=False, highlight=False
+        )
+        self._last_line, self._unprinted = time.monotonic(), None
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        names = list(dict.fromkeys(name for _, shown in self._rows for name in shown))
+        for heading in ["step", *names]:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for step, shown in self._rows:
+            table.add_row(str(step), *(format_number(shown[name]) if name in shown else "" for name in names))
+        return table
+
+
+def format_number(value: Any) -> str:
+    """Four significant digits, thousands separated; what is not a number as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1e4:
+        return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3e}"
+    return f"{value:.4g}"

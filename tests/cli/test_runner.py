@@ -1,0 +1,120 @@
+"""A run holds its directory alone, and a signal ends it after its step, saved."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import yaml
+from rich.console import Console
+
+from archon.metrics import read_jsonl
+from archon.runner import Runner
+from archon.schema.config import OptimizerConfig
+from archon.schema.errors import ConfigError
+
+LOOP = """
+    import sys, time
+    from archon.runner import Runner
+    from archon.schema.config import OptimizerConfig
+    with Runner(sys.argv[1], OptimizerConfig()) as runner:
+        step = 0
+        while step < 1000 and not runner.stop_requested:
+            step += 1
+            print("step", step, flush=True)
+            deadline = time.monotonic() + float(sys.argv[2])
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+            runner.metrics.write(step, {"loss": 1.0})
+        print("saved", step, flush=True)
+    sys.exit(runner.exit_code)
+"""
+
+
+def start_loop(run_dir, seconds_a_step):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LOOP), str(run_dir), str(seconds_a_step)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "step 1\n"
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_finishes_the_step_and_saves(tmp_path, number, code):
+    process = start_loop(tmp_path / "run", 0.2)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert output.endswith("saved 1\n") and "finishing the step and saving" in errors
+    assert [record["step"] for record in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1]
+
+
+def test_the_second_signal_leaves_at_once(tmp_path):
+    process = start_loop(tmp_path / "run", 60)
+    process.send_signal(signal.SIGTERM)
+    assert "once more leaves at once" in process.stderr.readline() + process.stderr.readline()
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and time.monotonic() - asked < 10
+    assert "saved" not in output and "leaving at once" in errors
+
+
+def test_a_run_directory_is_held_by_one_run_at_a_time(tmp_path):
+    process = start_loop(tmp_path / "run", 60)
+    try:
+        with pytest.raises(ConfigError, match=f"in use by process {process.pid}"):
+            Runner(tmp_path / "run", OptimizerConfig(), resume=True).__enter__()
+    finally:
+        process.kill()
+        process.communicate()
+    with Runner(tmp_path / "run", OptimizerConfig(), resume=True):
+        pass  # a killed run leaves no lock behind
+
+
+def test_a_run_is_never_written_over_by_another(tmp_path):
+    with Runner(tmp_path, OptimizerConfig()) as runner:
+        runner.metrics.write(1, {"loss": 1.0})
+        runner.metrics.write(2, {"loss": 1.0})
+    with pytest.raises(ConfigError, match="already holds a run; set resume=true"):
+        Runner(tmp_path, OptimizerConfig()).__enter__()
+    with Runner(tmp_path, OptimizerConfig(), resume=True) as runner:
+        runner.rewind(1)
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_what_was_run_is_written_down(tmp_path):
+    with Runner(tmp_path, OptimizerConfig(lr=3e-4)):
+        pass
+    assert OptimizerConfig(**yaml.safe_load((tmp_path / "config.yaml").read_text())) == OptimizerConfig(lr=3e-4)
+    assert json.loads((tmp_path / "versions.json").read_text())["torch"].startswith("2.")
+
+
+def show_steps(runner):
+    with runner.progress("sft", total=3, columns=("loss", "tokens")) as progress:
+        for step in (1, 2, 3):
+            progress.update(step, {"loss": 1 / step, "tokens": 20000 * step, "hidden": 0})
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path):
+    screen = io.StringIO()
+    with Runner(tmp_path, OptimizerConfig(), console=Console(file=screen), line_seconds=3600) as runner:
+        show_steps(runner)
+    assert screen.getvalue().splitlines() == ["sft 1/3  loss 1  tokens 20,000", "sft 3/3  loss 0.3333  tokens 60,000"]
+
+
+def test_progress_is_a_table_and_a_bar_on_a_terminal(tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with Runner(tmp_path, OptimizerConfig(), console=console) as runner:
+        show_steps(runner)
+    screen = console.file.getvalue()
+    assert "60,000" in screen and "3/3" in screen and "hidden" not in screen

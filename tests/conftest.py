@@ -1,0 +1,95 @@
+"""What holds for every test: one thread each, fixed seeds, no network, and no silent skip."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+# Before torch is imported. Two workers share two cores, and one thread gives the same sums everywhere.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import pytest
+import torch
+
+NEEDS_GPU = "gpu: no CUDA device"
+NEEDS_DATA = "data: no folder ../shared/data, and ARCHON_DATA is not set"
+
+
+def find_data() -> Path | None:
+    """The folder of real data: `ARCHON_DATA`, or `shared/data` beside the checkout."""
+    named = os.environ.get("ARCHON_DATA")
+    folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
+    if named and not folder.is_dir():
+        raise pytest.UsageError(f"ARCHON_DATA={named} is not a folder")
+    return folder if folder.is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real data; a test that asks for it bears the mark `data`."""
+    folder = find_data()
+    if folder is None:
+        raise pytest.UsageError("a test without the mark `data` asked for data_dir")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    has_gpu, has_data = torch.cuda.is_available(), find_data() is not None
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
+        if item.get_closest_marker("data") and not has_data:
+            item.add_marker(pytest.mark.skip(reason=NEEDS_DATA))
+
+
+class SkipGuard:
+    """Fails the run when anything was skipped for another reason than a missing GPU or, outside CI, missing data."""
+
+    def __init__(self) -> None:
+        self.allowed = {NEEDS_GPU} if os.environ.get("CI") else {NEEDS_GPU, NEEDS_DATA}
+        self.forbidden: list[str] = []
+
+    def _judge(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if reason.removeprefix("Skipped: ") not in self.allowed:
+            self.forbidden.append(f"{report.nodeid}: {reason}")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._judge(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._judge(report)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.forbidden and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.forbidden:
+            terminalreporter.section("skipped, which only `gpu` and `data` tests may be", red=True)
+            for line in self.forbidden:
+                terminalreporter.line(line)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # Under xdist the reports of every worker reach the controller, which alone decides the exit status.
+    if not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(SkipGuard(), "skip-guard")

@@ -1,0 +1,149 @@
+"""The house: links, dependencies, the commit-message hook and the rule that nothing is skipped in silence."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Extras whose packages need a GPU or a peer that is installed by hand; constraints.txt pins what the tests run with.
+UNTESTED_EXTRAS = {"flash", "megatron", "bench"}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("room", ["models", "parallel", "rl"])
+def test_the_rooms_are_relative_links(room):
+    link = ROOT / "archon" / room
+    assert link.is_symlink() and link.readlink() == Path("..") / room
+
+
+@pytest.mark.parametrize("room", ["models", "parallel", "rl"])
+def test_a_room_refuses_to_be_imported_under_another_name(room):
+    done = subprocess.run([sys.executable, "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f"archon.{room}" in done.stderr.splitlines()[-1]
+
+
+def test_every_dependency_that_is_tested_is_pinned():
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            pins[normal(name)] = version
+    extras = PROJECT["optional-dependencies"]
+    wanted = PROJECT["dependencies"] + [r for extra in extras.keys() - UNTESTED_EXTRAS for r in extras[extra]]
+    names = {normal(re.split(r"[<>=~!\[ ]", requirement)[0]) for requirement in wanted}
+    assert names <= pins.keys(), sorted(names - pins.keys())
+    assert "+" not in pins["torch"], "the variant of torch is the machine's, not the constraint's"
+
+
+def test_a_bare_import_is_light():
+    code = "import sys, archon, archon.cli; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def tracked_files():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.splitlines() if not (ROOT / name).is_symlink() and (ROOT / name).is_file()]
+
+
+def test_no_package_registry_is_named():
+    hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", r"download\.py" + "torch"]))
+    named = [str(path) for path in tracked_files() if hosts.search(path.read_text(encoding="utf-8", errors="ignore"))]
+    assert named == []
+
+
+GOOD = [
+    "feat(rl): skip groups without spread",
+    "fix: say which key is missing",
+    "perf(models)!: keep decode weights transposed\n\nA decode step reads each weight once.\n",
+    "# a comment of git\nci(ci): print the time of each phase",
+    "Merge branch 'layouts'",
+]
+BAD = {
+    "": "empty",
+    "improve things": "not `type(scope)",
+    "feat(rollout): more": "unknown scope 'rollout'",
+    "feature(rl): more": "unknown type 'feature'",
+    "feat(rl): more.": "full stop",
+    "feat(rl): " + "x" * 100: "110 characters",
+    "feat(rl): more\nwithout a gap": "empty line",
+}
+
+
+def commit_message_hook(message, tmp_path):
+    file = tmp_path / "COMMIT_EDITMSG"
+    file.write_text(message)
+    hook = ROOT / ".ci" / "check_commit_message.py"
+    return subprocess.run([sys.executable, hook, file], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("message", GOOD)
+def test_the_commit_hook_accepts(message, tmp_path):
+    assert commit_message_hook(message, tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_the_commit_hook_refuses(message, tmp_path):
+    done = commit_message_hook(message, tmp_path)
+    assert done.returncode == 1 and BAD[message] in done.stderr
+
+
+SKIPS = """
+import pytest
+@pytest.mark.skip(reason="later")
+def test_marked(): pass
+def test_called(): pytest.skip("no network")
+@pytest.mark.gpu
+def test_gpu(): pass
+def test_other(): assert True
+"""
+NEEDY = """
+import pytest
+@pytest.mark.gpu
+def test_gpu(): pass
+@pytest.mark.data
+def test_data(data_dir): pass
+"""
+
+
+def run_tests(tmp_path, body, *arguments, ci=None):
+    """Run `body` under this suite's conftest, in a folder without data and on no GPU."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n  data\n")
+    (tmp_path / "test_sample.py").write_text(body)
+    (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('a_module_nobody_has')\n")
+    changed = {"CI": ci, "ARCHON_DATA": None, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {name: value for name, value in (os.environ | changed).items() if value is not None}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_any_other_skip_fails_the_run(workers, tmp_path):
+    done = run_tests(tmp_path, SKIPS, *workers)
+    assert done.returncode == 1, done.stdout
+    blamed = done.stdout.split("skipped, which only `gpu` and `data` tests may be")[1].split("short test summary")[0]
+    assert all(reason in blamed for reason in ("later", "no network", "a_module_nobody_has")), blamed
+    assert "test_gpu" not in blamed
+
+
+@pytest.mark.parametrize(("ci", "code"), [(None, 0), ("true", 1)])
+def test_data_tests_may_be_skipped_where_there_is_none_but_not_in_ci(tmp_path, ci, code):
+    done = run_tests(tmp_path, NEEDY, "test_sample.py", ci=ci)
+    assert done.returncode == code and "2 skipped" in done.stdout, done.stdout
