@@ -1,4 +1,4 @@
-"""Configuration of the RL and SFT trainers. Torch-free: the command line prints every field of it for `--help`."""
+"""Configuration of the RL and SFT trainers. Every field carries its default, its description and its unit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from archon.rl.algorithms.advantages import ADVANTAGES
+from archon.rl.algorithms.aggregation import AGGREGATIONS
+from archon.rl.algorithms.losses import POLICY_LOSSES
 from archon.rl.algorithms.presets import PRESETS
 from archon.schema.config import StrictModel
 
@@ -40,11 +43,6 @@ class AlgorithmConfig(StrictModel):
 
     @model_validator(mode="after")
     def _parts_are_known(self) -> AlgorithmConfig:
-        # Imported here: the tables hold torch functions, and this module must import without torch.
-        from archon.rl.algorithms.advantages import ADVANTAGES
-        from archon.rl.algorithms.aggregation import AGGREGATIONS
-        from archon.rl.algorithms.losses import POLICY_LOSSES
-
         for table, name in (
             (ADVANTAGES, self.advantage),
             (POLICY_LOSSES, self.policy_loss),

@@ -6,9 +6,8 @@ ranks and divides by the total number of units, so that neither packing nor the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from archon.rl.algorithms.registry import Registry
@@ -16,12 +15,6 @@ from archon.rl.algorithms.registry import Registry
 # (loss_mask [T] float, document_ids [T] int, number of documents) -> (token weights [T], units [])
 AggregationFn = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 AGGREGATIONS: Registry[AggregationFn] = Registry("aggregation")
-
-
-def document_ids(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Int64 [T]: the index of each token's document, from the documents' lengths."""
-    counts = torch.tensor(lengths, device=device)
-    return torch.repeat_interleave(torch.arange(len(lengths), device=device), counts, output_size=sum(lengths))
 
 
 def tokens_by_document(loss_mask: Tensor, documents: Tensor, n_documents: int) -> Tensor:

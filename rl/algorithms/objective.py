@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from archon.rl.algorithms.aggregation import AGGREGATIONS, document_ids
+from archon.batch import PackedBatch
+from archon.loss import Metrics, document_ids, masked_sum
+from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import POLICY_LOSSES
 
 if TYPE_CHECKING:
     from archon.rl.config import AlgorithmConfig
-
-
-class LossBatch(Protocol):
-    """What a loss reads of a packed micro-batch: the documents' lengths, and per-token fields [T] by name."""
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-
-    def __getitem__(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -36,50 +28,43 @@ class PolicyObjective:
 
     config: AlgorithmConfig
 
-    def loss(
-        self, logprobs: Tensor, entropy: Tensor, batch: LossBatch
-    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
         """The sum over units, with gradient, and metrics as (sum, count) pairs without.
 
         Args:
             logprobs: [T], of the policy being trained, at the temperature of the rollout.
             entropy: [T], of its distribution at each position.
-            batch: the micro-batch.
+            mb: the micro-batch.
         """
-        config = self.config
-        mask = batch["loss_mask"].to(logprobs.dtype)
-        weights, units = self._aggregate(mask, batch)
-        # A masked position may hold anything (a document's last token predicts nothing): replace it before exp() sees it.
-        old_logprobs = torch.where(mask > 0, batch["logprobs"].to(logprobs.dtype), logprobs.detach())
-        policy = POLICY_LOSSES[config.policy_loss](logprobs, old_logprobs, batch["advantages"], config)
-        per_token, n_tokens = policy.loss, mask.sum()
+        assert entropy is not None, "the policy objective reports entropy, so the engine computes it"
+        config, mask = self.config, mb["loss_mask"].to(logprobs.dtype)
+        weights, units = self._weights(mask, mb)
+        # A masked position may hold anything (a document's last token predicts nothing): exp() must not see it.
+        old_logprobs = torch.where(mask > 0, mb["logprobs"].to(logprobs.dtype), logprobs.detach())
+        policy = POLICY_LOSSES[config.policy_loss](logprobs, old_logprobs, mb["advantages"], config)
         log_ratio = (logprobs - old_logprobs).detach()
-
-        def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
-            return (values.detach() * mask).sum(), n_tokens
-
+        loss = (policy.loss * weights).sum()
         metrics = {
-            "policy_loss": ((policy.loss.detach() * weights).sum(), units),
-            "ratio": mean_of(policy.ratio),
-            "clip_fraction": mean_of(policy.clipped.to(mask.dtype)),
+            "policy_loss": (loss.detach(), units),
+            "ratio": masked_sum(policy.ratio.detach(), mask),
+            "clip_fraction": masked_sum(policy.clipped.to(mask.dtype), mask),
             # KL(π_old ‖ π) by k3: the tokens were drawn from the old policy, so the roles are turned round.
-            "approx_kl": mean_of(log_ratio.expm1() - log_ratio),
-            "logprob_diff": mean_of(log_ratio.abs()),
-            "entropy": mean_of(entropy),
+            "approx_kl": masked_sum(log_ratio.expm1() - log_ratio, mask),
+            "logprob_diff": masked_sum(log_ratio.abs(), mask),
+            "entropy": masked_sum(entropy.detach(), mask),
         }
         if config.kl_coef > 0:
-            ref_logprobs = torch.where(mask > 0, batch["ref_logprobs"].to(logprobs.dtype), logprobs.detach())
+            ref_logprobs = torch.where(mask > 0, mb["ref_logprobs"].to(logprobs.dtype), logprobs.detach())
             kl = kl_estimate(logprobs, ref_logprobs, config.kl_kind)
-            per_token = per_token + config.kl_coef * kl
-            metrics["kl_ref"] = mean_of(kl)
+            metrics["kl_ref"] = masked_sum(kl.detach(), mask)
+            loss = loss + config.kl_coef * (kl * weights).sum()
         if config.entropy_coef > 0:
-            per_token = per_token - config.entropy_coef * entropy
-        return (per_token * weights).sum(), metrics
+            loss = loss - config.entropy_coef * (entropy * weights).sum()
+        return loss, metrics
 
-    def units(self, batch: LossBatch) -> Tensor:
+    def units(self, mb: PackedBatch) -> Tensor:
         """The number of units in the micro-batch: loss tokens, or answers that have one."""
-        return self._aggregate(batch["loss_mask"].float(), batch)[1]
+        return self._weights(mb["loss_mask"].float(), mb)[1]
 
-    def _aggregate(self, mask: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor]:
-        documents = document_ids(batch.lengths, mask.device)
-        return AGGREGATIONS[self.config.aggregation](mask, documents, len(batch.lengths))
+    def _weights(self, mask: Tensor, mb: PackedBatch) -> tuple[Tensor, Tensor]:
+        return AGGREGATIONS[self.config.aggregation](mask, document_ids(mb), mb.n_documents)

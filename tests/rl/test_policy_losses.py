@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
+from archon.batch import PackedBatch
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import ppo_clip_loss
@@ -18,15 +19,18 @@ from archon.schema.errors import ConfigError
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
 
-@dataclass
-class Documents:
-    """The two things a loss reads of a packed micro-batch."""
-
-    lengths: tuple[int, ...]
-    fields: dict[str, Tensor] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.fields[name]
+def documents(lengths: tuple[int, ...], **fields: Tensor) -> PackedBatch:
+    """A packed micro-batch with these per-token fields; its tokens do not matter to a loss."""
+    blank = torch.zeros(sum(lengths), dtype=torch.int64)
+    return PackedBatch(
+        tokens=blank,
+        positions=blank,
+        labels=blank,
+        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        lengths=lengths,
+        fields=fields,
+    )
 
 
 def test_ppo_clip_worked_by_hand() -> None:
@@ -87,15 +91,15 @@ def test_aggregations_worked_by_hand() -> None:
     # loss token and is not an answer. seq_mean_token_sum: (1 + 3 + 10) / 2 = 7.
     mask = torch.tensor([0.0, 1, 1, 1, 0, 0, 0])
     losses = torch.tensor([99.0, 1, 3, 10, 99, 99, 99])
-    documents = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    owners = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     expected = {"token_mean": 14 / 3, "seq_mean_token_mean": 6.0, "seq_mean_token_sum": 7.0}
     assert set(AGGREGATIONS) == set(expected)
     for name, value in expected.items():
-        weights, units = AGGREGATIONS[name](mask, documents, 3)
+        weights, units = AGGREGATIONS[name](mask, owners, 3)
         assert math.isclose(((weights * losses).sum() / units).item(), value, rel_tol=FORMULA_FP32)
 
 
-def random_batch(seed: int = 0) -> tuple[Tensor, Tensor, Documents]:
+def random_batch(seed: int = 0) -> tuple[Tensor, Tensor, PackedBatch]:
     generator = torch.Generator().manual_seed(seed)
     lengths = (5, 1, 7, 3, 4)
     total = sum(lengths)
@@ -106,10 +110,10 @@ def random_batch(seed: int = 0) -> tuple[Tensor, Tensor, Documents]:
     mask = torch.randint(0, 2, (total,), generator=generator)
     mask[0:5] = 0  # a document without a loss token
     fields = {"loss_mask": mask, "advantages": noise(), "logprobs": -noise().abs(), "ref_logprobs": -noise().abs()}
-    return -noise().abs(), noise().abs(), Documents(lengths, fields)
+    return -noise().abs(), noise().abs(), documents(lengths, **fields)
 
 
-def plain_objective(logprobs: Tensor, entropy: Tensor, batch: Documents, config: AlgorithmConfig) -> float:
+def plain_objective(logprobs: Tensor, entropy: Tensor, batch: PackedBatch, config: AlgorithmConfig) -> float:
     """DeepSeekMath's equation 3 with its parts exchangeable, one token at a time."""
     per_document: list[list[float]] = []
     start = 0
@@ -143,7 +147,7 @@ def test_objective_equals_plain_loop(aggregation: str, kl_kind: str) -> None:
     )
     logprobs, entropy, batch = random_batch()
     objective = PolicyObjective(config)
-    loss, metrics = objective.loss(logprobs, entropy, batch)
+    loss, metrics = objective(logprobs, entropy, batch)
     expected = plain_objective(logprobs, entropy, batch, config)
     assert math.isclose((loss / objective.units(batch)).item(), expected, rel_tol=FORMULA_FP64)
     assert metrics["entropy"][1].item() == batch["loss_mask"].sum().item()
@@ -152,7 +156,7 @@ def test_objective_equals_plain_loop(aggregation: str, kl_kind: str) -> None:
 def test_objective_metrics_are_sums_and_counts_over_loss_tokens() -> None:
     logprobs, entropy, batch = random_batch(1)
     loss_tokens = batch["loss_mask"].nonzero().flatten().tolist()
-    _, metrics = PolicyObjective(AlgorithmConfig(kl_coef=0)).loss(logprobs, entropy, batch)
+    _, metrics = PolicyObjective(AlgorithmConfig(kl_coef=0))(logprobs, entropy, batch)
     log_ratio = [(logprobs[t] - batch["logprobs"][t]).item() for t in loss_tokens]
     expected = {
         "ratio": sum(math.exp(x) for x in log_ratio),
@@ -171,12 +175,12 @@ def test_masked_positions_cannot_reach_the_loss_or_its_gradient() -> None:
     """Garbage at masked positions (the end of a document, a prompt) must not become inf · 0 = NaN."""
     logprobs, entropy, batch = random_batch(2)
     objective = PolicyObjective(AlgorithmConfig(entropy_coef=0.1))
-    reference, _ = objective.loss(logprobs, entropy, batch)
+    reference, _ = objective(logprobs, entropy, batch)
     masked = batch["loss_mask"] == 0
     batch.fields["logprobs"] = batch["logprobs"].masked_fill(masked, -1e30)
     batch.fields["ref_logprobs"] = batch["ref_logprobs"].masked_fill(masked, float("nan"))
     leaf = logprobs.clone().requires_grad_()
-    loss, _ = objective.loss(leaf, entropy, batch)
+    loss, _ = objective(leaf, entropy, batch)
     loss.backward()
     assert loss.item() == reference.item()
     assert leaf.grad is not None
@@ -210,9 +214,9 @@ def test_no_hidden_second_normalisation() -> None:
     mask = torch.tensor([1, 0, 1, 1, 1, 1, 0])
     advantages = torch.tensor([3.0, 3, -1, -1, -1, -1, -1], dtype=torch.float64)
     logprobs = torch.full((7,), -0.5, dtype=torch.float64)
-    batch = Documents(lengths, {"loss_mask": mask, "advantages": advantages, "logprobs": logprobs})
+    batch = documents(lengths, loss_mask=mask, advantages=advantages, logprobs=logprobs)
     objective = PolicyObjective(AlgorithmConfig(kl_coef=0))
-    loss, _ = objective.loss(logprobs, torch.zeros(7), batch)
+    loss, _ = objective(logprobs, torch.zeros(7), batch)
     assert (loss / objective.units(batch)).item() == -(3.0 - 1.0) / 2
 
 

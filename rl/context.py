@@ -1,0 +1,121 @@
+"""What a workflow may know about the episode it runs in, and where it leaves its statistics."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed that depends on every part and their order, the same in every process and on every machine."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass
+class EpisodeContext:
+    """One episode: one prompt run through a workflow.
+
+    `task_id` is the prompt's place in the data stream, `seed` what its random streams derive from. `drops` counts the
+    samples that were lost, by kind, with the first error of each kind; `numbers` collects what `record` was given.
+    """
+
+    task_id: int = 0
+    is_eval: bool = False
+    seed: int = 0
+    sample_index: int | None = None
+    drops: Counter[str] = field(default_factory=Counter)
+    first_errors: dict[str, BaseException] = field(default_factory=dict)
+    numbers: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+_current: ContextVar[EpisodeContext] = ContextVar("archon_episode")
+
+
+class WorkflowContext:
+    """Access to the episode that the calling coroutine belongs to; import the one instance, `workflow_context`."""
+
+    def get(self) -> EpisodeContext:
+        """The running episode; a fresh one where a workflow is called by hand, outside a rollout."""
+        context = _current.get(None)
+        if context is None:
+            context = EpisodeContext()
+            _current.set(context)
+        return context
+
+    def stat_scope(self) -> str:
+        """`rollout`, or `eval` while the trainer evaluates: the prefix of this episode's metrics."""
+        return "eval" if self.get().is_eval else "rollout"
+
+    def record(self, **numbers: float) -> None:
+        """Add numbers to the step's metrics; each name is averaged over everything recorded under it."""
+        for name, value in numbers.items():
+            self.get().numbers[name].append(float(value))
+
+    def drop(self, kind: str, error: BaseException) -> None:
+        """Say that one sample of this episode is lost, and why. It is counted by kind and shown, never scored 0."""
+        context = self.get()
+        context.drops[kind] += 1
+        context.first_errors.setdefault(kind, error)
+
+    def enter(self, context: EpisodeContext) -> None:
+        """Make `context` that of the running task and of the tasks it starts."""
+        _current.set(context)
+
+
+workflow_context = WorkflowContext()
+
+
+class EpisodeEngine:
+    """The generator as one episode sees it.
+
+    Each request without a seed gets one from (the episode's seed, its number within the episode), so that what is
+    sampled does not depend on what else is running, and a resumed run repeats it. `check` sees every request's sampling
+    values first.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        context: EpisodeContext,
+        check: Callable[[GenerationHyperparameters], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._context = context
+        self._check = check
+        self._requests = 0
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Answer one request; raises `RolloutError` for values that `check` refuses."""
+        if self._check is not None:
+            self._check(req.gconfig)
+        if req.gconfig.seed is None:
+            # model_copy, not new(): the values were validated, and this runs for every sample.
+            seed = derive_seed(self._context.seed, self._requests)
+            req.gconfig = req.gconfig.model_copy(update={"seed": seed})
+        self._requests += 1
+        return await self._engine.agenerate(req)
+
+    def pause(self) -> None:
+        self._engine.pause()
+
+    def resume(self) -> None:
+        self._engine.resume()
+
+    def abort(self, rid: str | None = None) -> int:
+        return self._engine.abort(rid)
+
+    def update_weights(self, meta: object, *, version: int | None = None) -> None:
+        self._engine.update_weights(meta, version=version)

@@ -1,0 +1,55 @@
+"""Reward on held-out prompts: sampled as in training, and greedy. The same random streams every time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from archon.rl.rollout import Episode, Prompt, Rollout
+
+
+async def evaluate(
+    rollout: Rollout, prompts: Sequence[Prompt], *, tokenizer: Any = None, well_formed: str | None = None
+) -> dict[str, float]:
+    """Run every prompt once through the rollout's workflow.
+
+    Args:
+        rollout: with the workflow to evaluate; its seed and the prompts' indices fix every random stream.
+        prompts: held-out rows.
+        tokenizer: decodes answers where `well_formed` is given.
+        well_formed: a regular expression that a well-formed answer matches from end to end.
+
+    Returns:
+        `reward` (mean over prompts of the mean over samples), `length` (answer tokens), `failed` (prompts that gave no
+        sample), `dropped` (samples lost), and, where they can be known, `truncated` and `well_formed` (shares of
+        samples).
+    """
+    episodes = await rollout.run(prompts, is_eval=True)
+    rollout.stop_if_nothing_came(episodes)
+    groups = [e.trajectories for e in episodes if e.trajectories]
+    lengths = torch.cat([group["loss_mask"].sum(1) for group in groups]).double()
+    metrics = {
+        "reward": torch.stack([group["rewards"].double().mean() for group in groups]).mean().item(),
+        "length": lengths.mean().item(),
+        "failed": float(sum(not e.trajectories for e in episodes)),
+        "dropped": float(sum(e.context.drops.total() for e in episodes)),
+    }
+    if all("truncated" in group for group in groups):
+        metrics["truncated"] = torch.cat([group["truncated"] for group in groups]).double().mean().item()
+    if well_formed is not None:
+        matches = [re.fullmatch(well_formed, text) is not None for text in answers(episodes, tokenizer)]
+        metrics["well_formed"] = sum(matches) / len(matches)
+    return metrics
+
+
+def answers(episodes: Sequence[Episode], tokenizer: Any) -> list[str]:
+    """The text of every sample's trained tokens, special tokens left out."""
+    tokens = []
+    for episode in episodes:
+        if episode.trajectories:
+            ids, mask = episode.trajectories["input_ids"], episode.trajectories["loss_mask"].bool()
+            tokens += [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    return tokenizer.batch_decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,254 @@
+"""Runs the episodes of a batch together on one event loop, and makes one training batch of what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from archon.rl.context import EpisodeContext, EpisodeEngine, derive_seed, workflow_context
+from archon.rl.types import GenerationHyperparameters, InferenceEngine, concat_padded_tensors, validate_trajectory
+from archon.rl.workflows.base import RolloutWorkflow
+from archon.rl.workflows.trajectory import UnusableAnswerError
+from archon.schema.errors import RolloutError
+
+if TYPE_CHECKING:
+    from archon.rl.config import GroupsWithoutSpread
+
+FAILURES_AT_START = 16
+"""So many failed episodes before the first success are no accident: the run stops without waiting for the rest."""
+
+TRAIN_STREAM, EVAL_STREAM = 0, 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of the dataset and its place in the data stream (its ordinal, which no other prompt of the run has)."""
+
+    index: int
+    row: dict[str, Any]
+
+
+@dataclass
+class Episode:
+    """What became of one prompt: a group of trajectories, or nothing (rejected, or `error`)."""
+
+    prompt: Prompt
+    context: EpisodeContext
+    trajectories: dict[str, Any] | None = None
+    error: BaseException | None = None
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether two trajectories of the group differ in reward, without which there is nothing to learn."""
+        rewards = self.trajectories["rewards"] if self.trajectories else torch.empty(0)
+        return len(rewards) > 0 and bool(rewards.max() > rewards.min())
+
+
+@dataclass
+class RolloutBatch:
+    """The groups of one step in the order their prompts were submitted.
+
+    `trajectories` holds [B, S] and [B] tensors and `group_ids` int64 [B]; it is empty when no group was left.
+    `prompts[g]` is the prompt of group g. `counts` says how much was lost and why, `numbers` what workflows recorded
+    (means).
+    """
+
+    trajectories: dict[str, Any] = field(default_factory=dict)
+    prompts: list[Prompt] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.prompts)
+
+
+class Rollout:
+    """Runs episodes of one workflow against one generator.
+
+    Args:
+        engine: the generator.
+        workflow: turns a row into trajectories.
+        seed: every random stream derives from (seed, stream, step, prompt's index, request's number).
+        check: refuses sampling values that the trainer cannot replay; sees every request.
+        log: where losses are announced, one line a step and kind.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        workflow: RolloutWorkflow,
+        *,
+        seed: int = 0,
+        check: Callable[[GenerationHyperparameters], None] | None = None,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        self.engine = engine
+        self.workflow = workflow
+        self._seed = seed
+        self._check = check
+        self._log = log
+        self._succeeded = False
+        self._failures = 0
+        self._first_error: BaseException | None = None
+
+    async def collect(
+        self,
+        take: Callable[[int], Sequence[Prompt]],
+        n_prompts: int,
+        step: int,
+        *,
+        groups_without_spread: GroupsWithoutSpread = "keep",
+        max_refills: int = 0,
+    ) -> RolloutBatch:
+        """One training batch of up to `n_prompts` groups.
+
+        Groups without spread are kept, dropped, or dropped and replaced: up to `max_refills` further rounds of prompts
+        are taken until the batch is full. Both the dropped and the replaced are counted.
+
+        Args:
+            take: gives the next n prompts of the data stream; fewer when it ends.
+        """
+        batch, kept, episodes = RolloutBatch(), list[Episode](), list[Episode]()
+        for refill in range(max_refills + 1 if groups_without_spread == "refill" else 1):
+            prompts = take(n_prompts - len(kept))
+            batch.counts["refills" if refill else "prompts"] += len(prompts)
+            episodes += await self.run(prompts, step)
+            kept = [e for e in episodes if e.trajectories and (groups_without_spread == "keep" or e.has_spread)]
+            if len(kept) >= n_prompts or not prompts:
+                break
+        self._count(batch, episodes)
+        self.stop_if_nothing_came(episodes)
+        if kept:
+            groups = [e.trajectories for e in kept if e.trajectories]
+            batch.prompts = [e.prompt for e in kept]
+            batch.trajectories = concat_padded_tensors(groups)
+            sizes = torch.tensor([len(group["rewards"]) for group in groups])
+            batch.trajectories["group_ids"] = torch.repeat_interleave(torch.arange(len(groups)), sizes)
+        self._announce(batch, episodes, step)
+        return batch
+
+    async def run(self, prompts: Sequence[Prompt], step: int = 0, *, is_eval: bool = False) -> list[Episode]:
+        """Run one episode for each prompt, all at once; results in the order of `prompts`.
+
+        Raises `RolloutError` with a traceback once `FAILURES_AT_START` episodes failed before any succeeded.
+        """
+        stream = EVAL_STREAM if is_eval else TRAIN_STREAM
+        tasks = [
+            asyncio.create_task(
+                self._episode(
+                    prompt, EpisodeContext(prompt.index, is_eval, derive_seed(self._seed, stream, step, prompt.index))
+                )
+            )
+            for prompt in prompts
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _episode(self, prompt: Prompt, context: EpisodeContext) -> Episode:
+        workflow_context.enter(context)
+        episode = Episode(prompt, context)
+        engine = EpisodeEngine(self.engine, context, None if context.is_eval else self._check)
+        try:
+            result = await self.workflow.arun_episode(engine, prompt.row)
+            if result is not None:
+                episode.trajectories = checked_result(result, context, type(self.workflow).__name__)
+        except Exception as error:  # noqa: BLE001 (a workflow is a user's code: whatever it raises costs its episode)
+            episode.error = error
+            self._first_error = self._first_error or error
+            self._failures += 1
+            if not self._succeeded and self._failures >= FAILURES_AT_START:
+                raise self._always_fails(self._first_error, self._failures) from self._first_error
+        else:
+            self._succeeded = True
+        return episode
+
+    def stop_if_nothing_came(self, episodes: Sequence[Episode]) -> None:
+        """Raise `RolloutError`, with the first traceback, when no episode returned a trajectory."""
+        failed = [e.error for e in episodes if e.error]
+        if any(e.trajectories for e in episodes):
+            return
+        if failed:
+            raise self._always_fails(failed[0], len(failed)) from failed[0]
+        if episodes:
+            raise RolloutError(
+                f"{type(self.workflow).__name__} rejected (returned None for) all {len(episodes)} prompts of a step; "
+                "there is nothing to train on"
+            )
+
+    def _always_fails(self, error: BaseException, n: int) -> RolloutError:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return RolloutError(f"{type(self.workflow).__name__} failed on {n} prompts and succeeded on none:\n{text}")
+
+    def _count(self, batch: RolloutBatch, episodes: Sequence[Episode]) -> None:
+        numbers: defaultdict[str, list[float]] = defaultdict(list)
+        for episode in episodes:
+            batch.counts.update({f"dropped/{kind}": n for kind, n in episode.context.drops.items()})
+            if episode.error:
+                batch.counts[f"failed/{type(episode.error).__name__}"] += 1
+            elif episode.trajectories is None:
+                batch.counts["rejected"] += 1
+            elif not episode.has_spread:
+                batch.counts["groups_without_spread"] += 1
+            for name, values in episode.context.numbers.items():
+                numbers[name] += values
+        batch.counts["episodes"] = len(episodes)
+        batch.numbers = {name: sum(values) / len(values) for name, values in numbers.items()}
+
+    def _announce(self, batch: RolloutBatch, episodes: Sequence[Episode], step: int) -> None:
+        """One line for every way in which something was lost in this step, with its first error."""
+        first: dict[str, BaseException] = {}
+        for episode in episodes:
+            for kind, error in episode.context.first_errors.items():
+                first.setdefault(f"dropped/{kind}", error)
+            if episode.error:
+                first.setdefault(f"failed/{type(episode.error).__name__}", episode.error)
+        for name, error in first.items():
+            what = "samples dropped" if name.startswith("dropped/") else "episodes failed"
+            self._log(f"step {step}: {batch.counts[name]} {what} ({name.partition('/')[2]}): {error}")
+
+
+def checked_result(result: dict[str, Any], context: EpisodeContext, source: str) -> dict[str, Any]:
+    """A workflow's result without the rows that cannot be trained on, which are counted; the rest validated.
+
+    Raises `RolloutError` naming key and shape when the result is malformed, or when no row is left.
+    """
+    return validate_trajectory(_without_unusable_rows(result, context), source)
+
+
+def _without_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> dict[str, Any]:
+    parts = [result.get(name) if isinstance(result, dict) else None for name in ("rewards", "logprobs", "loss_mask")]
+    if not all(isinstance(part, Tensor) for part in parts):
+        return result  # validate_trajectory says what is missing
+    rewards, logprobs, loss_mask = parts
+    if rewards.ndim != 1 or logprobs.ndim != 2 or loss_mask.ndim != 2 or len({len(part) for part in parts}) > 1:
+        return result  # validate_trajectory says which shape is wrong
+    unusable = {
+        "reward_not_finite": ~rewards.isfinite(),
+        "logprob_not_finite": ~logprobs.isfinite().all(1),
+        "no_loss_token": ~loss_mask.any(1),
+    }
+    keep = ~torch.stack(list(unusable.values())).any(0)
+    if keep.all():
+        return result
+    for kind, rows in unusable.items():
+        for row in rows.nonzero().flatten().tolist():
+            context.drop(
+                kind, UnusableAnswerError(kind, f"row {row} of the workflow's result: {kind.replace('_', ' ')}")
+            )
+    if not keep.any():
+        raise next(iter(context.first_errors.values()))
+    indices = keep.nonzero().flatten().tolist()
+    return {
+        name: value[keep] if isinstance(value, Tensor) else [value[i] for i in indices]
+        for name, value in result.items()
+    }

@@ -1,0 +1,8 @@
+"""Workflows: how one prompt becomes scored trajectories."""
+
+from __future__ import annotations
+
+from archon.rl.workflows.base import RolloutWorkflow, resolve_workflow
+from archon.rl.workflows.rlvr import RLVRWorkflow
+
+__all__ = ["RLVRWorkflow", "RolloutWorkflow", "resolve_workflow"]

@@ -1,0 +1,82 @@
+"""The contract of a workflow, and the forms in which one may be given to a trainer."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any
+
+from archon.rl.types import GenerationHyperparameters, InferenceEngine
+from archon.schema.errors import ConfigError
+
+
+class RolloutWorkflow(ABC):
+    """One prompt in, scored trajectories out.
+
+    Subclass it, and give the trainer an instance, the class, or `"pkg.mod.Class"`. A class is constructed with those of `reward_fn`, `gconfig` and `tokenizer` that its `__init__` names.
+    """
+
+    @abstractmethod
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Run one episode.
+
+        Args:
+            engine: answers requests; `await engine.agenerate(ModelRequest(...))`.
+            data: one row of the dataset.
+
+        Returns:
+            Trajectory tensors, batch first: `input_ids` int [B, S], `attention_mask` bool [B, S], `loss_mask` int [B,
+            S], `logprobs` float [B, S] (0 on prompt tokens), `versions` int [B, S] (−1 on prompt and padding),
+            `rewards` float [B], and anything else with a leading B. All rows answer the same prompt and form one group.
+            `None` rejects the episode.
+        """
+
+    def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
+        """A copy that samples with `gconfig`; what evaluation uses. Needs the attribute `gconfig`."""
+        if not hasattr(self, "gconfig"):
+            raise ConfigError(
+                f"{type(self).__name__} has no attribute `gconfig`, so it cannot be evaluated with other sampling "
+                "values; keep the constructor's gconfig in self.gconfig, override with_gconfig, or pass eval_workflow"
+            )
+        changed = copy.copy(self)
+        changed.gconfig = gconfig  # type: ignore[attr-defined]
+        return changed
+
+
+def resolve_workflow(workflow: RolloutWorkflow | type[RolloutWorkflow] | str, **arguments: Any) -> RolloutWorkflow:
+    """The instance that `workflow` stands for: itself, its class, or a dotted string naming either.
+
+    `arguments` are offered to a class's constructor, which takes those it names. Raises `ConfigError` naming what was
+    given.
+    """
+    found = _import_dotted(workflow) if isinstance(workflow, str) else workflow
+    if isinstance(found, type):
+        accepted = inspect.signature(found).parameters
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        given = {name: value for name, value in arguments.items() if takes_all or name in accepted}
+        missing = [
+            name
+            for name, p in accepted.items()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name not in given
+        ]
+        if missing:
+            raise ConfigError(
+                f"workflow class {found.__qualname__} needs {', '.join(missing)}, and the trainer offers "
+                f"{', '.join(arguments)}; give it as an instance"
+            )
+        found = found(**given)
+    if not callable(getattr(found, "arun_episode", None)):
+        raise ConfigError(
+            f"workflow: got {found!r}, expected a RolloutWorkflow: an instance, a class, or a dotted string naming one"
+        )
+    return found
+
+
+def _import_dotted(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"workflow {path!r} cannot be imported ({error}); expected 'package.module.Name'") from error
