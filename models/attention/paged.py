@@ -1,10 +1,10 @@
 """Attention over a paged key-value cache: decoding with the same modules that train.
 
-A cache is a pool of pages of `page_size` tokens; a sequence owns a list of them, and several sequences may own the same
-page (Kwon et al. 2023, arXiv:2309.06180). One forward mixes two kinds of tokens: first one new token for each decoding
-sequence, then the chunks of prompts being read. Keys and values are never gathered into a padded batch: each page is
-multiplied where it lies, as one matrix of a batched product, and the pages of a sequence are joined by the rescaled sums
-of FlashDecoding (Dao et al. 2023).
+A cache is a pool of pages of `page_size` tokens; a sequence owns a list of them, and several sequences may own the
+same page (Kwon et al. 2023, arXiv:2309.06180). One forward mixes two kinds of tokens: first one new token for each
+decoding sequence, then the chunks of prompts being read. Keys and values are never gathered into a padded batch: each
+page is multiplied where it lies, as one matrix of a batched product, and the pages of a sequence are joined by the
+rescaled sums of FlashDecoding (Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class PagedCache:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.n_pages, self.n_kv_heads, self.page_size = n_pages, n_kv_heads, page_size
+
+    def clear(self) -> None:
+        self.keys.zero_()
+        self.values.zero_()
 
     def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> Tensor:
         """Rows [T · n_kv_heads] of the cache seen as a matrix [n_pages · n_kv_heads · page_size, head_dim]."""
@@ -156,7 +160,8 @@ class PagedAttention(AttentionMeta):
         if self.n_decode:
             outs.append(self._attend_pages(layer, q[: self.n_decode], window, scale))
         if self.chunks:
-            outs.append(self._attend_chunks(layer, *(x[self.n_decode :] for x in (q, k, v)), window, scale))
+            q, k, v = (x[self.n_decode :] for x in (q, k, v))
+            outs.append(self._attend_chunks(layer, q, k, v, window, scale))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_pages(self, layer: int, q: Tensor, window: int | None, scale: float) -> Tensor:
@@ -223,12 +228,9 @@ def continue_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, s
         visible = columns <= rows
         if window is not None:
             visible &= columns > rows - window
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (block, k[start:stop], v[start:stop])),
-            attn_mask=visible,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        q_BHSD, k_BGND, v_BGND = (x.transpose(0, 1)[None] for x in (block, k[start:stop], v[start:stop]))
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q_BHSD, k_BGND, v_BGND, attn_mask=visible, scale=scale, enable_gqa=gqa)
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
 
