@@ -113,7 +113,7 @@ DEFAULT_THETA = 10_000.0
 
 def refuse(name: str, value: Any, expected: str) -> NoReturn:
     """Raise the one kind of error a config gives: the field, its value, what was expected."""
-    raise ConfigError(f"config field {name!r} is {value!r}; {expected}")
+    raise ConfigError(f"config field {name!r} is {value!r}; {expected}", field=name)
 
 
 def as_dict(hf_config: Any) -> dict[str, Any]:
