@@ -7,3 +7,8 @@ PARITY_FP32 = 1e-5
 FORMULA_FP32 = 2e-6
 # The same in float64: sums of at most a few dozen terms of size one.
 FORMULA_FP64 = 1e-12
+
+# Rewards' time-out in tests, in seconds: a hundred times what a worker needs for a cheap call on a loaded machine.
+REWARD_TIMEOUT_SECONDS = 1.0
+# "At once", in seconds, on a loaded machine with two cores: a process start and a kill take a tenth of it.
+SOON_SECONDS = 5.0

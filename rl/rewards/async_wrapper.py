@@ -1,0 +1,225 @@
+"""`AsyncRewardWrapper`: awaits a reward without ever blocking the loop, and survives whatever the reward does."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+import pickle
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from archon.rl.rewards import worker
+from archon.rl.rewards.pool import Call, Outcome, WorkerPool
+from archon.rl.rewards.registry import get_reward_fn
+from archon.rl.rewards.result import FAILURE_KINDS, Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward
+from archon.schema.errors import RewardError
+
+# A row's columns of these names would collide with the four positional arguments, which say the same.
+_POSITIONAL = ("prompt", "completions", "prompt_ids", "completion_ids")
+
+
+@dataclass(frozen=True)
+class RewardStats:
+    """What a wrapper has seen so far.
+
+    Attributes:
+        calls: Calls that were awaited to their end.
+        failures: Calls without a reward, by kind: timeout, crashed, raised, invalid.
+        seconds: Sum over calls of the time from call to result, queueing included.
+        longest_seconds: The longest of them.
+    """
+
+    calls: int
+    failures: dict[str, int]
+    seconds: float
+    longest_seconds: float
+
+    @property
+    def mean_seconds(self) -> float:
+        """Mean time from call to result; 0 before the first call."""
+        return self.seconds / self.calls if self.calls else 0.0
+
+
+class AsyncRewardWrapper:
+    """Runs a reward function in processes of its own (an `async def` one in the caller's loop), with a time-out.
+
+    Awaiting the wrapper gives a `Reward` (a float with `.parts`) or raises a `RewardFailure`, which costs this one
+    sample: `RewardTimeout` (the clock starts when execution starts), `RewardCrashed`, `RewardRaised`, `RewardInvalid`.
+    Only the process of the guilty call is replaced. May be awaited from several loops and threads. Interpreter exit
+    never waits for a reward; `close()`, or the end of a `with` block, kills the processes at once.
+
+    An `async def` reward is cancelled when its time is up; blocking code inside one cannot be.
+
+    Args:
+        reward_fn: A function `fn(prompt, completions, prompt_ids, completion_ids, **data)`, or its name as
+            `get_reward_fn` takes it.
+        timeout_seconds: Longest execution of one call.
+        max_workers: Most processes at a time; by default the number of CPUs, at most 8. They start when needed.
+
+    Raises:
+        RewardError: the function cannot be sent to another process, or does not take the four positional arguments.
+    """
+
+    def __init__(
+        self, reward_fn: Callable[..., Any] | str, timeout_seconds: float = 15.0, max_workers: int | None = None
+    ) -> None:
+        if worker.in_worker:
+            raise RewardError(
+                "a reward wrapper was made while a worker process imported your script, which defines the reward; "
+                "put what the script does under `if __name__ == '__main__':`, or the reward into a module of its own"
+            )
+        if not timeout_seconds > 0:
+            raise RewardError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
+        if max_workers is not None and max_workers < 1:
+            raise RewardError(f"max_workers must be at least 1, got {max_workers!r}")
+        function = get_reward_fn(reward_fn) if isinstance(reward_fn, str) else reward_fn
+        self.name = _name_of(function)
+        self.timeout_seconds = float(timeout_seconds)
+        _check_signature(function, self.name)
+        self._function = function
+        self._stats_lock = threading.Lock()
+        self._calls = 0
+        self._failures: Counter[str] = Counter(dict.fromkeys(FAILURE_KINDS, 0))
+        self._seconds = 0.0
+        self._longest_seconds = 0.0
+        self._pool: WorkerPool | None = None
+        if _is_async(function):
+            return
+        workers = max_workers or min(8, os.cpu_count() or 1)
+        self._pool = WorkerPool(_setup_frame(function, self.name), self.name, self.timeout_seconds, workers)
+        weakref.finalize(self, self._pool.close)  # also at interpreter exit
+
+    async def __call__(
+        self, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, /, **data: Any
+    ) -> Reward:
+        """The reward of one sample; `data` is its row (columns named like a positional argument are left out).
+
+        Raises:
+            RewardFailure: this sample has no reward, for the reason its `kind` names.
+            RewardError: no sample will have one: the function cannot be loaded, the wrapper is closed, or an argument
+                cannot be sent to another process.
+        """
+        for name in _POSITIONAL:
+            data.pop(name, None)
+        arguments = (prompt, completions, prompt_ids, completion_ids)
+        started = time.perf_counter()
+        try:
+            if self._pool is None:
+                reward = await self._run_here(arguments, data)
+            else:
+                reward = await self._run_in_pool(self._pool, arguments, data)
+        except RewardFailure as failure:
+            self._record(time.perf_counter() - started, failure.kind)
+            raise
+        self._record(time.perf_counter() - started, None)
+        return reward
+
+    async def _run_here(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
+        limit = asyncio.timeout(self.timeout_seconds)
+        try:
+            async with limit:
+                value = await self._function(*arguments, **data)
+        except Exception as error:
+            if limit.expired():
+                raise RewardTimeout(
+                    f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was cancelled"
+                ) from error
+            raise RewardRaised(
+                f"reward function {self.name} raised {type(error).__name__}: {error}", traceback.format_exc()
+            ) from error
+        return as_reward(value, self.name)
+
+    async def _run_in_pool(self, pool: WorkerPool, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
+        try:
+            frame = pickle.dumps((arguments, data), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise RewardError(
+                f"an argument of reward {self.name} cannot be sent to another process: {error}"
+            ) from error
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        pool.submit(Call(frame, future))
+        outcome = await future
+        if isinstance(outcome, RewardError):
+            raise outcome
+        return outcome
+
+    def _record(self, seconds: float, failure: str | None) -> None:
+        with self._stats_lock:
+            self._calls += 1
+            self._seconds += seconds
+            self._longest_seconds = max(self._longest_seconds, seconds)
+            if failure is not None:
+                self._failures[failure] += 1
+
+    def stats(self) -> RewardStats:
+        """Counts since the wrapper was made."""
+        with self._stats_lock:
+            return RewardStats(self._calls, dict(self._failures), self._seconds, self._longest_seconds)
+
+    def close(self) -> None:
+        """Kills the worker processes at once; calls that are not answered yet raise `RewardError`."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+def _check_signature(function: Callable[..., Any], name: str) -> None:
+    if not callable(function):
+        raise RewardError(f"a reward must be a function or a name, got {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # written in C without a signature: the first call will tell
+    try:
+        signature.bind_partial(None, None, None, None)
+    except TypeError as error:
+        raise RewardError(
+            f"reward function {name} must take (prompt, completions, prompt_ids, completion_ids, **data): {error}"
+        ) from error
+
+
+def _setup_frame(function: Callable[..., Any], name: str) -> bytes:
+    """What a worker needs to find the function; the user's script goes along only when the function lives there."""
+    try:
+        pickled = pickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise RewardError(
+            f"reward function {name} cannot be sent to a worker process: {error}; "
+            "define it at the top level of a module (no lambda, no function inside a function)"
+        ) from error
+    main: dict[str, Any] = {}
+    if b"__main__" in pickled:
+        from multiprocessing import spawn
+
+        prepared = spawn.get_preparation_data(name)
+        main = {key: value for key, value in prepared.items() if key.startswith("init_main") or key == "sys_argv"}
+        if not any(key.startswith("init_main") for key in main):
+            raise RewardError(
+                f"reward function {name} was defined in an interactive session, which a worker process cannot import; "
+                "put it into a file"
+            )
+    return pickle.dumps({"main": main, "function": pickled, "name": name})

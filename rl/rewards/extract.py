@@ -1,0 +1,83 @@
+r"""The one answer extractor every reward shares.
+
+In this order: the last `\boxed{…}` (nested braces); the form in which the data set writes its own answers
+(`#### x` for gsm8k); nothing. Never "the last number in the text", which pays for a number in an unfinished thought.
+"""
+
+from __future__ import annotations
+
+import re
+
+# A data set's own answer form: the pattern's first group is the answer. The last match counts.
+ANSWER_FORMS: dict[str, re.Pattern[str]] = {"gsm8k": re.compile(r"^[ \t]*####[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)}
+
+_BOXED = re.compile(r"\\boxed\s*\{")
+_SPACING = re.compile(r"(?:\\[,;: ]|~|\s)+")
+_SINGLE_BRACKETS = re.compile(r"\[([^\[\],;]*)\]")
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The content of the last `\boxed{…}`; None without one, or where the last one is never closed (cut off)."""
+    openings = list(_BOXED.finditer(text))
+    if not openings:
+        return None
+    start = openings[-1].end()
+    depth, position = 1, start
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 1  # an escaped brace, as in \{1, 2\}, opens and closes nothing
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start:position].strip()
+        position += 1
+    return None
+
+
+def extract_answer(text: str, form: str | None = None) -> str | None:
+    r"""The answer that `text` states, or None.
+
+    Args:
+        text: A completion.
+        form: A key of `ANSWER_FORMS`, to accept that data set's own form where there is no `\boxed{…}`.
+    """
+    boxed = boxed_answer(text)
+    if boxed is not None:
+        return boxed
+    if form is None:
+        return None
+    matches = ANSWER_FORMS[form].findall(text)
+    return matches[-1] if matches else None
+
+
+def gold_answer(answer: str) -> tuple[str, str | None]:
+    """Splits a data set's gold answer into (the answer itself, the form it is written in or None).
+
+    A worked solution that ends in `#### 72` gives ("72", "gsm8k"); a bare "72" gives ("72", None).
+    """
+    for form, pattern in ANSWER_FORMS.items():
+        matches = pattern.findall(answer)
+        if matches:
+            return matches[-1], form
+    boxed = boxed_answer(answer)
+    return (answer.strip() if boxed is None else boxed), None
+
+
+def normalise_answer(answer: str) -> str:
+    r"""Takes off what does not change an answer: spaces, `$…$`, `\(…\)`, a full stop, brackets around one element."""
+    text = _SPACING.sub(" ", answer.replace("\\!", "").replace("{,}", ",")).strip()
+    previous = None
+    while text != previous:
+        previous = text
+        text = text.removesuffix(".").strip()
+        for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+            inner = text[len(opening) : -len(closing)]
+            if len(text) > 2 * len(closing) and text == f"{opening}{inner}{closing}" and opening not in inner:
+                text = inner.strip()
+        bracketed = _SINGLE_BRACKETS.fullmatch(text)
+        if bracketed and bracketed[1].strip():
+            text = bracketed[1].strip()
+    return text

@@ -1,0 +1,111 @@
+r"""The reward of free-form mathematics: 1.0 where math-verify finds the stated answer equal to the gold one, else 0.0.
+
+math-verify's own time-outs are off: they use SIGALRM, which fails outside the main thread. `AsyncRewardWrapper` kills
+a call that runs too long. Its search for a number in running text is not used: the shared extractor finds the answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from types import SimpleNamespace
+from typing import Any
+
+from archon.rl.rewards.extract import extract_answer, gold_answer, normalise_answer
+from archon.schema.errors import RewardError
+
+_UNICODE = {
+    "\N{MINUS SIGN}": "-",
+    "\N{MULTIPLICATION SIGN}": r"\times ",
+    "\N{MIDDLE DOT}": r"\cdot ",
+    "\N{DIVISION SIGN}": "/",
+    "\N{GREEK SMALL LETTER PI}": r"\pi ",
+    "\N{INFINITY}": r"\infty ",
+    "\N{DEGREE SIGN}": r"^\circ ",
+    "\N{LESS-THAN OR EQUAL TO}": r"\le ",
+    "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
+}
+_ROOT = re.compile(r"\N{SQUARE ROOT}\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
+_SPACED_THOUSANDS = re.compile(r"(?<=[0-9]) (?=[0-9]{3}(?![0-9]))")
+_WORDS = re.compile(r"(?:\\text\s*\{\s*)?([A-Za-z]{3,}(?:[ '-][A-Za-z]+)*)\s*\}?")
+
+
+@functools.cache
+def _library() -> SimpleNamespace:
+    try:
+        from math_verify import LatexExtractionConfig, grader, parse, parser, verify
+    except ImportError as error:
+        raise RewardError(
+            "the reward math_verify needs the package math-verify, which is not installed; "
+            "install archon's extra `rl`: pip install 'archon-engine[rl]'"
+        ) from error
+    # Both modules warn once that time-outs are off; they are off on purpose.
+    parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
+    boxed_only = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    return SimpleNamespace(parse=parse, verify=verify, config=boxed_only)
+
+
+def _to_latex(answer: str) -> str:
+    text = normalise_answer(answer)
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text)
+    for character, latex in _UNICODE.items():
+        text = text.replace(character, latex)
+    return _SPACED_THOUSANDS.sub("", text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse(latex: str) -> tuple[Any, ...]:
+    library = _library()
+    return tuple(
+        library.parse(
+            rf"\boxed{{{latex}}}",
+            extraction_config=library.config,
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+            raise_on_error=True,
+        )
+    )
+
+
+@functools.lru_cache(maxsize=1024)  # the samples of one prompt often agree
+def answers_equal(gold: str, stated: str) -> bool:
+    r"""Whether two written answers have the same value: 7/2 and 3.5, `\frac12` and 0.5, [ 3 ] and 3.0, √12 and 2√3.
+
+    Words ("yes", "Tuesday") are compared as words, without case: as mathematics they would be products of letters, in
+    which "god" equals "dog". What math-verify cannot read is compared as text. The comparison of a number with an
+    undefined value (1/0) is false.
+    """
+    gold_latex, stated_latex = _to_latex(gold), _to_latex(stated)
+    if gold_latex == stated_latex:
+        return True
+    gold_words, stated_words = _WORDS.fullmatch(gold_latex), _WORDS.fullmatch(stated_latex)
+    if gold_words or stated_words:
+        return bool(gold_words and stated_words and gold_words[1].casefold() == stated_words[1].casefold())
+    gold_values, stated_values = _parse(gold_latex), _parse(stated_latex)
+    if not gold_values or not stated_values or any(_undefined(value) for value in stated_values):
+        return False
+    return bool(_library().verify(list(gold_values), list(stated_values), timeout_seconds=None, raise_on_error=True))
+
+
+def _undefined(value: Any) -> bool:
+    from sympy import Basic, nan, zoo  # type: ignore[import-untyped]
+
+    return isinstance(value, Basic) and value.has(nan, zoo)
+
+
+def math_verify_reward(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
+) -> float:
+    r"""1.0 where the completion's last `\boxed{x}` equals the gold answer as mathematics, else 0.0.
+
+    Where the gold answer is written in a data set's own form (`#### 72`), the completion may use that form too.
+
+    Raises:
+        RewardError: math-verify is not installed, or the gold answer is empty.
+    """
+    _library()
+    gold, form = gold_answer(str(answer))
+    if not gold:
+        raise RewardError("the gold answer is empty; math_verify needs one to compare with")
+    stated = extract_answer(completions, form=form)
+    return float(stated is not None and answers_equal(gold, stated))

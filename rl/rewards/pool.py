@@ -1,0 +1,388 @@
+"""Worker processes that can be killed: a thread hands them calls, watches the clock and replaces only the guilty one.
+
+Why not `concurrent.futures.ProcessPoolExecutor`: it cannot kill a call that hangs, one dead process breaks all its
+calls, and interpreter exit waits for it. Why not `multiprocessing`'s spawn: every child imports the user's `__main__`
+again, and with it torch. Here a worker is a fresh interpreter (it inherits none of the parent's threads, locks or CUDA
+context) that imports only the reward's own module.
+
+A worker runs its calls in order and answers each one at once. So the call that executes is the oldest one not answered:
+its clock runs, it is guilty when the process dies, and the calls behind it, which never started, go to another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from archon.rl.rewards.result import Reward, RewardCrashed, RewardFailure, RewardInvalid, RewardRaised, RewardTimeout
+from archon.rl.rewards.worker import LENGTH
+from archon.schema.errors import RewardError
+
+Item = TypeVar("Item")
+Outcome = Reward | RewardError
+
+_START_SECONDS = 120.0  # to import the reward's module; calls do not time out meanwhile, they have not started
+_STARTS = 3  # workers in a row that die before they are ready: then the reward is broken, not the worker
+_AHEAD_SECONDS = 0.004  # cheap calls are sent ahead of time, up to this much work …
+_AHEAD_CALLS = 32  # … and this many calls, so that a round trip is paid once for all of them
+_READ_BYTES = 1 << 16
+_NO_SIGNAL = getattr(
+    socket, "MSG_NOSIGNAL", 0
+)  # writing to a dead worker is an error, also where SIGPIPE is not ignored
+_BOOTSTRAP = (
+    "import sys; sys.path[:] = sys.argv[3:]; from archon.rl.rewards.worker import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+
+@dataclass(eq=False)
+class Call:
+    """One reward call: its pickled arguments, and the future of the caller's loop that gets its outcome."""
+
+    frame: bytes
+    future: asyncio.Future[Outcome]
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    deadline: float  # monotonic seconds; infinite when idle
+    ready: bool = False
+    calls: deque[Call] = field(default_factory=deque)  # sent, not yet answered; the first one executes
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+class WorkerPool:
+    """Runs one function in at most `max_workers` processes, started when there is work for them.
+
+    Args:
+        setup: The frame that tells a worker which function to run.
+        name: The function's name, for messages.
+        timeout_seconds: Longest execution of one call.
+        max_workers: Most processes at a time.
+    """
+
+    def __init__(self, setup: bytes, name: str, timeout_seconds: float, max_workers: int) -> None:
+        self.name = name
+        self.timeout_seconds = timeout_seconds
+        self.max_workers = max_workers
+        self._setup = setup
+        self._owner = os.getpid()
+        self._inbox: deque[Call] = deque()  # shared with other threads, as is _done: a deque's operations are atomic
+        self._done: deque[tuple[Call, Outcome]] = deque()
+        self._queue: deque[Call] = deque()
+        self._workers: list[_Worker] = []
+        self._dying: list[subprocess.Popen[bytes]] = []
+        self._failed_starts = 0
+        self._broken: tuple[str, str] | None = None  # message and traceback, once no worker can ever start
+        self._seconds_per_call: float | None = None
+        self._closing = False
+        self._wake_pending = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"rewards of {name}", daemon=True)
+        self._thread.start()
+
+    # -- any thread -------------------------------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        """Queues a call. A wanted outcome is delivered exactly once, also when the pool is closed meanwhile."""
+        if os.getpid() != self._owner:
+            raise RewardError(f"the wrapper of reward {self.name} was made in another process; make one in this one")
+        self._inbox.append(call)
+        self._wake()
+        if self._closing:
+            self._fail(self._inbox)
+            self._flush()
+
+    def close(self) -> None:
+        """Kills the workers and fails what has not been answered. Never waits for a reward. Safe to call twice."""
+        if os.getpid() != self._owner:
+            return  # a forked child leaves its parent's workers alone
+        self._closing = True
+        self._wake_pending = False
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+
+    def _wake(self) -> None:
+        if self._wake_pending:
+            return
+        self._wake_pending = True
+        try:
+            self._wake_sender.send(b"\0")
+        except BlockingIOError:
+            return  # the thread has more than enough wake-ups to read
+        except OSError:
+            self._wake_pending = False  # closed: the caller sees that the thread is gone
+
+    # -- the pool's thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for key, events in self._selector.select(self._wait_seconds()):
+                    if key.data is None:
+                        self._wake_receiver.recv(4096)
+                        self._wake_pending = False
+                    else:
+                        self._serve(key.data, events)
+                self._take_inbox()
+                self._expire()
+                self._dispatch()
+                self._flush()
+        finally:
+            self._shut_down()
+
+    def _wait_seconds(self) -> float | None:
+        if self._inbox:
+            return 0.0
+        nearest = min((worker.deadline for worker in self._workers), default=float("inf"))
+        if self._dying:
+            nearest = min(nearest, time.monotonic() + 1.0)
+        return None if nearest == float("inf") else max(0.0, nearest - time.monotonic())
+
+    def _take_inbox(self) -> None:
+        self._queue.extend(_drain(self._inbox))
+        self._dying = [process for process in self._dying if process.poll() is None]
+
+    def _serve(self, worker: _Worker, events: int) -> None:
+        if worker not in self._workers:
+            return
+        if events & selectors.EVENT_WRITE:
+            self._send(worker)
+        if events & selectors.EVENT_READ:
+            self._receive(worker)
+
+    def _receive(self, worker: _Worker) -> None:
+        try:
+            chunk = worker.channel.recv(_READ_BYTES)
+        except ConnectionError:
+            chunk = b""  # it died with calls unread; what it answered before has been received
+        if not chunk:
+            self._bury(worker)
+            return
+        received = worker.received
+        received += chunk
+        start = 0
+        while len(received) - start >= LENGTH.size:
+            end = start + LENGTH.size + LENGTH.unpack_from(received, start)[0]
+            if len(received) < end:
+                break
+            self._take_reply(worker, json.loads(received[start + LENGTH.size : end]))
+            start = end
+        del received[:start]
+
+    def _take_reply(self, worker: _Worker, reply: dict[str, Any]) -> None:
+        event = reply["event"]
+        if event == "ready":
+            worker.ready = True
+            worker.deadline = float("inf")
+            self._failed_starts = 0
+            return
+        if event == "load_failed":
+            cause = reply["text"].strip().splitlines()[-1]
+            self._broken = f"a worker process cannot load the reward function {self.name}: {cause}", reply["text"]
+            return
+        call = worker.calls.popleft()
+        seconds = reply["seconds"]
+        average = self._seconds_per_call
+        self._seconds_per_call = seconds if average is None else 0.9 * average + 0.1 * seconds
+        worker.deadline = time.monotonic() + self.timeout_seconds if worker.calls else float("inf")
+        self._done.append((call, self._outcome(reply)))
+
+    def _outcome(self, reply: dict[str, Any]) -> Outcome:
+        if reply["event"] == "reward":
+            return Reward(reply["total"], reply["parts"])
+        if reply["event"] == "invalid":
+            return RewardInvalid(reply["text"])
+        return RewardRaised(f"reward function {self.name} raised {reply['error']}", reply["text"])
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for worker in [worker for worker in self._workers if worker.deadline <= now]:
+            if worker.ready:
+                failure: RewardFailure = RewardTimeout(
+                    f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was killed"
+                )
+                self._remove(worker, failure)
+            else:
+                self._remove(worker, None)
+                self._start_failed(f"not loaded after {_START_SECONDS:g} s")
+
+    def _bury(self, worker: _Worker) -> None:
+        """The worker's end of the socket closed: it died. How, its exit code tells."""
+        _kill(worker.process)
+        how = _how_it_ended(worker.process)
+        if worker.ready:
+            self._remove(worker, RewardCrashed(f"the process of reward function {self.name} {how}"))
+        else:
+            self._remove(worker, None)
+            self._start_failed(f"the process {how}")
+
+    def _start_failed(self, reason: str) -> None:
+        self._failed_starts += 1
+        if self._failed_starts >= _STARTS and self._broken is None:
+            message = f"no worker process for the reward function {self.name} could start {_STARTS} times: {reason}"
+            self._broken = message, ""
+
+    def _remove(self, worker: _Worker, failure: RewardFailure | None) -> None:
+        """Kills a worker with all it started; the executing call fails, those behind it go back to the queue's head."""
+        self._workers.remove(worker)
+        self._selector.unregister(worker.channel)
+        worker.channel.close()
+        if worker.process.poll() is None:
+            _kill(worker.process)
+            self._dying.append(worker.process)
+        if failure is not None and worker.calls:
+            self._done.append((worker.calls.popleft(), failure))
+        self._queue.extendleft(reversed(worker.calls))
+
+    def _dispatch(self) -> None:
+        if self._broken is not None:
+            message, text = self._broken
+            for call in _drain(self._queue):
+                error = RewardError(message)
+                error.add_note(text)
+                self._done.append((call, error))
+            return
+        ready = [worker for worker in self._workers if worker.ready]
+        depth = self._calls_ahead()
+        filled = set()
+        while self._queue and ready:
+            worker = min(ready, key=lambda candidate: len(candidate.calls))
+            if len(worker.calls) >= depth:
+                break
+            call = self._queue.popleft()
+            if call.future.cancelled():
+                continue  # whoever wanted it has gone
+            if not worker.calls:
+                worker.deadline = time.monotonic() + self.timeout_seconds
+            worker.calls.append(call)
+            worker.unsent += LENGTH.pack(len(call.frame)) + call.frame
+            filled.add(worker)
+        for worker in filled:
+            self._send(worker)
+        starting = sum(not worker.ready for worker in self._workers)
+        while len(self._workers) < self.max_workers and starting < len(self._queue) and self._broken is None:
+            starting += 1
+            self._start()
+
+    def _calls_ahead(self) -> int:
+        if not self._seconds_per_call:
+            return 1
+        return max(1, min(_AHEAD_CALLS, int(_AHEAD_SECONDS / self._seconds_per_call)))
+
+    def _send(self, worker: _Worker) -> None:
+        try:
+            sent = worker.channel.send(worker.unsent, _NO_SIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except ConnectionError:
+            sent = len(worker.unsent)  # it died; what it still answered is read before it is buried
+        del worker.unsent[:sent]
+        writing = selectors.EVENT_WRITE if worker.unsent else 0
+        self._selector.modify(worker.channel, selectors.EVENT_READ | writing, worker)
+
+    def _start(self) -> None:
+        """Starts a worker from this thread: Linux kills it with the thread that started it, which lives until close."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(self._owner), *sys.path]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward prints must not end up in what archon prints
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the trainer; and a kill takes the reward's own children too
+            )
+        except OSError as error:
+            ours.close()
+            self._start_failed(str(error))
+            return
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        worker = _Worker(process, ours, deadline=time.monotonic() + _START_SECONDS)
+        worker.unsent += LENGTH.pack(len(self._setup)) + self._setup
+        self._workers.append(worker)
+        self._selector.register(ours, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+
+    def _shut_down(self) -> None:
+        self._closing = True
+        for worker in list(self._workers):
+            self._queue.extendleft(reversed(worker.calls))
+            worker.calls.clear()
+            self._remove(worker, None)
+        for process in self._dying:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # killed, but stuck in the kernel
+                process.wait(timeout=5)
+        self._fail(self._queue)
+        self._fail(self._inbox)
+        self._flush()
+        self._selector.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    def _flush(self) -> None:
+        """Hands outcomes over, with one wake-up a loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Call, Outcome]]] = {}
+        for call, outcome in _drain(self._done):
+            by_loop.setdefault(call.future.get_loop(), []).append((call, outcome))
+        for loop, settled in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, settled)
+
+    def _fail(self, calls: deque[Call]) -> None:
+        for call in _drain(calls):
+            self._done.append((call, RewardError(f"the wrapper of reward {self.name} is closed")))
+
+
+def _settle(settled: list[tuple[Call, Outcome]]) -> None:
+    for call, outcome in settled:
+        if not call.future.done():
+            call.future.set_result(outcome)
+
+
+def _drain(items: deque[Item]) -> Iterator[Item]:
+    """Takes items out one by one, also where another thread does the same."""
+    while True:
+        try:
+            item = items.popleft()
+        except IndexError:
+            return
+        yield item
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a worker's whole process group. Only before it was waited for: afterwards its number may be another's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of the group is left
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return "stopped answering and was killed"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code} in the middle of a call"

@@ -1,0 +1,95 @@
+"""What a reward call gives: a `Reward` (a float that remembers its parts), or a typed failure that costs one sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from archon.schema.errors import RewardError
+
+
+class Reward(float):
+    """The total reward of one sample; `parts` holds what was summed, by name (empty for a plain number)."""
+
+    parts: dict[str, float]
+
+    def __new__(cls, total: float, parts: Mapping[str, float] | None = None) -> Self:
+        reward = super().__new__(cls, total)
+        reward.parts = dict(parts or {})
+        return reward
+
+
+class RewardFailure(RewardError):  # noqa: N818 - the base of four names that tell what happened
+    """A reward call that gave no reward: the sample is dropped and counted under `kind`, never scored 0."""
+
+    kind: ClassVar[str] = "failed"
+
+
+class RewardTimeout(RewardFailure):
+    """The call ran longer than its time-out, counted from the moment it started to execute; its process was killed."""
+
+    kind = "timeout"
+
+
+class RewardCrashed(RewardFailure):
+    """The process that ran the call died: a segmentation fault, `os._exit`, the kernel's out-of-memory killer."""
+
+    kind = "crashed"
+
+
+class RewardRaised(RewardFailure):
+    """The call raised. `traceback_text` is the traceback from where it ran; it is also a note of this exception."""
+
+    kind = "raised"
+
+    def __init__(self, message: str, traceback_text: str = "") -> None:
+        super().__init__(message)
+        self.traceback_text = traceback_text
+        if traceback_text:
+            self.add_note(traceback_text)
+
+
+class RewardInvalid(RewardFailure):
+    """The call returned something other than a finite number or a dictionary of finite numbers."""
+
+    kind = "invalid"
+
+
+FAILURE_KINDS = tuple(failure.kind for failure in (RewardTimeout, RewardCrashed, RewardRaised, RewardInvalid))
+
+
+def as_reward(value: Any, name: str) -> Reward:
+    """Checks what the reward function `name` returned and sums a dictionary's parts.
+
+    Raises:
+        RewardInvalid: `value` is not a number (anything with `__float__`) or a non-empty dict of them, or one of them
+            or their sum is NaN or infinite.
+    """
+    if isinstance(value, Reward):
+        return Reward(_finite(value, name, "returned"), value.parts)
+    if not isinstance(value, Mapping):
+        return Reward(_finite(value, name, "returned"))
+    if not value:
+        raise RewardInvalid(f"reward function {name} returned an empty dictionary; it needs at least one named part")
+    parts: dict[str, float] = {}
+    for key, part in value.items():
+        if not isinstance(key, str):
+            raise RewardInvalid(f"reward function {name} returned a part named {key!r}; names must be strings")
+        parts[key] = _finite(part, name, f"returned, as part {key!r},")
+    return Reward(_finite(sum(parts.values()), name, "returned parts whose sum is"), parts)
+
+
+def _finite(value: Any, name: str, verb: str) -> float:
+    if not hasattr(type(value), "__float__"):
+        raise RewardInvalid(
+            f"reward function {name} {verb} an object of type {type(value).__name__}; "
+            "expected a number or a dictionary of numbers"
+        )
+    try:
+        number = float(value)
+    except Exception as error:  # a tensor of many elements, a complex number: whatever its __float__ says
+        raise RewardInvalid(f"reward function {name} {verb} a value that is no number: {error}") from error
+    if not math.isfinite(number):
+        raise RewardInvalid(f"reward function {name} {verb} {number}; expected a finite number")
+    return number

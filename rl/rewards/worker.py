@@ -1,0 +1,95 @@
+"""The process a reward runs in: reads calls from a socket, runs them one after another, writes each result at once.
+
+Started by `pool.py` as a fresh interpreter. It imports what the reward imports and nothing else. Frames are a 4-byte
+big-endian length and a body: pickles towards the worker (its own parent wrote them), JSON back, so that the trainer
+never unpickles anything that a reward made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from archon.rl.rewards.result import RewardInvalid, as_reward
+
+LENGTH = struct.Struct(">I")
+_LONGEST_TRACEBACK = 8000  # characters kept, from its end
+
+in_worker = False  # AsyncRewardWrapper refuses to be made here: a script without `if __name__ == "__main__"` would
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Runs until the parent closes the socket `descriptor`. `parent` is the process id that started this one."""
+    global in_worker
+    in_worker = True
+    _die_with(parent)
+    os.set_inheritable(descriptor, False)
+    with open(descriptor, "rb") as calls:
+        try:
+            function, name = _load(_read_frame(calls))
+        except BaseException:  # noqa: BLE001 - whatever a user's module raises is reported to the parent
+            _reply(descriptor, {"event": "load_failed", "text": _traceback()})
+            return
+        _reply(descriptor, {"event": "ready"})
+        while frame := _read_frame(calls):
+            _reply(descriptor, _run(function, name, frame))
+
+
+def _die_with(parent: int) -> None:
+    """Asks Linux to kill this process when its parent dies, even in the middle of a call that never returns."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def _load(frame: bytes) -> tuple[Callable[..., Any], str]:
+    setup = pickle.loads(frame)  # noqa: S301 - our own parent wrote it; so too below
+    if setup["main"]:
+        # The reward lives in the user's script, which is imported under another name, as multiprocessing does.
+        from multiprocessing import spawn
+
+        spawn.prepare(setup["main"])
+    return pickle.loads(setup["function"]), setup["name"]  # noqa: S301
+
+
+def _run(function: Callable[..., Any], name: str, frame: bytes) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        arguments, data = pickle.loads(frame)  # noqa: S301
+        value = function(*arguments, **data)
+        reward = as_reward(value, name)
+        result: dict[str, Any] = {"event": "reward", "total": float(reward), "parts": reward.parts}
+    except RewardInvalid as error:
+        result = {"event": "invalid", "text": str(error)}
+    except BaseException as error:  # noqa: BLE001 - SystemExit too: a reward's sys.exit() costs its own sample only
+        result = {"event": "raised", "error": f"{type(error).__name__}: {error}", "text": _traceback()}
+    result["seconds"] = time.perf_counter() - started
+    return result
+
+
+def _traceback() -> str:
+    return traceback.format_exc()[-_LONGEST_TRACEBACK:]
+
+
+def _read_frame(stream: BinaryIO) -> bytes:
+    header = stream.read(LENGTH.size)
+    return stream.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else b""
+
+
+def _reply(descriptor: int, message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    frame = memoryview(LENGTH.pack(len(body)) + body)
+    while frame:
+        frame = frame[os.write(descriptor, frame) :]
