@@ -10,7 +10,9 @@ from archon.rl.algorithms.advantages import ADVANTAGES
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.losses import POLICY_LOSSES
 from archon.rl.algorithms.presets import PRESETS
-from archon.schema.config import StrictModel
+from archon.rl.replay import check_replayable
+from archon.rl.types import GenerationHyperparameters
+from archon.schema.config import EngineConfig, OptimizerConfig, SchedulerConfig, StrictModel
 
 GroupsWithoutSpread = Literal["keep", "drop", "refill"]
 
@@ -50,3 +52,171 @@ class AlgorithmConfig(StrictModel):
         ):
             table[name]
         return self
+
+
+class DatasetConfig(StrictModel):
+    """One dataset: a named one, a JSONL or parquet file, or a Hugging Face set."""
+
+    path: str = Field(description="gsm8k | arithmetic | a .jsonl or .parquet file or folder | a Hugging Face set")
+    split: str = Field("train", description="which part of it")
+    subset: str | None = Field(None, description="configuration of a Hugging Face set that has several")
+    data_dir: str | None = Field(
+        None, description="folder of a named set's files; null: $ARCHON_DATA or ../shared/data"
+    )
+    prompt_key: str = Field("prompt", description="column of the prompt; a named set knows its own")
+    response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
+    system_prompt: str | None = Field(None, description="system message put before every prompt")
+    instruction: str | None = Field(
+        None, description="text put behind the last user message; null: the named set's own"
+    )
+    max_length: int | None = Field(None, ge=1, description="tokens; longer rows are left out, and counted")
+    limit: int | None = Field(None, ge=1, description="use only so many rows, from the start")
+    seed: int = Field(0, ge=0, description="of the split of a generated set")
+
+
+class GeneratorConfig(StrictModel):
+    """The in-process generator."""
+
+    max_slots: int = Field(256, ge=1, description="answers decoded together")
+    page_size: int = Field(16, ge=1, description="tokens in a page of the key-value cache")
+    memory_gib: float | None = Field(None, gt=0, description="GiB for the key-value cache; null: what max_slots needs")
+    max_seq_len: int | None = Field(None, ge=2, description="tokens of prompt and answer; null: the model's limit")
+    prefill_tokens: int = Field(8192, ge=1, description="prompt tokens read in one step")
+
+
+class RolloutConfig(StrictModel):
+    """How a batch of trajectories is gathered."""
+
+    prompts_per_step: int = Field(32, ge=1, description="groups in a training batch")
+    max_refills: int = Field(3, ge=0, description="further rounds of prompts a step, for groups_without_spread=refill")
+    reward_timeout: float = Field(15.0, gt=0, description="seconds one reward may run")
+    reward_workers: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
+    gold_checked: int | None = Field(64, ge=1, description="gold answers scored before step 0; null: all")
+    dump_groups: int = Field(1, ge=0, description="groups a step written to trajectories.jsonl")
+
+
+class EvaluationConfig(StrictModel):
+    """Reward on held-out prompts."""
+
+    every: int = Field(20, ge=0, description="steps between evaluations; 0: only before the first and after the last")
+    max_prompts: int | None = Field(None, ge=1, description="held-out prompts used; null: all")
+    n_samples: int = Field(1, ge=1, description="sampled answers a prompt")
+    temperature: float = Field(1.0, gt=0, description="of the sampled answers")
+    greedy: bool = Field(True, description="also the reward of the most likely answer")
+    well_formed: str | None = Field(
+        None, description="regular expression of a well-formed answer; its share is reported"
+    )
+
+
+class CheckpointConfig(StrictModel):
+    """When the whole state of training is saved."""
+
+    every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end or when stopped")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+
+
+class GateConfig(StrictModel):
+    """The check on the first batch that generator and trainer compute the same policy."""
+
+    limit: float | None = Field(
+        None, gt=0, description="largest mean |logprob difference|; null: the dtype's own limit"
+    )
+
+
+class ControlConfig(StrictModel):
+    """Controls for experiments."""
+
+    shuffle_rewards: bool = Field(False, description="permute rewards over the batch: a run that must learn nothing")
+
+
+class TokenizerRecipe(StrictModel):
+    """A tokenizer made by the recipe."""
+
+    kind: Literal["characters", "bpe"] = Field("characters", description="one token a character, or byte-level BPE")
+    alphabet: str = Field("0123456789+-*/=() ", description="the characters of kind `characters`")
+    vocab_size: int = Field(2048, ge=260, description="tokens of kind `bpe`, the special ones included")
+    train_data: DatasetConfig | None = Field(None, description="what kind `bpe` is trained on")
+    chat_template: Literal["plain", "chatml"] = Field(
+        "chatml", description="plain: question then answer, nothing between; chatml: Qwen's form with roles"
+    )
+
+
+class WarmupConfig(StrictModel):
+    """Supervised warm-up of a made checkpoint."""
+
+    total_steps: int = Field(200, ge=1, description="optimiser steps")
+    batch_size: int = Field(64, ge=1, description="rows an optimiser step")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW of the warm-up")
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="schedule of the warm-up")
+    train_data: DatasetConfig = Field(description="rows to warm up on")
+
+
+class BootstrapConfig(StrictModel):
+    """Makes a small checkpoint in Hugging Face form where `path` of the model does not exist yet."""
+
+    model_type: str = Field("qwen3", description="family of the made model")
+    hf_config: dict[str, Any] = Field(default_factory=dict, description="fields of its config.json")
+    tokenizer: TokenizerRecipe = Field(default_factory=TokenizerRecipe, description="its tokenizer")
+    seed: int = Field(0, ge=0, description="of its initial weights")
+    warmup: WarmupConfig | None = Field(None, description="supervised warm-up before it is used")
+
+
+class RLConfig(StrictModel):
+    """Reinforcement learning of one policy."""
+
+    run_dir: str = Field(description="folder of the run: metrics, trajectories, checkpoints, export")
+    resume: bool = Field(False, description="go on from the run's newest checkpoint, if there is one")
+    seed: int = Field(0, ge=0, description="every random stream of the run derives from it")
+    total_steps: int = Field(100, ge=1, description="rollout-and-update rounds")
+    actor: EngineConfig = Field(description="the policy")
+    ref: EngineConfig | None = Field(None, description="the reference model of the KL term")
+    tokenizer: str | None = Field(None, description="tokenizer folder; null: the actor's")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the objective")
+    gconfig: GenerationHyperparameters = Field(
+        default_factory=lambda: GenerationHyperparameters(n_samples=8), description="sampling of training answers"
+    )
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="the in-process generator")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="gathering of a batch")
+    train_data: DatasetConfig = Field(description="prompts to train on")
+    eval_data: DatasetConfig | None = Field(None, description="held-out prompts")
+    reward: str = Field(description="name or dotted path of the reward function")
+    workflow: str = Field("archon.rl.RLVRWorkflow", description="dotted path of the workflow")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out evaluation")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
+    gate: GateConfig = Field(default_factory=GateConfig, description="first-step ratio gate")
+    control: ControlConfig = Field(default_factory=ControlConfig, description="controls for experiments")
+    bootstrap: BootstrapConfig | None = Field(None, description="make the actor's checkpoint first, if it is not there")
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> RLConfig:
+        if self.algorithm.kl_coef > 0 and self.ref is None:
+            raise ValueError(
+                f"algorithm.kl_coef is {self.algorithm.kl_coef}, which needs a reference model: set `ref`, or "
+                "algorithm.kl_coef=0"
+            )
+        if self.gconfig.n_samples < 2:
+            raise ValueError(
+                f"gconfig.n_samples is {self.gconfig.n_samples}; a group needs at least 2 answers to differ in reward"
+            )
+        if self.gconfig.seed is not None:
+            raise ValueError("gconfig.seed is not for a run, whose answers would all be alike; set `seed`")
+        check_replayable(self.gconfig, self.gconfig.temperature)
+        return self
+
+
+class SFTConfig(StrictModel):
+    """Supervised fine-tuning of one model."""
+
+    run_dir: str = Field(description="folder of the run: metrics, checkpoints, export")
+    resume: bool = Field(False, description="go on from the run's newest checkpoint, if there is one")
+    seed: int = Field(0, ge=0, description="order of the data")
+    total_steps: int | None = Field(None, ge=1, description="optimiser steps; null: as `epochs` says")
+    epochs: int = Field(1, ge=1, description="passes over the data, where total_steps is null")
+    batch_size: int = Field(32, ge=1, description="rows an optimiser step")
+    model: EngineConfig = Field(description="the model")
+    tokenizer: str | None = Field(None, description="tokenizer folder; null: the model's")
+    train_data: DatasetConfig = Field(description="rows to train on")
+    eval_data: DatasetConfig | None = Field(None, description="held-out rows")
+    eval_every: int = Field(50, ge=0, description="steps between evaluations; 0: only after the last")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
+    bootstrap: BootstrapConfig | None = Field(None, description="make the model's checkpoint first, if it is not there")

@@ -36,6 +36,11 @@ class EpisodeContext:
     first_errors: dict[str, BaseException] = field(default_factory=dict)
     numbers: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
+    def drop(self, kind: str, error: BaseException) -> None:
+        """Count one lost sample under `kind`."""
+        self.drops[kind] += 1
+        self.first_errors.setdefault(kind, error)
+
 
 _current: ContextVar[EpisodeContext] = ContextVar("archon_episode")
 
@@ -62,9 +67,7 @@ class WorkflowContext:
 
     def drop(self, kind: str, error: BaseException) -> None:
         """Say that one sample of this episode is lost, and why. It is counted by kind and shown, never scored 0."""
-        context = self.get()
-        context.drops[kind] += 1
-        context.first_errors.setdefault(kind, error)
+        self.get().drop(kind, error)
 
     def enter(self, context: EpisodeContext) -> None:
         """Make `context` that of the running task and of the tasks it starts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from archon.rl.context import EpisodeContext, EpisodeEngine, derive_seed, workfl
 from archon.rl.types import GenerationHyperparameters, InferenceEngine, concat_padded_tensors, validate_trajectory
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.rl.workflows.trajectory import UnusableAnswerError
-from archon.schema.errors import RolloutError
+from archon.schema.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
     from archon.rl.config import GroupsWithoutSpread
@@ -25,6 +24,10 @@ FAILURES_AT_START = 16
 """So many failed episodes before the first success are no accident: the run stops without waiting for the rest."""
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
+
+
+class WorkflowError(RuntimeError):
+    """A workflow that failed on every prompt it was given; the first failure is its cause, traceback and all."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class Rollout:
     async def run(self, prompts: Sequence[Prompt], step: int = 0, *, is_eval: bool = False) -> list[Episode]:
         """Run one episode for each prompt, all at once; results in the order of `prompts`.
 
-        Raises `RolloutError` with a traceback once `FAILURES_AT_START` episodes failed before any succeeded.
+        Raises `WorkflowError` with the first failure as its cause once `FAILURES_AT_START` episodes failed before any
+        succeeded.
         """
         stream = EVAL_STREAM if is_eval else TRAIN_STREAM
         tasks = [
@@ -162,32 +166,36 @@ class Rollout:
             result = await self.workflow.arun_episode(engine, prompt.row)
             if result is not None:
                 episode.trajectories = checked_result(result, context, type(self.workflow).__name__)
+        except ConfigError:
+            raise  # a mistake in the configuration is the same for every prompt
         except Exception as error:  # noqa: BLE001 (a workflow is a user's code: whatever it raises costs its episode)
             episode.error = error
             self._first_error = self._first_error or error
             self._failures += 1
             if not self._succeeded and self._failures >= FAILURES_AT_START:
-                raise self._always_fails(self._first_error, self._failures) from self._first_error
+                raise self._always_fails(self._failures, self._first_error) from self._first_error
         else:
             self._succeeded = True
         return episode
 
     def stop_if_nothing_came(self, episodes: Sequence[Episode]) -> None:
-        """Raise `RolloutError`, with the first traceback, when no episode returned a trajectory."""
+        """Raise when no episode returned a trajectory: `WorkflowError` where any failed, else `RolloutError`."""
         failed = [e.error for e in episodes if e.error]
         if any(e.trajectories for e in episodes):
             return
         if failed:
-            raise self._always_fails(failed[0], len(failed)) from failed[0]
+            raise self._always_fails(len(failed), failed[0]) from failed[0]
         if episodes:
             raise RolloutError(
                 f"{type(self.workflow).__name__} rejected (returned None for) all {len(episodes)} prompts of a step; "
                 "there is nothing to train on"
             )
 
-    def _always_fails(self, error: BaseException, n: int) -> RolloutError:
-        text = "".join(traceback.format_exception(error)).rstrip()
-        return RolloutError(f"{type(self.workflow).__name__} failed on {n} prompts and succeeded on none:\n{text}")
+    def _always_fails(self, n: int, first: BaseException) -> WorkflowError:
+        return WorkflowError(
+            f"{type(self.workflow).__name__} failed on {n} prompts and succeeded on none; the first failure, whose "
+            f"traceback stands above: {type(first).__name__}: {first}"
+        )
 
     def _count(self, batch: RolloutBatch, episodes: Sequence[Episode]) -> None:
         numbers: defaultdict[str, list[float]] = defaultdict(list)

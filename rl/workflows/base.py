@@ -15,7 +15,8 @@ from archon.schema.errors import ConfigError
 class RolloutWorkflow(ABC):
     """One prompt in, scored trajectories out.
 
-    Subclass it, and give the trainer an instance, the class, or `"pkg.mod.Class"`. A class is constructed with those of `reward_fn`, `gconfig` and `tokenizer` that its `__init__` names.
+    Subclass it, and give the trainer an instance, the class, or `"pkg.mod.Class"`. A class is constructed with those of
+    `reward_fn`, `gconfig` and `tokenizer` that its `__init__` names.
     """
 
     @abstractmethod
@@ -52,26 +53,23 @@ def resolve_workflow(workflow: RolloutWorkflow | type[RolloutWorkflow] | str, **
     given.
     """
     found = _import_dotted(workflow) if isinstance(workflow, str) else workflow
-    if isinstance(found, type):
-        accepted = inspect.signature(found).parameters
-        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-        given = {name: value for name, value in arguments.items() if takes_all or name in accepted}
-        missing = [
-            name
-            for name, p in accepted.items()
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name not in given
-        ]
-        if missing:
-            raise ConfigError(
-                f"workflow class {found.__qualname__} needs {', '.join(missing)}, and the trainer offers "
-                f"{', '.join(arguments)}; give it as an instance"
-            )
-        found = found(**given)
     if not callable(getattr(found, "arun_episode", None)):
         raise ConfigError(
-            f"workflow: got {found!r}, expected a RolloutWorkflow: an instance, a class, or a dotted string naming one"
+            f"workflow: got {workflow!r}, expected a RolloutWorkflow: an instance, a class, or a dotted string naming one"
         )
-    return found
+    if not isinstance(found, type):
+        return found
+    accepted = inspect.signature(found).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    given = {name: value for name, value in arguments.items() if takes_all or name in accepted}
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = {name for name, p in accepted.items() if p.default is p.empty and p.kind not in variable}
+    if missing := sorted(needed - given.keys()):
+        raise ConfigError(
+            f"workflow class {found.__qualname__} needs {', '.join(missing)}, and the trainer offers "
+            f"{', '.join(arguments)}; give it as an instance"
+        )
+    return found(**given)
 
 
 def _import_dotted(path: str) -> Any:

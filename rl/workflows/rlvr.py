@@ -9,27 +9,23 @@ from typing import Any
 from torch import Tensor
 
 from archon.rl.context import workflow_context
+from archon.rl.datasets import encode_prompt
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, get_reward_fn
 from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.rl.workflows.trajectory import UnusableAnswerError, check_answer, trajectory_tensors
-from archon.schema.errors import DatasetError
-
-RESERVED = frozenset({"prompt", "completions", "prompt_ids", "completion_ids"})
-"""What a reward is called with besides the row; a row's own entry of that name is not passed on."""
 
 
 class RLVRWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` answers to the row's prompt and scores each; the answers form one group.
 
-    A row carries `messages` (rendered with the chat template) or `input_ids` (used as they are), and whatever the
-    reward needs. The answers stay in token space: text is decoded for the reward only, and never encoded again.
+    A row carries `messages` (for the chat template) or `prompt`, and whatever the reward needs. The answers stay in
+    token space: text is decoded for the reward only, and never encoded again.
 
     Args:
         reward_fn: a function, its name or dotted path, or an `AsyncRewardWrapper`, as which everything else is wrapped.
         gconfig: sampling values.
         tokenizer: renders prompts and decodes answers; its end-of-text and padding ids stop an answer.
-        chat_template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`.
     """
 
     def __init__(
@@ -37,14 +33,12 @@ class RLVRWorkflow(RolloutWorkflow):
         reward_fn: Callable[..., Any] | str | AsyncRewardWrapper,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
-        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         if isinstance(reward_fn, str):
             reward_fn = get_reward_fn(reward_fn)
         self.reward_fn = reward_fn if isinstance(reward_fn, AsyncRewardWrapper) else AsyncRewardWrapper(reward_fn)
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
         self.tokenizer = tokenizer
-        self.chat_template_kwargs = chat_template_kwargs or {}
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
         return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
@@ -54,7 +48,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
         Raises the first failure when none of the n is left.
         """
-        prompt_ids = self.prompt_ids(data)
+        prompt_ids = encode_prompt(self.tokenizer, data)
         one = self.gconfig.model_copy(update={"n_samples": 1})
         responses = await asyncio.gather(
             *(
@@ -78,20 +72,6 @@ class RLVRWorkflow(RolloutWorkflow):
             raise next(iter(workflow_context.get().first_errors.values()))
         return trajectory_tensors([response for response, _ in kept], [reward for _, reward in kept])
 
-    def prompt_ids(self, data: dict[str, Any]) -> list[int]:
-        """Token ids of the row's prompt, up to where the answer begins."""
-        if "input_ids" in data:
-            return list(data["input_ids"])
-        if "messages" not in data:
-            raise DatasetError(f"an RL row needs 'messages' or 'input_ids'; this one has {', '.join(sorted(data))}")
-        return self.tokenizer.apply_chat_template(
-            data["messages"],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **self.chat_template_kwargs,
-        )
-
     def _usable(self, responses: list[ModelResponse]) -> list[ModelResponse]:
         usable = []
         for response in responses:
@@ -109,10 +89,9 @@ class RLVRWorkflow(RolloutWorkflow):
         prompt, *completions = self.tokenizer.batch_decode(
             [prompt_ids, *(response.output_tokens for response in responses)], skip_special_tokens=True
         )
-        row = {name: value for name, value in data.items() if name not in RESERVED}
         return await asyncio.gather(
             *(
-                self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **row)
+                self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
                 for completion, response in zip(completions, responses, strict=True)
             ),
             return_exceptions=True,

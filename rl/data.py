@@ -1,0 +1,68 @@
+"""From the configuration to rows, tokenizers and the stream of prompts a run trains on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from archon.rl.datasets import RowDataset, RowLoader, get_custom_dataset
+from archon.rl.rollout import Prompt
+from archon.schema.errors import TokenizerError
+
+if TYPE_CHECKING:
+    from archon.rl.config import DatasetConfig
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a checkpoint folder, whose `apply_chat_template(tokenize=True)` returns a plain list of ids.
+
+    transformers 5 returns a mapping there unless asked otherwise; workflows written for the public RL frameworks expect
+    the list. Raises `TokenizerError` when there is none, or none with an end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(
+            f"no tokenizer can be loaded from {path} ({reason}); set `tokenizer` to a folder that has one"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise TokenizerError(
+            f"the tokenizer in {path} has no end-of-text token, which ends an answer; set eos_token in it"
+        )
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    return tokenizer
+
+
+def load_rows(config: DatasetConfig, kind: Literal["rl", "sft"], tokenizer: Any) -> RowDataset:
+    """The rows a configuration names, at most `limit` of them."""
+    dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, **config.model_dump(exclude={"limit"}))
+    return RowDataset(dataset.name, dataset.rows[: config.limit], dataset.n_filtered)
+
+
+class PromptStream:
+    """Prompts in a seeded order, epoch after epoch, each with its ordinal in the run; resumes where it stood."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], seed: int) -> None:
+        self._loader = RowLoader(rows, batch_size=1, seed=seed)
+
+    @property
+    def taken(self) -> int:
+        """Prompts handed out so far, and so the ordinal of the next one."""
+        return self._loader.epoch * len(self._loader.rows) + self._loader.cursor
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts."""
+        first, self._loader.batch_size = self.taken, n
+        return [Prompt(first + offset, row) for offset, row in enumerate(self._loader.next_batch())]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises `DatasetError` when the state is of other rows or another seed."""
+        self._loader.load_state_dict(state)

@@ -1,0 +1,46 @@
+"""Rewards that misbehave, in a module that the reward's worker processes can import."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+
+def count_digits(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    """A reward that varies within a group."""
+    return float(sum(character.isdigit() for character in completions))
+
+
+def constant(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    return 1.0
+
+
+def in_parts(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> dict[str, float]:
+    return {"format": 0.25, "length": float(len(completion_ids))}
+
+
+def raise_on_even_length(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    if len(completion_ids) % 2 == 0:
+        raise ValueError("even length")
+    return 1.0
+
+
+def always_raises(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    raise ZeroDivisionError("this reward is broken")
+
+
+def dies_on_even_length(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    if len(completion_ids) % 2 == 0:
+        os._exit(3)
+    return 1.0
+
+
+def hangs_on_even_length(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    if len(completion_ids) % 2 == 0:
+        time.sleep(60)
+    return 1.0
+
+
+def nan_on_even_length(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    return float("nan") if len(completion_ids) % 2 == 0 else 1.0

@@ -1,0 +1,265 @@
+"""The rollout of a batch through the real generator: order, losses that are counted, groups without spread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+from archon.rl import RLVRWorkflow, RolloutWorkflow
+from archon.rl.context import workflow_context
+from archon.rl.generation import InProcessEngine
+from archon.rl.replay import check_replayable
+from archon.rl.rollout import Prompt, Rollout, WorkflowError
+from archon.rl.types import GenerationHyperparameters, InferenceEngine
+from archon.schema.errors import ConfigError, RolloutError
+from tests.rl import rewards_for_tests as rewards
+
+GCONFIG = GenerationHyperparameters(n_samples=4, max_new_tokens=4)
+
+
+def prompts(n: int, start: int = 0) -> list[Prompt]:
+    rows = [
+        {"prompt": f"{i}+1=", "messages": [{"role": "user", "content": f"{i}+1="}], "answer": "0"} for i in range(99)
+    ]
+    return [Prompt(start + i, rows[start + i]) for i in range(n)]
+
+
+class Stream:
+    """Prompts 0, 1, 2, …, and what was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def take(self, n: int) -> list[Prompt]:
+        self.asked.append(n)
+        return prompts(n, sum(self.asked[:-1]))
+
+
+class Wrapped(RolloutWorkflow):
+    """RLVR, with something done to some of its results."""
+
+    def __init__(self, inner: RLVRWorkflow) -> None:
+        self.inner = inner
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        result = await self.inner.arun_episode(engine, data)
+        assert result is not None
+        return self.change(result, data, workflow_context.get().task_id)
+
+    def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+        return result
+
+
+@pytest.fixture
+def rlvr(tokenizer: Any) -> RLVRWorkflow:
+    return RLVRWorkflow(rewards.count_digits, GCONFIG, tokenizer)
+
+
+def collect(
+    engine: InProcessEngine, workflow: RolloutWorkflow, n: int = 6, **options: Any
+) -> tuple[Any, list[str], Stream]:
+    log: list[str] = []
+    stream = Stream()
+    batch = asyncio.run(Rollout(engine, workflow, log=log.append).collect(stream.take, n, step=0, **options))
+    return batch, log, stream
+
+
+def test_batch_keeps_the_order_of_submission_whatever_finishes_first(
+    engine: InProcessEngine, rlvr: RLVRWorkflow
+) -> None:
+    class LastFirst(Wrapped):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+            result = await super().arun_episode(engine, data)
+            await asyncio.sleep(0.05 - 0.01 * workflow_context.get().task_id)
+            return result
+
+    batch, log, _ = collect(engine, LastFirst(rlvr), n=5)
+    plain, _, _ = collect(engine, rlvr, n=5)
+    assert [prompt.index for prompt in batch.prompts] == [0, 1, 2, 3, 4]
+    assert batch.trajectories["group_ids"].tolist() == [g for g in range(5) for _ in range(4)]
+    for name in ("input_ids", "logprobs", "rewards"):
+        assert batch.trajectories[name].equal(plain.trajectories[name])
+    assert log == []
+
+
+def test_random_stream_belongs_to_the_request_not_to_the_batch(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+    """What prompt 3 samples does not depend on which other prompts are in the batch, only on the step."""
+    rollout = Rollout(engine, rlvr)
+    alone = asyncio.run(rollout.run(prompts(1, 3), step=7))[0]
+    together = asyncio.run(rollout.run(prompts(6), step=7))[3]
+    later = asyncio.run(rollout.run(prompts(1, 3), step=8))[0]
+    assert alone.trajectories is not None
+    assert together.trajectories is not None
+    assert later.trajectories is not None
+    assert alone.trajectories["input_ids"].equal(together.trajectories["input_ids"])
+    assert later.trajectories["input_ids"].tolist() != alone.trajectories["input_ids"].tolist()
+
+
+def test_workflow_that_raises_sometimes_costs_those_prompts_and_is_counted(
+    engine: InProcessEngine, rlvr: RLVRWorkflow
+) -> None:
+    class RaisesOnOdd(Wrapped):
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            if index % 2:
+                raise KeyError(f"prompt {index}")
+            return result
+
+    batch, log, _ = collect(engine, RaisesOnOdd(rlvr), n=6)
+    assert [prompt.index for prompt in batch.prompts] == [0, 2, 4]
+    assert batch.counts["failed/KeyError"] == 3
+    assert log == ["step 0: 3 episodes failed (KeyError): 'prompt 1'"]
+
+
+def test_workflow_that_always_fails_stops_the_run_within_seconds_with_the_first_traceback(
+    engine: InProcessEngine, rlvr: RLVRWorkflow
+) -> None:
+    class Broken(Wrapped):
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            return self.a_misspelt_name(result)  # type: ignore[attr-defined]
+
+    started = time.monotonic()
+    with pytest.raises(WorkflowError, match=r"Broken failed on 16 prompts and succeeded on none") as caught:
+        collect(engine, Broken(rlvr), n=64)
+    assert time.monotonic() - started < 10
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "return self.a_misspelt_name(result)" in shown
+    with pytest.raises(WorkflowError, match="failed on 3 prompts"):
+        collect(engine, Broken(rlvr), n=3)
+
+
+def test_reward_that_always_fails_stops_the_run_with_its_traceback(engine: InProcessEngine, tokenizer: Any) -> None:
+    with pytest.raises(WorkflowError) as caught:
+        collect(engine, RLVRWorkflow(rewards.always_raises, GCONFIG, tokenizer), n=4)
+    assert 'raise ZeroDivisionError("this reward is broken")' in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r | {"rewards": r["rewards"][:2]}, r"'rewards' has shape \(2,\), expected \(4,\)"),
+        (lambda r: r | {"logprobs": r["logprobs"][:, 1:]}, r"'logprobs' has shape \(4, \d+\), expected \(4, \d+\)"),
+        (lambda r: {k: v for k, v in r.items() if k != "versions"}, r"lacks key 'versions'"),
+        (lambda r: r | {"loss_mask": r["loss_mask"] * 2}, r"'loss_mask' of shape .* holds values other than 0 and 1"),
+        (lambda r: [r], r"got a list, expected a dictionary of tensors"),
+    ],
+)
+def test_wrong_result_names_key_and_shape(
+    engine: InProcessEngine, rlvr: RLVRWorkflow, change: Any, message: str
+) -> None:
+    class Wrong(Wrapped):
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            return change(result)
+
+    with pytest.raises(WorkflowError, match=message):
+        collect(engine, Wrong(rlvr), n=2)
+
+
+def test_samples_with_missing_numbers_are_dropped_and_counted_never_zeroed(
+    engine: InProcessEngine, rlvr: RLVRWorkflow
+) -> None:
+    class NotFinite(Wrapped):
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            if index == 0:
+                result["logprobs"][1, -1] = torch.nan
+                result["rewards"][2] = torch.inf
+                result["loss_mask"][3] = 0
+            return result
+
+    batch, log, _ = collect(engine, NotFinite(rlvr), n=2)
+    assert batch.trajectories["group_ids"].tolist() == [0, 1, 1, 1, 1]
+    dropped = {name: n for name, n in batch.counts.items() if name.startswith("dropped/")}
+    assert dropped == {"dropped/logprob_not_finite": 1, "dropped/reward_not_finite": 1, "dropped/no_loss_token": 1}
+    assert len(log) == 3
+    assert batch.trajectories["logprobs"].isfinite().all()
+
+
+def test_rejected_episodes_are_counted_and_a_batch_of_nothing_else_is_an_error(
+    engine: InProcessEngine, rlvr: RLVRWorkflow
+) -> None:
+    class Rejects(Wrapped):
+        limit = 1
+
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            return None if index < self.limit else result
+
+    batch, _, _ = collect(engine, Rejects(rlvr), n=3)
+    assert (batch.counts["rejected"], len(batch.prompts)) == (1, 2)
+    Rejects.limit = 99
+    with pytest.raises(RolloutError, match="rejected .* all 3 prompts"):
+        collect(engine, Rejects(rlvr), n=3)
+
+
+class FlatOnOdd(Wrapped):
+    """Every other group has equal rewards."""
+
+    def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+        n = len(result["rewards"])
+        return result | {"rewards": torch.ones(n) if index % 2 else torch.arange(float(n))}
+
+
+def test_groups_without_spread_are_kept_or_dropped_and_counted(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+    kept, _, _ = collect(engine, FlatOnOdd(rlvr), n=6)
+    assert (len(kept.prompts), kept.counts["groups_without_spread"]) == (6, 3)
+    dropped, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, groups_without_spread="drop")
+    assert [prompt.index for prompt in dropped.prompts] == [0, 2, 4]
+    assert (dropped.counts["groups_without_spread"], dropped.counts["refills"], stream.asked) == (3, 0, [6])
+
+
+def test_refill_replaces_groups_without_spread_within_its_bound(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+    # 6 prompts (0–5) give 3 groups; 3 more (6–8) give 6 and 8; 1 more (9) gives none: two refills, 5 of 6 groups.
+    batch, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, groups_without_spread="refill", max_refills=2)
+    assert stream.asked == [6, 3, 1]
+    assert [prompt.index for prompt in batch.prompts] == [0, 2, 4, 6, 8]
+    assert batch.counts == {"prompts": 6, "refills": 4, "episodes": 10, "groups_without_spread": 5}
+
+
+def test_batch_in_which_no_group_has_spread_is_empty_not_an_error(engine: InProcessEngine, tokenizer: Any) -> None:
+    workflow = RLVRWorkflow(rewards.constant, GCONFIG, tokenizer)
+    batch, _, stream = collect(engine, workflow, n=3, groups_without_spread="refill", max_refills=2)
+    assert not batch
+    assert stream.asked == [3, 3, 3]
+    assert batch.counts["groups_without_spread"] == 9
+
+
+def test_recorded_numbers_are_averaged_over_the_batch(engine: InProcessEngine, tokenizer: Any) -> None:
+    batch, _, _ = collect(engine, RLVRWorkflow(rewards.in_parts, GCONFIG, tokenizer), n=3)
+    assert batch.numbers["reward/format"] == 0.25
+    assert batch.numbers["reward/length"] == pytest.approx(batch.trajectories["loss_mask"].sum(1).float().mean().item())
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [{"greedy": True}, {"top_p": 0.9}, {"top_k": 4}, {"min_new_tokens": 2}, {"temperature": 0.7}],
+)
+def test_values_the_trainer_cannot_replay_are_refused_for_training_and_allowed_for_evaluation(
+    engine: InProcessEngine, tokenizer: Any, refused: dict[str, Any]
+) -> None:
+    """Also those a custom workflow puts into its own requests, which no configuration shows."""
+    workflow = RLVRWorkflow(rewards.constant, GCONFIG.new(**refused), tokenizer)
+    rollout = Rollout(engine, workflow, check=lambda gconfig: check_replayable(gconfig, 1.0))
+    with pytest.raises(ConfigError, match=f"gconfig.{next(iter(refused))}.*cannot replay"):
+        asyncio.run(rollout.run(prompts(2)))
+    episodes = asyncio.run(rollout.run(prompts(2), is_eval=True))
+    assert all(episode.trajectories for episode in episodes)
+
+
+def test_sampling_defaults_are_explicit() -> None:
+    defaults = GenerationHyperparameters()
+    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.greedy) == (1.0, 1.0, None, False)
+    check_replayable(defaults, 1.0)
+
+
+def test_context_tells_evaluation_from_training(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+    class Tells(Wrapped):
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            workflow_context.record(**{workflow_context.stat_scope(): float(workflow_context.get().is_eval)})
+            return result
+
+    for is_eval, scope in ((False, "rollout"), (True, "eval")):
+        episode = asyncio.run(Rollout(engine, Tells(rlvr)).run(prompts(1), is_eval=is_eval))[0]
+        assert episode.context.numbers == {scope: [float(is_eval)]}
