@@ -67,6 +67,9 @@ class OptimizerConfig(StrictModel):
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
     max_grad_norm: float | None = Field(1.0, gt=0, description="global gradient norm to clip to; null never clips")
+    max_skipped_in_a_row: int = Field(
+        5, ge=1, description="steps in a row whose gradient is not finite, after which training stops"
+    )
 
 
 class SchedulerConfig(StrictModel):
@@ -107,6 +110,9 @@ class EngineConfig(StrictModel):
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     attn_type: AttentionType = Field("auto", description="attention backend")
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
+    gradient_reduction: Literal["per_step", "per_microbatch"] = Field(
+        "per_step", description="when gradients are reduced over ranks: once, or after each micro-batch (less memory)"
+    )
     optimizer: OptimizerConfig | None = Field(
         default_factory=OptimizerConfig, description="AdamW; null for a model that is only evaluated"
     )

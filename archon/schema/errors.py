@@ -12,7 +12,14 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """A configuration value that is unknown, of the wrong type, or that contradicts another."""
+    """A configuration value that is unknown, of the wrong type, or that contradicts another.
+
+    `field` names the field at fault where it is known, so that a reader of a whole file can go on to the next.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class CheckpointError(UserError):
@@ -21,6 +28,10 @@ class CheckpointError(UserError):
 
 class TokenizerError(UserError):
     """A tokenizer that is missing or lacks what the task needs (a chat template, an end-of-text token)."""
+
+
+class BatchError(UserError):
+    """A training batch whose fields are missing or misshapen, or a document that fits no micro-batch."""
 
 
 class DatasetError(UserError):

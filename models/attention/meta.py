@@ -13,6 +13,7 @@ from torch import Tensor
 
 from archon.models.attention.backend import AttnType, resolve_backend
 from archon.models.attention.flash import flash_attention
+from archon.models.attention.opaque import opaque_sdpa
 from archon.models.attention.sdpa import sdpa_attention
 from archon.models.attention.varlen import varlen_attention
 
@@ -71,6 +72,7 @@ class PackedAttention(AttentionMeta):
 
     def begin(self, hidden: Tensor) -> None:
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
+        self._lengths = torch.tensor(self.lengths) if self.backend == "sdpa" else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
         if self.backend is None:
@@ -79,6 +81,9 @@ class PackedAttention(AttentionMeta):
             return varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen, window=window, scale=scale)
         if self.backend == "flash":
             return flash_attention(q, k, v, self.cu_seqlens, self.max_seqlen, window=window, scale=scale)
+        if torch.compiler.is_compiling():
+            assert self._lengths is not None
+            return opaque_sdpa(q, k, v, self._lengths, window=window, scale=scale)
         return sdpa_attention(q, k, v, self.lengths, window=window, scale=scale)
 
     def document_lengths(self, positions: Tensor) -> Tensor:

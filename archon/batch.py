@@ -1,0 +1,246 @@
+"""From padded batches at the engine's door to packed micro-batches, and back.
+
+One alignment rule holds everywhere. At the door every per-token field is *token-aligned*: index t speaks of token t
+(`loss_mask[b, t] = 1`: token t is trained; `advantages[b, t]` is the advantage of having chosen token t). Packing
+shifts every per-token field but `input_ids` one to the left inside its document, so that in a `PackedBatch` index t
+speaks of predicting token t + 1, where the model's output at t is. The last position of a document predicts nothing:
+its label is -100 and its fields are zero. What comes back to the padded form is shifted to the right again. The shift
+happens here, per document and before any split, so no later step can pair a document's end with its neighbour's
+start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from archon.schema.errors import BatchError
+
+IGNORE_INDEX = -100
+"""Label of a position that is not scored: logprob 0, entropy 0, no gradient."""
+
+_MADE_HERE = frozenset({"tokens", "positions", "position_ids", "labels", "cu_seqlens", "max_seqlen"})
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """B documents laid end to end, T tokens in all, without padding.
+
+    `tokens`, `positions` (from 0 in each document) and `labels` (the next token, or -100) are int64 [T]; `cu_seqlens`
+    is int32 [B + 1]. `fields` holds every other entry of the batch, [T, ...] in the shifted alignment of this module,
+    or [B, ...] for the names in `per_document`. `source` [T] says where each token stood in what this was cut from:
+    the flattened padded batch, or the larger pack.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    lengths: tuple[int, ...]
+    fields: dict[str, Tensor] = field(default_factory=dict)
+    per_document: frozenset[str] = frozenset()
+    source: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.fields:
+            raise BatchError(f"the batch has no field {name!r}; it has {', '.join(sorted(self.fields)) or 'none'}")
+        return self.fields[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.fields
+
+    @property
+    def n_tokens(self) -> int:
+        return self.tokens.numel()
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.lengths)
+
+    def scored_labels(self) -> Tensor:
+        """Labels [T] with -100 wherever `loss_mask` is 0, so that the head computes only rows that are trained."""
+        return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch on `device`; from pinned memory and without waiting when the device is a GPU."""
+        if self.tokens.device == device:
+            return self
+
+        def move(x: Tensor) -> Tensor:
+            if device.type == "cuda" and x.device.type == "cpu":
+                return x.pin_memory().to(device, non_blocking=True)
+            return x.to(device)
+
+        return PackedBatch(
+            tokens=move(self.tokens),
+            positions=move(self.positions),
+            labels=move(self.labels),
+            cu_seqlens=move(self.cu_seqlens),
+            max_seqlen=self.max_seqlen,
+            lengths=self.lengths,
+            fields={name: move(x) for name, x in self.fields.items()},
+            per_document=self.per_document,
+            source=self.source,
+        )
+
+
+def pack(batch: Mapping[str, Tensor]) -> PackedBatch:
+    """Pack a padded batch into one `PackedBatch` of all its documents, in their order, shifting per-token fields.
+
+    `batch` holds `input_ids` int [B, S], `attention_mask` bool or 0/1 [B, S] (padding on either side, never inside)
+    and any other tensors of shape [B, S, ...] (per token) or [B] (per document). Tensors are moved to the CPU, where
+    the engine keeps a batch until a micro-batch is due. Raises `BatchError` naming the field or the row at fault.
+    """
+    input_ids, mask = (_required(batch, name).cpu() for name in ("input_ids", "attention_mask"))
+    if input_ids.ndim != 2 or input_ids.shape[0] == 0 or input_ids.is_floating_point():
+        raise BatchError(f"input_ids must be integers [B, S] with B >= 1, got {_describe(input_ids)}")
+    if mask.shape != input_ids.shape:
+        raise BatchError(f"attention_mask is {tuple(mask.shape)}, but input_ids is {tuple(input_ids.shape)}")
+    lengths, starts = _document_spans(mask != 0)
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=cu_seqlens[1:])
+    positions = torch.arange(len(rows)) - cu_seqlens[rows]
+    source = rows * input_ids.shape[1] + starts[rows] + positions
+    last = cu_seqlens[1:] - 1
+    following = source + 1
+    following[last] = source[last]  # any index that exists: these places are overwritten
+
+    def shifted(x: Tensor, fill: int) -> Tensor:
+        out = x.flatten(0, 1)[following]
+        out[last] = fill
+        return out
+
+    fields: dict[str, Tensor] = {}
+    per_document: set[str] = set()
+    for name, value in batch.items():
+        if name in ("input_ids", "attention_mask"):
+            continue
+        if name in _MADE_HERE:
+            raise BatchError(
+                f"field {name!r} is made by archon from input_ids; leave it out (loss_mask says what is trained)"
+            )
+        value = _required(batch, name).cpu()
+        if value.ndim >= 2 and value.shape[:2] == input_ids.shape:
+            fields[name] = shifted(value, 0)
+        elif value.ndim == 1 and value.shape[0] == input_ids.shape[0]:
+            fields[name] = value
+            per_document.add(name)
+        else:
+            raise BatchError(
+                f"field {name!r} is {_describe(value)}; expected {tuple(input_ids.shape)} for a value per token or "
+                f"({input_ids.shape[0]},) for one per document"
+            )
+    return PackedBatch(
+        tokens=input_ids.reshape(-1)[source].long(),
+        positions=positions,
+        labels=shifted(input_ids.long(), IGNORE_INDEX),
+        cu_seqlens=cu_seqlens.int(),
+        max_seqlen=int(lengths.max()),
+        lengths=tuple(lengths.tolist()),
+        fields=fields,
+        per_document=frozenset(per_document),
+        source=source,
+    )
+
+
+def split(packed: PackedBatch, max_tokens: int) -> list[PackedBatch]:
+    """Cut a pack into micro-batches of at most `max_tokens` tokens, whole documents only.
+
+    First-fit decreasing [Johnson 1973]: at most 11/9 of the fewest possible micro-batches (plus a constant). Equal
+    inputs give equal splits. Each micro-batch keeps its documents in their original relative order, and its `source`
+    holds the index of each of its tokens in `packed`. Raises `BatchError` when a document is longer than
+    `max_tokens`.
+    """
+    starts = [0, *accumulate(packed.lengths)]
+    return [_take(packed, documents, starts) for documents in first_fit_decreasing(packed.lengths, max_tokens)]
+
+
+def merge(packed: PackedBatch, micro_batches: Sequence[PackedBatch], values: Sequence[Tensor]) -> Tensor:
+    """Undo `split` for per-token results: one [t, ...] tensor a micro-batch to one [T, ...] in the order of
+    `packed`."""
+    out = values[0].new_zeros((packed.n_tokens, *values[0].shape[1:]))
+    for micro_batch, value in zip(micro_batches, values, strict=True):
+        assert micro_batch.source is not None
+        out[micro_batch.source.to(out.device)] = value
+    return out
+
+
+def unpack(packed: PackedBatch, values: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor:
+    """Undo `pack` for per-token results: [T, ...] to token-aligned [B, S, ...], zero at first tokens and padding."""
+    assert packed.source is not None
+    out = values.new_zeros((shape[0] * shape[1], *values.shape[1:]))
+    predicts = torch.ones(packed.n_tokens, dtype=torch.bool)
+    predicts[packed.cu_seqlens[1:].long() - 1] = False
+    out[(packed.source[predicts] + 1).to(out.device)] = values[predicts.to(out.device)]
+    return out.unflatten(0, tuple(shape))
+
+
+def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Bins of indices whose lengths sum to at most `limit`; indices ascend in a bin, bins by their first index."""
+    for index, length in enumerate(lengths):
+        if length > limit:
+            raise BatchError(
+                f"document {index} has {length} tokens, more than max_tokens_per_mb = {limit}; "
+                f"raise max_tokens_per_mb to at least {max(lengths)} or filter long documents"
+            )
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = next((b for b, free in enumerate(room) if free >= lengths[index]), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(limit)
+        bins[place].append(index)
+        room[place] -= lengths[index]
+    return sorted((sorted(members) for members in bins), key=lambda members: members[0])
+
+
+def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> PackedBatch:
+    """The pack of these documents of `packed`, in this order."""
+    lengths = [packed.lengths[d] for d in documents]
+    index = torch.cat([torch.arange(starts[d], starts[d] + packed.lengths[d]) for d in documents])
+    chosen = torch.tensor(documents)
+    return PackedBatch(
+        tokens=packed.tokens[index],
+        positions=packed.positions[index],
+        labels=packed.labels[index],
+        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        lengths=tuple(lengths),
+        fields={name: x[chosen if name in packed.per_document else index] for name, x in packed.fields.items()},
+        per_document=packed.per_document,
+        source=index,
+    )
+
+
+def _document_spans(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Length [B] and first column [B] of each row's document; refuses an empty row and a hole in the mask."""
+    lengths = mask.sum(1)
+    starts = mask.int().argmax(1)
+    ends = mask.shape[1] - mask.flip(1).int().argmax(1)
+    empty = (lengths == 0).nonzero()
+    if len(empty):
+        raise BatchError(f"row {int(empty[0])} of attention_mask has no token; leave empty rows out of the batch")
+    holes = (ends - starts != lengths).nonzero()
+    if len(holes):
+        raise BatchError(f"row {int(holes[0])} of attention_mask has a gap; padding may stand at either end only")
+    return lengths, starts
+
+
+def _required(batch: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in batch:
+        raise BatchError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
+    value = batch[name]
+    if not isinstance(value, Tensor):
+        raise BatchError(f"field {name!r} is a {type(value).__name__}; expected a tensor")
+    return value
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"

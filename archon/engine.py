@@ -1,0 +1,338 @@
+"""ArchonEngine: one model, its optimiser, and the step that trains it. It knows nothing of rewards or rollouts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from archon import hf_io
+from archon.batch import merge, unpack
+from archon.engine_state import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    move_optimizer_state,
+    optimizer_state,
+    rng_state,
+    set_rng_state,
+)
+from archon.loss import LossFn, LossWeightFn
+from archon.models import get_model_spec
+from archon.models.base import BaseArchonModel
+from archon.models.state_dict import BaseStateDictAdapter
+from archon.optim import LRSchedule, build_optimizer, clip_gradients, gradient_norm
+from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.fsdp import full_tensor
+from archon.parallel.layout import parse_layout
+from archon.schema.config import EngineConfig
+from archon.schema.errors import CheckpointError, ConfigError, UserError
+from archon.train_step import Batch, Forward, micro_batches, total_weight, whole_afterwards
+
+logger = logging.getLogger(__name__)
+
+SaveFormat = Literal["hf", "dcp"]
+
+
+class ArchonEngine:
+    """Trains or evaluates one model of a registered family.
+
+    Batches are padded dictionaries (see `archon.batch.pack`) or `PackedBatch`es. Tensors given back are token-aligned
+    [B, S] on the CPU for a padded batch: index t speaks of token t, with 0 at first tokens and padding.
+
+        engine = ArchonEngine(EngineConfig(path="Qwen3-0.6B"))
+        engine.initialize(total_steps=100)
+        for batch in batches:
+            metrics = engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+            engine.step_lr_scheduler()
+        engine.save("out")
+    """
+
+    model: BaseArchonModel
+    adapter: BaseStateDictAdapter
+    device: torch.device
+    parallel_dims: ArchonParallelDims
+    optimizer: Optimizer | None
+    scheduler: LRSchedule | None
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.version = 0
+        """Which weights these are: the caller counts, the engine keeps the number with the weights."""
+        self.step = 0
+        """Calls of `train_batch` so far."""
+        self.skipped_steps = 0
+        """Steps of those whose gradient was not finite, so that no weight changed."""
+        self._skipped_in_a_row = 0
+        self._offloaded = False
+
+    def initialize(self, total_steps: int | None = None) -> None:
+        """Build on the meta device, parallelise, materialise, load; then make optimiser and schedule.
+
+        `total_steps` is where a linear or cosine schedule ends. Everything that can be refused is refused before
+        memory is taken.
+        """
+        config = self.config
+        self.device = resolve_device(config.device)
+        self.parallel_dims = parse_layout(config.layout).dims(self.device.type)
+        self.parallel_dims.require_implemented()
+        if config.deterministic:
+            use_deterministic_algorithms(self.device)
+        hf_config = hf_io.read_hf_config(config.path)
+        spec = get_model_spec(hf_config["model_type"])
+        args = spec.model_args_class.from_hf_config(hf_config, is_critic=config.is_critic, attn_type=config.attn_type)
+        self.adapter = spec.state_dict_adapter_class(
+            hf_config, str(config.path), is_critic=config.is_critic, init_score=config.init_score
+        )
+        compute = getattr(torch, config.dtype)
+        # Weights that are never updated need no wider masters than the computation uses.
+        masters = torch.promote_types(compute, torch.float32) if config.optimizer else compute
+        with torch.device("meta"):
+            model = spec.model_class(args).to(masters)
+        spec.parallelize_fn(
+            model,
+            self.parallel_dims,
+            param_dtype=compute,
+            reduce_dtype=torch.promote_types(compute, torch.float32),
+            ac_config=config.activation_checkpoint,
+            enable_compile=config.compile,
+        )
+        model.to_empty(device=self.device)
+        model.tie_weights()
+        model.init_buffers(self.device)
+        self.model = model
+        self._forward = Forward(model, self.device, config.attn_type, config.is_critic)
+        self._load_or_init()
+        self.optimizer = build_optimizer(model, config.optimizer) if config.optimizer else None
+        self.scheduler = None
+        if self.optimizer is not None and config.optimizer is not None:
+            self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
+
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """One optimiser step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
+
+        Gives back `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `micro_batches`, `loss_weight` (the
+        denominator), `skipped` (1 when the gradient was not finite: then no weight or moment changed) and the loss
+        function's metrics.
+        """
+        optimizer = self._require_optimizer()
+        assert self.config.optimizer is not None and self.scheduler is not None
+        packed, parts = self._cut(batch)
+        weight = total_weight(parts, loss_weight_fn)
+        self.model.train()
+        reduce_every = self.config.gradient_reduction == "per_microbatch"
+        optimizer.zero_grad(set_to_none=True)
+        loss, sums = self._forward.accumulate(parts, loss_fn, weight, temperature, reduce_every)
+        metrics = sums.read(loss=loss, grad_norm=gradient_norm(self.model.parameters()))
+        finite = abs(metrics["grad_norm"]) < float("inf")
+        lr = self.scheduler.lr
+        if finite:
+            clip_gradients(self.model.parameters(), metrics["grad_norm"], self.config.optimizer.max_grad_norm)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._count_skip(not finite)
+        return metrics | {
+            "lr": lr,
+            "tokens": float(packed.n_tokens),
+            "micro_batches": float(len(parts)),
+            "loss_weight": weight,
+            "skipped": float(not finite),
+        }
+
+    def eval_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """`loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
+        packed, parts = self._cut(batch)
+        weight = total_weight(parts, loss_weight_fn)
+        self.model.eval()
+        loss, sums = self._forward.evaluate(parts, loss_fn, weight, temperature)
+        return sums.read(loss=loss) | {"tokens": float(packed.n_tokens), "loss_weight": weight}
+
+    def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
+        """log p of every token at `temperature`, or a critic's value before it: [B, S], or [T] for a `PackedBatch`.
+
+        `only_trained` scores the tokens that `loss_mask` marks and leaves 0 elsewhere, for less work in the head.
+        """
+        return self._score(batch, temperature, entropy=False, only_trained=only_trained)[0]
+
+    def forward_with_entropy(
+        self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward_batch`, with the entropy (nats) of the distribution each token was drawn from."""
+        if self.config.is_critic:
+            raise ConfigError("a critic has no entropy; call forward_batch")
+        logprobs, entropy = self._score(batch, temperature, entropy=True, only_trained=only_trained)
+        return logprobs, entropy
+
+    def step_lr_scheduler(self) -> None:
+        """Move the learning rate on to the next optimiser step."""
+        self._require_optimizer()
+        assert self.scheduler is not None
+        self.scheduler.step()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(native name, whole tensor) of every parameter, tied ones once, in the masters' dtype; one is gathered at a
+        time."""
+        for name, parameter in self.model.named_parameters():
+            yield name, full_tensor(parameter.detach())
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor): the one source of every export and weight push."""
+        for name, tensor in self.weights():
+            yield from self.adapter.convert_single_to_hf(name, tensor)
+
+    def save(self, path: str | os.PathLike[str], format: SaveFormat = "hf", asynchronous: bool = False) -> None:
+        """Export a Hugging Face checkpoint: shards, index, config and tokenizer, written aside and renamed.
+
+        For a checkpoint to resume from (optimiser, schedule, random state), store `state_dict()` with
+        `archon.checkpoint`.
+        """
+        if format == "dcp":
+            raise ConfigError(
+                "format='dcp' is a distributed checkpoint, and this version runs one process; use format='hf' for "
+                "weights, or archon.checkpoint.save_state(…, engine.state_dict()) for a state to resume from"
+            )
+        if format != "hf":
+            raise ConfigError(f"format must be 'hf' or 'dcp', got {format!r}")
+        if asynchronous:
+            raise ConfigError(
+                "asynchronous saves belong to format='dcp'; an 'hf' export is written before save returns"
+            )
+        hf_io.save_hf(path, self.hf_weights(), like=self.config.path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace the weights by those of a Hugging Face checkpoint of the same config; optimiser and schedule stay."""
+        hf_io.load_hf_weights(self.model, self.adapter, path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bitwise resume needs: weights, moments, schedule, random generators, step, version.
+
+        Tensors are the live ones, as in PyTorch: store or copy them before the next step.
+        """
+        self._refuse_offloaded()
+        state = {"model": model_state(self.model), "rng": rng_state(), "step": self.step, "version": self.version}
+        if self.optimizer is not None and self.scheduler is not None:
+            state["optimizer"] = optimizer_state(self.model, self.optimizer)
+            state["scheduler"] = self.scheduler.state_dict()
+            state["skipped_steps"] = self.skipped_steps
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict` into an initialised engine of the same config; `CheckpointError` names what does not
+        match."""
+        self._refuse_offloaded()
+        if (self.optimizer is None) != ("optimizer" not in state):
+            has = "has" if "optimizer" in state else "lacks"
+            raise CheckpointError(
+                f"the checkpoint {has} an optimiser state and this engine does not; was optimizer changed?"
+            )
+        load_model_state(self.model, state["model"])
+        if self.optimizer is not None and self.scheduler is not None:
+            load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.skipped_steps = int(state["skipped_steps"])
+        self.step, self.version = int(state["step"]), int(state["version"])
+        set_rng_state(state["rng"])
+
+    def offload(self) -> None:
+        """Free the device: gradients are dropped, parameters and optimiser state move to the CPU.
+
+        On a CPU only the gradients go. Until `onload` the engine refuses to run or save its state.
+        """
+        self._move(torch.device("cpu"))
+        self._offloaded = True
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._move(self.device)
+        self._offloaded = False
+
+    def _move(self, device: torch.device) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.model.to(device)
+        self.model.tie_weights()
+        if self.optimizer is not None:
+            move_optimizer_state(self.optimizer, device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load_or_init(self) -> None:
+        """Fresh weights where the config asks for them, in part or whole; a checkpoint's otherwise."""
+        if self.config.init_from_scratch or self.adapter.init_score:
+            gpus = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
+                # DTensor warns of random numbers on CPU meshes because ranks may differ; one process cannot.
+                warnings.filterwarnings("ignore", message="DTensor random operators")
+                torch.manual_seed(self.config.seed)
+                self.model.init_weights()
+        if not self.config.init_from_scratch:
+            hf_io.load_hf_weights(self.model, self.adapter, self.config.path)
+
+    def _cut(self, batch: Batch) -> tuple[Any, list[Any]]:
+        self._refuse_offloaded()
+        return micro_batches(batch, self.config.max_tokens_per_mb, self.model.args.vocab_size)
+
+    def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
+        packed, parts = self._cut(batch)
+        self.model.eval()
+        with whole_afterwards(self.model):
+            results = [self._forward.scores(mb, temperature, entropy, only_trained) for mb in parts]
+        columns = [merge(packed, parts, column).cpu() for column in zip(*results, strict=True)]
+        if packed is batch:
+            return columns
+        return [unpack(packed, column, batch["input_ids"].shape) for column in columns]
+
+    def _count_skip(self, skipped: bool) -> None:
+        assert self.config.optimizer is not None
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if not skipped:
+            return
+        self.skipped_steps += 1
+        logger.warning("step %d skipped: its gradient norm is not finite (%d so far)", self.step, self.skipped_steps)
+        if self._skipped_in_a_row >= self.config.optimizer.max_skipped_in_a_row:
+            raise UserError(
+                f"the gradient norm was not finite in {self._skipped_in_a_row} steps in a row, up to step {self.step}; "
+                "lower optimizer.lr, or look for infinite values in the data or the weights"
+            )
+
+    def _require_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise ConfigError("this engine was configured without an optimizer (optimizer: null), so it cannot train")
+        return self.optimizer
+
+    def _refuse_offloaded(self) -> None:
+        if self._offloaded:
+            raise ConfigError("the engine is offloaded; call onload() first")
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one; anything that is not there is refused."""
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} was asked for, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def use_deterministic_algorithms(device: torch.device) -> None:
+    """For the whole process: refuse kernels whose result depends on timing."""
+    if device.type == "cuda":
+        # cuBLAS reads it when its first handle is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)

@@ -1,0 +1,132 @@
+"""Floating-point operations of a training step, in the two conventions people publish, and the bytes of its state.
+
+Per token 6·N + attention, where N counts the matrix-product parameters that are active for a token (head included,
+embedding look-up not; of a mixture of experts the router, the chosen and the shared experts) and 6 = 2 forward + 4
+backward [Kaplan et al. 2020, section 2.1]. Attention is 12 · heads · head_dim · seq a layer [Chowdhery et al. 2022,
+appendix B]: `full` ignores causality, `causal` counts half. Recomputed activations are not useful work and are not
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from archon.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from archon.models.args import BaseModelArgs
+
+PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12}
+"""Dense bfloat16 peak of a part, in FLOP/s, against which MFU is given."""
+
+
+class Flops(NamedTuple):
+    """FLOPs of training in both conventions."""
+
+    full: float
+    causal: float
+
+    def mfu(self, seconds: float, peak: float) -> Flops:
+        """Shares of `peak` (FLOP/s) when this work took `seconds`."""
+        return Flops(self.full / seconds / peak, self.causal / seconds / peak)
+
+
+class StateBytes(NamedTuple):
+    """Bytes that live through a whole training step on one process."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class MatmulShape:
+    """What the FLOP count needs to know of a decoder.
+
+    `active` and `total` count matrix-product parameters: those a token meets, and all (they differ by idle experts).
+    `attention_width` is heads × head_dim; `windows` has each layer's window in tokens, None for full attention.
+    """
+
+    active: int
+    total: int
+    attention_width: int
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def from_args(cls, args: BaseModelArgs) -> MatmulShape:
+        """Of a dense family's arguments."""
+        assert args.head_dim is not None and args.n_kv_heads is not None
+        width = args.n_heads * args.head_dim
+        attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
+        layers = args.n_layers * (attention + 3 * args.dim * args.hidden_dim)
+        count = layers + args.dim * (1 if args.is_critic else args.vocab_size)
+        return cls(count, count, width, args.layer_windows)
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> MatmulShape:
+        """Of a `config.json` with Llama-style names, mixtures of experts included, whether or not archon trains it."""
+        if "kv_lora_rank" in config:
+            raise ConfigError(
+                f"FLOPs of model_type {config.get('model_type')!r} are not known: it compresses keys and values"
+            )
+        try:
+            dim, heads, n_layers = (config[k] for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+            vocab, hidden = config["vocab_size"], config["intermediate_size"]
+        except KeyError as error:
+            raise ConfigError(f"config lacks {error.args[0]!r}, which the FLOP count needs") from None
+        head_dim = config.get("head_dim") or dim // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        attention = dim * head_dim * (2 * heads + 2 * kv_heads)
+        active = total = vocab * dim
+        for layer in range(n_layers):
+            here, everywhere = _feed_forward(config, layer, dim, hidden)
+            active += attention + here
+            total += attention + everywhere
+        kinds = config.get("layer_types") or ["full_attention"] * n_layers
+        windows = tuple(config.get("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
+        return cls(active, total, heads * head_dim, windows)
+
+    def per_token(self, seq_len: int) -> Flops:
+        """FLOPs a token in documents of `seq_len` tokens."""
+        return Flops(*(flops / seq_len for flops in self.packed([seq_len])))
+
+    def packed(self, lengths: Iterable[int]) -> Flops:
+        """FLOPs of training on documents of these lengths, in tokens: attention grows with Σ len²."""
+        full = causal = 0.0
+        for length in lengths:
+            full += 6 * self.active * length
+            causal += 6 * self.active * length
+            for window in self.windows:
+                reach = min(length, window or length)
+                full += 12 * self.attention_width * length * reach
+                # Pairs below the diagonal and inside the window; half of length² where the window does not bind.
+                causal += 12 * self.attention_width * (length * reach - reach * reach / 2)
+        return Flops(full, causal)
+
+
+def _feed_forward(config: Mapping[str, Any], layer: int, dim: int, hidden: int) -> tuple[int, int]:
+    """Active and total matrix parameters of one layer's feed-forward network."""
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    sparse = (
+        experts > 0
+        and layer not in (config.get("mlp_only_layers") or [])
+        and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+    )
+    if not sparse:
+        return 3 * dim * hidden, 3 * dim * hidden
+    expert = 3 * dim * (config.get("moe_intermediate_size") or hidden)
+    shared_width = config.get("shared_expert_intermediate_size") or 0
+    # A shared expert of Qwen2-MoE also has a gate of one output.
+    always = dim * experts + 3 * dim * shared_width + (dim if shared_width else 0)
+    return always + config["num_experts_per_tok"] * expert, always + experts * expert
+
+
+def training_state_bytes(n_parameters: int, master_bytes: int = 4) -> StateBytes:
+    """Bytes of masters, gradients and AdamW's two moments for `n_parameters` (a tied weight counted once)."""
+    return StateBytes(n_parameters * master_bytes, n_parameters * master_bytes, 2 * n_parameters * master_bytes)

@@ -1,0 +1,120 @@
+"""AdamW, gradient clipping and learning-rate schedules: all that happens between a gradient and a new weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from archon.schema.config import OptimizerConfig, SchedulerConfig
+from archon.schema.errors import ConfigError
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
+    """AdamW [Loshchilov & Hutter 2019, algorithm 2] with weight decay on matrices only.
+
+    One fused kernel a group: on a CPU it takes a fifth of the time of the plain loop and a tenth of `foreach`, which
+    walks memory once an operation.
+    """
+    decayed, plain = decay_groups(model)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters that weight decay applies to, and those it does not: norms, biases, embeddings.
+
+    A tied output matrix is the embedding, so it is not decayed. Each parameter appears once.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (plain if parameter.ndim < 2 or id(parameter) in embeddings else decayed).append(parameter)
+    return decayed, plain
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Euclidean norm of the whole model's gradient, a scalar; sharded gradients are reduced over their mesh."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads, norm_type=2.0)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float | None) -> None:
+    """Scale every gradient by max_norm / norm where the whole model's `norm` exceeds `max_norm` [Pascanu et al.
+    2013]."""
+    if max_norm is None or norm <= max_norm:
+        return
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    torch._foreach_mul_(grads, max_norm / norm)
+
+
+def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerConfig) -> float:
+    """Share of the peak learning rate that optimiser step `step` (from 0) uses.
+
+    Warm-up of w steps: (step + 1) / w, from just above 0 to 1 at step w - 1, so no step is wasted at 0. Afterwards,
+    with p = (step - w) / (total - w) capped at 1 and r = `min_lr_ratio`: constant 1; linear 1 - (1 - r) p; cosine r +
+    (1 - r) (1 + cos πp) / 2 [Loshchilov & Hutter 2017].
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.kind == "constant":
+        return 1.0
+    assert total_steps is not None  # LRSchedule refuses a decaying schedule without an end
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    if config.kind == "linear":
+        return 1.0 - (1.0 - config.min_lr_ratio) * progress
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class LRSchedule:
+    """Sets the learning rate of an optimiser by `learning_rate_factor`; `step` moves on to the next optimiser step."""
+
+    def __init__(self, optimizer: Optimizer, peak_lr: float, config: SchedulerConfig, total_steps: int | None) -> None:
+        if total_steps is None and config.kind != "constant":
+            raise ConfigError(f"scheduler.kind = {config.kind} needs total_steps; give it to initialize(total_steps=…)")
+        if total_steps is not None and config.kind != "constant" and config.warmup_steps >= total_steps:
+            raise ConfigError(
+                f"scheduler.warmup_steps = {config.warmup_steps} leaves none of the {total_steps} steps to decay in; "
+                "lower it"
+            )
+        self._optimizer = optimizer
+        self._peak_lr = peak_lr
+        self._config = config
+        self._total_steps = total_steps
+        self._position = 0
+        self._apply()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate that the next optimiser step uses."""
+        return self._peak_lr * learning_rate_factor(self._position, self._total_steps, self._config)
+
+    def step(self) -> None:
+        self._position += 1
+        self._apply()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = int(state["position"])
+        self._apply()
+
+    def _apply(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr

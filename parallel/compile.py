@@ -1,0 +1,42 @@
+"""torch.compile, block by block: one compilation serves all layers, and start-up does not grow with depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+CompileChoice = bool | Literal["auto"]
+
+
+def compile_enabled(choice: CompileChoice, device_type: str) -> bool:
+    """`auto` compiles on a GPU and not on a CPU, where the compiler takes longer than it saves."""
+    return device_type == "cuda" if choice == "auto" else choice
+
+
+def apply_compile(layers: nn.ModuleDict, *, memory_budget: float | None = None, backend: str = "inductor") -> None:
+    """Compile every block in place.
+
+    Shapes are dynamic from the start: packed micro-batches have a new token count each time, and a compilation for each
+    would take longer than the training. With `memory_budget` the partitioner keeps about that share of the activations
+    and recomputes the rest.
+    """
+    chosen = backend if memory_budget is None else _budgeted(backend, memory_budget)
+    for block in layers.values():
+        block.compile(backend=chosen, dynamic=True)
+
+
+def _budgeted(backend: str, budget: float) -> Callable[..., Any]:
+    """The backend under a budget of its own: set for the whole process, two engines would share the last one's."""
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._functorch import config
+
+    compile_graph = lookup_backend(backend)
+
+    def compile_under_budget(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        with config.patch(activation_memory_budget=budget):
+            return compile_graph(graph, inputs, **kwargs)
+
+    return compile_under_budget

@@ -1,0 +1,83 @@
+"""The one order in which a decoder is parallelised; families bring data, never code of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from archon.parallel.activation_checkpoint import apply_activation_checkpointing
+from archon.parallel.compile import CompileChoice, apply_compile, compile_enabled
+from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.fsdp import ReshardPolicy, apply_fsdp
+from archon.schema.config import ActivationCheckpointConfig
+from archon.schema.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Decoder(Protocol):
+    """What this room needs of a model: its blocks in order, and a way to tie weights that became separate."""
+
+    layers: nn.ModuleDict
+
+    def tie_weights(self) -> None: ...
+
+
+def parallelize_decoder(
+    model: nn.Module,
+    parallel_dims: ArchonParallelDims,
+    tp_plan: Mapping[str, Any] | None = None,
+    *,
+    param_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    loss_parallel: bool = True,
+    cpu_offload: bool = False,
+    reshard_after_forward_policy: ReshardPolicy = "default",
+    ac_config: ActivationCheckpointConfig | None = None,
+    enable_compile: CompileChoice = "auto",
+) -> nn.Module:
+    """Lay `model`, built on the meta device, out as `parallel_dims` says, in place.
+
+    The order is TP → EP → CP → activation checkpointing → compile → FSDP → weight tying: sharding inside a block
+    comes before anything that wraps the block, recompute inside what is compiled, and FSDP outermost, so that its
+    hooks stay eager. One process has nothing to shard; there FSDP is applied only to compute in another dtype than
+    the model was built in.
+
+    Args:
+        tp_plan: the family's tensor-parallel plan, by role; consulted where tp > 1.
+        param_dtype: dtype of the computation.
+        reduce_dtype: dtype in which gradients are accumulated and reduced.
+        loss_parallel: keep the vocabulary sharded through the loss; consulted where tp > 1.
+        cpu_offload: keep shards on the CPU; refused on one process.
+        reshard_after_forward_policy: see `apply_fsdp`.
+        ac_config: what is recomputed; None keeps everything.
+        enable_compile: torch.compile each block; `auto` is on for CUDA.
+
+    Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
+    """
+    parallel_dims.require_implemented()
+    if cpu_offload:
+        raise ConfigError("cpu_offload = true needs sharded parameters, and one process has none; leave it false")
+    decoder = cast(Decoder, model)
+    compiled = compile_enabled(enable_compile, parallel_dims.device_type)
+    ac = ac_config or ActivationCheckpointConfig()
+    budget = ac.memory_budget if ac.mode == "memory_budget" else None
+    if budget is not None and not compiled:
+        raise ConfigError(
+            "activation_checkpoint.mode = memory_budget is carried out by torch.compile, which is off; "
+            "set compile = true, or choose full or selective"
+        )
+    apply_activation_checkpointing(decoder.layers, ac)
+    if compiled:
+        apply_compile(decoder.layers, memory_budget=budget)
+    built_dtype = next(model.parameters()).dtype
+    if param_dtype != built_dtype:
+        mesh = parallel_dims.get_mesh("dp_shard_cp")
+        apply_fsdp(model, decoder.layers, mesh, param_dtype, reduce_dtype, reshard_after_forward_policy)
+    decoder.tie_weights()
+    logger.info("parallelised: compute %s, masters %s, compile %s", param_dtype, built_dtype, compiled)
+    return model

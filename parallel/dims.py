@@ -1,0 +1,166 @@
+"""The degrees of a layout, their rules, and the device meshes they span."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from archon.schema.errors import LayoutError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+MESH_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "dp", "dp_shard_cp", "dp_cp", "ep", "ep_tp")
+"""Names that `get_mesh` and `get_group` know."""
+
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class ArchonParallelDims:
+    """How many ways each dimension of a model and its batch is divided.
+
+    The processes form a grid `pp × dp_replicate × dp_shard × cp × tp`, whose product is `world_size`; `dp_shard = -1`
+    fills what the others leave. Experts reuse ranks of that grid instead of adding to it:
+
+    - `etp = 1`: `ep` borrows from `dp_shard × cp × tp`; each rank of an expert group holds whole experts;
+    - `etp = tp`: `ep` borrows from `dp_shard × cp`, and each expert is sharded over `tp` as well.
+
+    Examples: 8 ranks, `dp_shard=4, tp=2`: four data-parallel ranks of two tensor-parallel halves. 8 ranks,
+        `dp_shard=2, tp=4, ep=8`: attention in quarters, every expert whole on one of the eight ranks. The same with
+        `ep=2, etp=4`: two groups of experts, each in quarters.
+
+    Raises `LayoutError` naming the broken rule; no process group is made by construction.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    world_size: int = 1
+    device_type: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in (*DEGREES, "world_size"):
+            value = getattr(self, name)
+            filled = name == "dp_shard" and value == -1
+            if type(value) is not int or (value < 1 and not filled):
+                raise LayoutError(f"{name} must be an integer of at least 1, got {value!r}")
+        others = self.dp_replicate * self.cp * self.tp * self.pp
+        if self.dp_shard == -1:
+            if self.world_size % others:
+                raise LayoutError(
+                    f"dp_shard = -1 needs a world size divisible by dp_replicate × cp × tp × pp = {others}, "
+                    f"got {self.world_size}"
+                )
+            object.__setattr__(self, "dp_shard", self.world_size // others)
+        product = others * self.dp_shard
+        if product != self.world_size:
+            raise LayoutError(
+                f"dp_replicate × dp_shard × cp × tp × pp = {self.dp_replicate} × {self.dp_shard} × {self.cp} × "
+                f"{self.tp} × {self.pp} = {product}, but the world size is {self.world_size}"
+            )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.etp not in (1, self.tp):
+            raise LayoutError(f"etp must be 1 or tp = {self.tp}, got {self.etp}")
+        lender, name = self.dp_shard * self.cp, "dp_shard × cp"
+        if self.etp == 1:
+            lender, name = lender * self.tp, "dp_shard × cp × tp"
+        if lender % self.ep:
+            raise LayoutError(f"ep = {self.ep} must divide {name} = {lender} (etp = {self.etp})")
+
+    @property
+    def pp_enabled(self) -> bool:
+        return self.pp > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        return self.dp_shard > 1
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        return self.dp_replicate > 1
+
+    @property
+    def dp_enabled(self) -> bool:
+        return self.dp_replicate_enabled or self.dp_shard_enabled
+
+    @property
+    def cp_enabled(self) -> bool:
+        return self.cp > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        return self.tp > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        return self.ep > 1
+
+    @property
+    def etp_enabled(self) -> bool:
+        return self.etp > 1
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """Whether parameters are sharded: over dp_shard × cp."""
+        return self.dp_shard_enabled or self.cp_enabled
+
+    @property
+    def seq_len_divisor(self) -> int:
+        """A micro-batch's token count is padded to a multiple of this, so that CP and sequence parallelism split it."""
+        return self.tp * self.cp
+
+    @property
+    def context_and_model_parallel_size(self) -> int:
+        """Ranks that work on one data-parallel share of the batch."""
+        return self.cp * self.tp * self.pp
+
+    @property
+    def fsdp_gradient_divide_factor(self) -> int:
+        """Ranks whose gradients FSDP sums."""
+        return self.dp_replicate * self.dp_shard * self.cp
+
+    def require_implemented(self) -> None:
+        """Refuse what this version cannot run, before any process group exists."""
+        if self.world_size > 1:
+            enabled = ", ".join(f"{name}={getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1)
+            raise LayoutError(
+                f"this version of archon runs one process, got a layout of {self.world_size} ({enabled}); use d1"
+            )
+
+    def get_mesh(self, name: str) -> DeviceMesh:
+        """The device mesh of one dimension or of a flattened product such as `dp_shard_cp`."""
+        if name not in MESH_NAMES:
+            raise LayoutError(f"unknown mesh {name!r}; known are {', '.join(MESH_NAMES)}")
+        self.require_implemented()
+        return _single_process_mesh(self.device_type, name)
+
+    def get_group(self, name: str) -> ProcessGroup:
+        """The process group of `get_mesh(name)`."""
+        return self.get_mesh(name).get_group()
+
+
+@cache
+def _single_process_mesh(device_type: str, name: str) -> DeviceMesh:
+    # On one process every dimension is the same rank.
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ensure_process_group(device_type)
+    return init_device_mesh(device_type, (1,), mesh_dim_names=(name,))
+
+
+def ensure_process_group(device_type: str) -> None:
+    """Join the default process group, or make one of this single process that uses neither network nor file."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
