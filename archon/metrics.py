@@ -89,7 +89,7 @@ class TrajectoryWriter(JsonlWriter):
 
         `group` is what the answers to one prompt share. `extra` may carry anything JSON can hold; the report knows
         `length` (tokens of the answer), `stop_reason`, `answer` (the expected one), `advantage`, `rewards` (the parts
-        of the reward) and `split` (`"train"` or `"eval"`).
+        of the reward, by name) and `split` (`"train"` or `"eval"`).
         """
         answer = {"prompt": prompt, "completion": completion, "reward": reward}
         self.append({"step": step, "group": group, **answer, **extra})

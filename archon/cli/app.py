@@ -1,0 +1,67 @@
+"""The list of subcommands, and what becomes of an error."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from archon.cli import generate, inspect, models, report, rl, sft
+from archon.schema.errors import UserError
+
+# What the file system or the network may answer to a wrong path, name or port; anything else is a defect and traced.
+USER_ERRNOS = {
+    errno.EACCES,
+    errno.EADDRINUSE,
+    errno.EADDRNOTAVAIL,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.EPERM,
+    errno.EROFS,
+}
+
+app = typer.Typer(
+    name="archon",
+    help="A model engine: a Hugging Face checkpoint in, a trained or reinforced one out.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (models, inspect, sft, rl, generate, report):
+    app.command(**module.SETTINGS)(module.command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and leave the process: exit code 0, 2 for a user's mistake, 130 / 143 when a signal ended it.
+
+    A mistake is one line on stderr (a failing workflow of the user's own adds its traceback). Any other error keeps
+    its traceback and exits with 1.
+    """
+    try:
+        app(args=arguments, prog_name="archon")
+    except (UserError, OSError) as error:
+        message = user_message(error)
+        if message is None:
+            raise
+        sys.stderr.write(f"archon: {message}\n")
+        sys.exit(2)
+
+
+def user_message(error: UserError | OSError) -> str | None:
+    """The one line a user should read, or None when the error is not the user's to mend."""
+    if isinstance(error, UserError):
+        return str(error)
+    if error.errno not in USER_ERRNOS:
+        return None
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)

@@ -1,0 +1,151 @@
+"""From a YAML file and dotted overrides to a typed configuration, and from a type to its table of fields."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typer.core import TyperCommand
+
+from archon.schema.config import StrictModel
+from archon.schema.errors import ConfigError
+
+Config = TypeVar("Config", bound=StrictModel)
+
+
+def load_config(schema: type[Config], file: Path | None, overrides: Sequence[str]) -> Config:
+    """Read `file`, lay `key=value` overrides over it, resolve `${…}` and check the result against `schema`.
+
+    `${oc.env:NAME}` is an environment variable and `${now:%Y%m%d-%H%M%S}` the local time. Raises `ConfigError` with one
+    line for YAML that cannot be read, an override that is not `key=value`, an interpolation that leads nowhere, an
+    unknown key (naming the nearest valid one) and a value of the wrong type.
+    """
+    OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True, replace=True)
+    for override in overrides:
+        if not override.partition("=")[0].strip() or "=" not in override:
+            raise ConfigError(f"override {override!r} is not key=value; write for example actor.optimizer.lr=1e-5")
+    source = str(file) if file else "config"
+    try:
+        merged = OmegaConf.merge(_read(file), OmegaConf.from_dotlist(list(overrides)))
+        data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
+        raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: an override is not YAML: {_first_line(error)}") from None
+    assert isinstance(data, dict)
+    return schema.parse({str(key): value for key, value in data.items()}, source=source)
+
+
+def _read(file: Path | None) -> DictConfig:
+    if file is None:
+        return OmegaConf.create({})
+    try:
+        loaded = OmegaConf.load(file)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not YAML: {_first_line(error)}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: not a text file; expected YAML") from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{file}: a list; expected a mapping of keys to values")
+    return loaded
+
+
+def _first_line(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the excerpt."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"{problem} in line {mark.line + 1}, column {mark.column + 1}" if mark else problem
+
+
+def to_yaml(config: BaseModel) -> str:
+    """The resolved configuration as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True).rstrip()
+
+
+def config_command(schema: str) -> type[TyperCommand]:
+    """A command class whose `--help` ends with every field of `schema` ("module:Class"), imported only then."""
+
+    class ConfigCommand(TyperCommand):
+        def get_help(self, ctx: typer.Context) -> str:
+            module, _, name = schema.partition(":")
+            table = "\n".join(field_lines(getattr(importlib.import_module(module), name)))
+            return f"{super().get_help(ctx)}\n\nConfiguration (in FILE.yaml, or key=value):\n{table}"
+
+    return ConfigCommand
+
+
+def field_lines(schema: type[BaseModel]) -> Iterator[str]:
+    """`key = default`, then type and description, for every field of `schema` and of what it contains."""
+    for key, field, default in _fields(schema, None, ""):
+        nested = _nested(field) is not None
+        kind = "" if nested else f"[{_type_name(field.annotation)}{_bounds(field)}] "
+        yield f"  {key}{_default_text(default, nested)}"
+        yield f"      {kind}{field.description or ''}".rstrip()
+
+
+def _fields(schema: type[BaseModel], parent: BaseModel | None, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Dotted key, field and default (`PydanticUndefined` when required), depth first.
+
+    `parent` is the default of what holds the fields: its values come before those of its class.
+    """
+    for name, field in schema.model_fields.items():
+        default = getattr(parent, name) if parent is not None else field.get_default(call_default_factory=True)
+        yield prefix + name, field, default
+        if (inner := _nested(field)) is not None:
+            yield from _fields(inner, default if isinstance(default, inner) else None, f"{prefix}{name}.")
+
+
+def _nested(field: FieldInfo) -> type[BaseModel] | None:
+    """The model a field holds, alone or as `Model | None`."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _default_text(default: Any, nested: bool) -> str:
+    if default is PydanticUndefined:
+        return " (required)"
+    if nested and default is not None:
+        return ""
+    return f" = {json.dumps(default, ensure_ascii=False)}" if not isinstance(default, str) else f" = {default}"
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_name(argument) for argument in arguments)
+    if origin is Literal:
+        return " | ".join(str(value) for value in arguments)
+    if origin is not None:
+        inner = ", ".join(_type_name(argument) for argument in arguments if argument is not Ellipsis)
+        return f"{origin.__name__} of {inner}" if inner else origin.__name__
+    names = {str: "text", int: "integer", float: "number", bool: "true | false", dict: "mapping", Any: "anything"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _bounds(field: FieldInfo) -> str:
+    """`, > 0, <= 1` from the constraints of a field."""
+    signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+    found = [
+        f"{sign} {getattr(constraint, name):g}"
+        for constraint in field.metadata
+        for name, sign in signs
+        if getattr(constraint, name, None) is not None
+    ]
+    return "".join(f", {bound}" for bound in found)

@@ -1,0 +1,117 @@
+"""`archon generate PATH`: answers to prompts, each printed as soon as it is finished."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from archon.cli.config import config_command, load_config
+from archon.cli.options import ConfigFile, Overrides
+from archon.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from archon.cli.generate_config import GenerateConfig
+    from archon.rl.types import InferenceEngine, ModelRequest, ModelResponse
+
+SETTINGS: dict[str, Any] = {
+    "name": "generate",
+    "help": "Answer prompts with a checkpoint.\n\nAnswers go to stdout as they are finished, tokens/s to stderr.",
+    "cls": config_command("archon.cli.generate_config:GenerateConfig"),
+}
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="checkpoint folder")],
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="what to answer; may be given more than once")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(metavar="FILE", help="one prompt a line")] = None,
+) -> None:
+    from archon.cli.generate_config import GenerateConfig
+
+    resolved = load_config(GenerateConfig, config, overrides or [])
+    prompts = [*resolved.prompts, *(prompt or [])]
+    for file in {resolved.prompts_file, prompts_file} - {None}:
+        assert file is not None
+        prompts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise ConfigError("no prompt was given; use --prompt TEXT or --prompts-file FILE")
+    answer(path, prompts, resolved)
+
+
+def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
+    """Load the checkpoint, answer every prompt, print what comes."""
+    import torch
+
+    from archon.engine import resolve_device
+    from archon.hf_io import load_model
+    from archon.rl.data import load_tokenizer
+    from archon.rl.generation import InProcessEngine
+
+    model = load_model(path, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
+    tokenizer = load_tokenizer(config.tokenizer or path)
+    requests = make_requests(prompts, config, tokenizer)
+    longest = max(len(request.input_ids) for request in requests) + config.max_new_tokens
+    engine = InProcessEngine.from_model(
+        model,
+        tokenizer,
+        max_slots=min(config.max_slots, len(requests)),
+        max_seq_len=min(config.max_tokens or longest, longest),
+        seed=0 if config.seed is None else config.seed,
+    )
+    asyncio.run(print_answers(engine, requests, len(requests) // len(prompts), tokenizer))
+
+
+def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any) -> list[ModelRequest]:
+    """`n_samples` requests a prompt, in order; each sample has a random stream of its own."""
+    from archon.rl.types import GenerationHyperparameters, ModelRequest
+
+    if config.chat is True and not tokenizer.chat_template:
+        raise ConfigError("chat=true, but the tokenizer has no chat template; set chat=false")
+    use_chat = bool(tokenizer.chat_template) if config.chat == "auto" else config.chat
+    # The seed is the engine's: in a request it would make all samples of a prompt the same.
+    sampling = {name: getattr(config, name) for name in GenerationHyperparameters.model_fields}
+    gconfig = GenerationHyperparameters(**sampling | {"n_samples": 1, "seed": None})
+    requests = []
+    for text in prompts:
+        if use_chat:
+            ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        else:
+            ids = tokenizer.encode(text)
+        requests += [ModelRequest(input_ids=ids, gconfig=gconfig, tokenizer=tokenizer) for _ in range(config.n_samples)]
+    return requests
+
+
+async def print_answers(
+    engine: InferenceEngine, requests: Sequence[ModelRequest], n_samples: int, tokenizer: Any
+) -> None:
+    """One block an answer, when it is finished, and the throughput of all."""
+    start, tokens = time.monotonic(), 0
+    async for index, response in finished(engine, requests):
+        text = tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+        tokens += len(response.output_tokens)
+        sample = f" sample {index % n_samples + 1}" if n_samples > 1 else ""
+        print(
+            f"# prompt {index // n_samples + 1}{sample} ({len(response.output_tokens)} tokens, {response.stop_reason})"
+        )
+        print(text, flush=True)
+    seconds = time.monotonic() - start
+    sys.stderr.write(f"{len(requests)} answers, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s\n")
+
+
+async def finished(
+    engine: InferenceEngine, requests: Sequence[ModelRequest]
+) -> AsyncIterator[tuple[int, ModelResponse]]:
+    """(index, response) of each request, as they end."""
+
+    async def one(index: int) -> tuple[int, ModelResponse]:
+        return index, await engine.agenerate(requests[index])
+
+    for task in asyncio.as_completed([one(index) for index in range(len(requests))]):
+        yield await task

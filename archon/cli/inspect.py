@@ -1,0 +1,80 @@
+"""`archon inspect PATH`: family, parameters, FLOPs, memory, and what archon would refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from archon.inspect import Inspection
+
+SETTINGS: dict[str, Any] = {
+    "name": "inspect",
+    "help": "Family, parameters, FLOPs, memory, refused fields.",
+}
+
+GIB = 2**30
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="checkpoint folder, or one that holds only config.json")],
+    seq_len: Annotated[
+        int, typer.Option("--seq-len", metavar="TOKENS", min=1, help="document length for FLOPs")
+    ] = 4096,
+) -> None:
+    from archon.hf_io import read_hf_config
+    from archon.inspect import inspect_checkpoint
+    from archon.schema.errors import ConfigError
+
+    found = inspect_checkpoint(path, read_hf_config(path), seq_len)
+    print("\n".join(describe(found)))
+    if found.refused:
+        raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
+
+
+def describe(found: Inspection) -> list[str]:
+    """The findings as lines of text."""
+    lines = [f"{found.path.resolve().name}", f"  family       {found.family or 'none'} (model_type {found.model_type})"]
+    if found.args is not None:
+        a = found.args
+        lines += [
+            f"  shape        {a.n_layers} layers of {a.dim}, feed-forward {a.hidden_dim}, vocabulary {a.vocab_size:,}",
+            f"  attention    {a.n_heads} heads of {a.head_dim}, {a.n_kv_heads} key-value heads",
+            f"  positions    {a.max_seq_len:,} tokens, RoPE {a.rope_scaling.kind}, theta {a.rope_theta:g}"
+            + (f", sliding window {a.sliding_window}" if a.sliding_window else ""),
+            f"  tied         {'yes' if a.tie_word_embeddings else 'no'}",
+        ]
+    if found.parts:
+        lines.append(f"  parameters   {found.parameters:,}")
+    if found.flops is not None:
+        lines.append(
+            f"  training     {_gflop(found.flops.full)} | {_gflop(found.flops.causal)} GFLOP a token at "
+            f"{found.seq_len} tokens (full | causal)"
+        )
+    if found.parts:
+        lines += ["", *_memory(found)]
+    return lines
+
+
+def _memory(found: Inspection) -> list[str]:
+    headings = ("memory, GiB", "parameters", "bf16", "masters", "gradients", "AdamW", "in training")
+    rows = [headings]
+    for part in found.parts:
+        state = part.state
+        sizes = (part.served_bytes, *state, state.total)
+        rows.append((part.name, f"{part.parameters:,}", *(f"{size / GIB:.2f}" for size in sizes)))
+    totals = [
+        sum(sizes) for sizes in zip(*((p.served_bytes, *p.state, p.state.total) for p in found.parts), strict=True)
+    ]
+    rows.append(("in all", f"{found.parameters:,}", *(f"{size / GIB:.2f}" for size in totals)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
+    lines = ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [*lines, f"  masters, gradients and AdamW in float32; KV cache {found.kv_bytes:,} bytes a token in bf16"]
+
+
+def _gflop(flops: float) -> str:
+    """Two decimals below ten, one above, as these figures are published."""
+    number = flops / 1e9
+    return f"{number:.2f}" if number < 10 else f"{number:.1f}"

@@ -1,0 +1,15 @@
+"""`archon models`: the families and the Hugging Face model types they serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SETTINGS: dict[str, Any] = {"name": "models", "help": "List the model types and the families behind."}
+
+
+def command() -> None:
+    from archon.models import get_model_spec, get_supported_model_types
+
+    for model_type in sorted(get_supported_model_types()):
+        spec = get_model_spec(model_type)
+        print(f"{model_type:<16} {spec.model_class.__module__}.{spec.model_class.__name__}")

@@ -1,0 +1,34 @@
+"""`archon rl`: reinforcement learning with verifiable rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from archon.cli.config import config_command, load_config, to_yaml
+from archon.cli.options import ConfigFile, DryRun, Overrides
+
+SETTINGS: dict[str, Any] = {
+    "name": "rl",
+    "help": "Reinforce a checkpoint on prompts with a reward.",
+    "cls": config_command("archon.rl.config:RLConfig"),
+}
+
+
+def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    from archon.rl.config import RLConfig
+
+    resolved = load_config(RLConfig, config, overrides or [])
+    if dry_run:
+        from archon.cli.check import check_rl
+
+        print(to_yaml(resolved), flush=True)
+        print("\n".join(f"# {line}" for line in check_rl(resolved)))
+        return
+    from archon.rl.trainer import RLTrainer
+    from archon.runner import Runner
+
+    with Runner(resolved.run_dir, resolved, resume=resolved.resume) as runner:
+        RLTrainer(resolved, runner).train()
+    raise typer.Exit(runner.exit_code)

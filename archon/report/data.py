@@ -1,0 +1,149 @@
+"""What a report shows, read from a run's directory: series by step, panels of series, groups of trajectories."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from archon.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
+from archon.schema.errors import ConfigError
+
+# A page holds this many groups of trajectories; from a longer run they are taken evenly, the first and last included.
+MAX_GROUPS = 300
+NOT_SERIES = {"step", "time"}
+# What the page shows of a trajectory; anything else in the file stays there.
+SHOWN = ("step", "split", "prompt", "answer", "completion", "reward", "rewards", "advantage", "length", "stop_reason")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: the series whose names match `pattern`. `unit` labels the vertical axis."""
+
+    name: str
+    title: str
+    pattern: str
+    unit: str = ""
+
+
+# The first match takes a series; what none takes is shown by itself among the further metrics.
+PANELS = (
+    Panel("reward", "Reward", r"(.*/)?(greedy_)?reward"),
+    Panel("loss", "Loss", r"(.*/)?loss"),
+    Panel("kl", "KL and ratio drift", r"(.*/)?(approx_kl|kl_ref|kl)", "nats a token"),
+    Panel("length", "Answer length", r"(.*/)?(greedy_)?length", "tokens"),
+    Panel("throughput", "Throughput", r"(.*/)?(tokens|samples|rows)_per_second", "a second"),
+    Panel("entropy", "Entropy", r"(.*/)?entropy", "nats a token"),
+)
+
+
+@dataclass
+class Series:
+    """A metric by step; `values[i]` belongs to `steps[i]` and may be NaN, which leaves a gap."""
+
+    name: str
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def last(self) -> float:
+        return self.values[-1]
+
+
+@dataclass
+class Run:
+    """Everything a report shows. `groups` are lists of trajectories that answer one prompt at one step."""
+
+    path: Path
+    series: dict[str, Series]
+    groups: list[list[dict[str, Any]]]
+    total_groups: int
+    seconds: float
+    config: str
+
+    def panels(self) -> list[tuple[Panel, list[Series]]]:
+        """The named charts that have something to show, in order."""
+        named = [(panel, [s for s in self.series.values() if _panel_of(s.name) is panel]) for panel in PANELS]
+        return [(panel, series) for panel, series in named if series]
+
+    def further(self) -> list[Series]:
+        """The series that belong to no named chart and ever change."""
+        return [s for s in self.series.values() if _panel_of(s.name) is None and len(set(s.values)) > 1]
+
+    @property
+    def last_step(self) -> int:
+        return max(series.steps[-1] for series in self.series.values())
+
+
+def load_run(run_dir: str | Path) -> Run:
+    """Read a run, finished or not.
+
+    Raises `ConfigError` when the folder is missing or holds no record; `DatasetError` naming the line of a damaged one.
+    """
+    path = Path(run_dir)
+    metrics = path / METRICS_FILE
+    if not metrics.is_file():
+        what = "holds no metrics.jsonl; is it the folder of a run?" if path.is_dir() else "is not a folder"
+        raise ConfigError(f"{path} {what}")
+    records = read_jsonl(metrics)
+    series = _series(records)
+    if not series:
+        raise ConfigError(f"{metrics} holds no number yet; wait for the run's first step")
+    times = [record["time"] for record in records if "time" in record]
+    trajectories = path / TRAJECTORIES_FILE
+    groups = _groups(read_jsonl(trajectories) if trajectories.is_file() else [])
+    config = path / "config.yaml"
+    return Run(
+        path=path,
+        series=series,
+        groups=_evenly(groups, MAX_GROUPS),
+        total_groups=len(groups),
+        seconds=times[-1] - times[0] if times else 0.0,
+        config=config.read_text(encoding="utf-8") if config.is_file() else "",
+    )
+
+
+def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
+    found: dict[str, Series] = {}
+    for record in records:
+        for name, value in record.items():
+            number = _number(value)
+            if name in NOT_SERIES or number is None:
+                continue
+            series = found.setdefault(name, Series(name))
+            series.steps.append(record["step"])
+            series.values.append(number)
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """A metric's value; the strings NaN and ±Infinity are numbers that JSON lacks. None for anything else."""
+    if isinstance(value, bool):
+        return float(value)
+    if isinstance(value, int | float):
+        return float(value)
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return math.nan
+    return None
+
+
+def _panel_of(name: str) -> Panel | None:
+    return next((panel for panel in PANELS if re.fullmatch(panel.pattern, name)), None)
+
+
+def _groups(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Trajectories by (step, split, group), in order of appearance."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        key = (record.get("step"), record.get("split"), record.get("group"))
+        found.setdefault(key, []).append({name: record[name] for name in SHOWN if name in record})
+    return list(found.values())
+
+
+def _evenly(items: list[Any], limit: int) -> list[Any]:
+    if len(items) <= limit:
+        return items
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]

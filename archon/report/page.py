@@ -1,0 +1,76 @@
+"""The page of a run: one HTML file that asks nothing of the network and trusts none of the text it shows.
+
+The run travels as JSON inside the page; its script draws the charts and puts every text into the document as text,
+never as markup. A content security policy allows that one script, by its hash, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import time
+from importlib import resources
+from typing import Any
+
+from archon.report.curves import COLOURS, moving_average
+from archon.report.data import Run, Series
+
+
+def render_page(run: Run) -> str:
+    """The whole page as a string of HTML."""
+    assets = resources.files("archon.report") / "assets"
+    script = (assets / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    fields = {
+        "title": html.escape(run.path.resolve().name),
+        "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        "style": (assets / "page.css").read_text(encoding="utf-8"),
+        "data": _json_for_html(_page_data(run)),
+        "script": script,
+    }
+    page = (assets / "page.html").read_text(encoding="utf-8")
+    head, *parts = page.split("{{")
+    return head + "".join(fields[name] + rest for name, _, rest in (part.partition("}}") for part in parts))
+
+
+def _page_data(run: Run) -> dict[str, Any]:
+    return {
+        "name": run.path.resolve().name,
+        "path": str(run.path.resolve()),
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "steps": run.last_step,
+        "seconds": round(run.seconds),
+        "colours": COLOURS,
+        "panels": [
+            {"title": panel.title, "unit": panel.unit, "series": [_series_data(s) for s in series]}
+            for panel, series in run.panels()
+        ],
+        "further": [{"title": series.name, "unit": "", "series": [_series_data(series)]} for series in run.further()],
+        "groups": run.groups,
+        "totalGroups": run.total_groups,
+        "config": run.config,
+    }
+
+
+def _series_data(series: Series) -> dict[str, Any]:
+    smooth = moving_average(series.values)
+    return {
+        "name": series.name,
+        "steps": series.steps,
+        "values": [_short(value) for value in series.values],
+        "smooth": None if smooth is None else [_short(value) for value in smooth],
+    }
+
+
+def _short(value: float) -> float | None:
+    """Six significant digits, which no screen can tell from more; None where there is no number."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _json_for_html(data: Any) -> str:
+    """JSON that no text inside it can end or comment out: `<` never occurs in it."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
