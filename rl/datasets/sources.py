@@ -1,0 +1,151 @@
+"""Where rows come from: JSONL and parquet files, folders of them, and Hugging Face sets. Every row knows its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from archon.schema.errors import DatasetError
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NEEDS_EXTRA = "is not installed; install archon's extra `rl`: pip install 'archon-engine[rl]'"
+
+
+class SourceRow(NamedTuple):
+    """A row as it stands in its source, and where that is (`file.jsonl:12`), for error messages."""
+
+    where: str
+    data: dict[str, Any]
+
+
+def read_rows(path: str | Path, split: str = "train", subset: str | None = None) -> list[SourceRow]:
+    """Reads all rows of one split.
+
+    Args:
+        path: A `.jsonl` or `.parquet` file; a folder that holds `<split>.jsonl` or `<split>.parquet`, or that
+            `datasets` saved; or the name of a set on the Hugging Face hub, `owner/name`.
+        split: Which split, where the source has several. A file is one split, whatever its name.
+        subset: The configuration of a hub set that has several.
+
+    Raises:
+        DatasetError: missing, empty or malformed; names the file and the line.
+    """
+    location = Path(path).expanduser()
+    if location.is_file():
+        rows = _read_file(location)
+    elif location.is_dir():
+        rows = _read_folder(location, split)
+    elif _HUB_NAME.fullmatch(str(path)) and location.suffix not in (".jsonl", ".json", ".parquet"):
+        rows = _read_hub(str(path), split, subset)
+    else:
+        raise DatasetError(
+            f"no dataset at {path}: expected a .jsonl or .parquet file, a folder, or a hub name owner/name"
+        )
+    if not rows:
+        raise DatasetError(f"dataset {path} (split {split}) is empty: expected at least one row")
+    return rows
+
+
+def data_folder(name: str, explicit: str | Path | None = None) -> Path:
+    """The folder of a named set: `explicit`, else `$ARCHON_DATA/<name>`, else `../shared/data/<name>` by the checkout.
+
+    Raises:
+        DatasetError: none of them exists; says which were tried.
+    """
+    if explicit is not None:
+        candidates = [Path(explicit).expanduser()]
+    elif os.environ.get("ARCHON_DATA"):
+        candidates = [Path(os.environ["ARCHON_DATA"]).expanduser() / name]
+    else:
+        checkout = Path(__file__).resolve().parents[2]
+        candidates = [checkout.parent / "shared" / "data" / name]
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
+    raise DatasetError(
+        f"the data set {name} is not at {candidates[0]}: give its folder, or set ARCHON_DATA to the one holding {name}/"
+    )
+
+
+def _read_file(path: Path) -> list[SourceRow]:
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise DatasetError(f"cannot read {path}: expected a .jsonl or .parquet file, got suffix {path.suffix!r}")
+
+
+def _read_jsonl(path: Path) -> list[SourceRow]:
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise DatasetError(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
+            except json.JSONDecodeError as error:
+                raise DatasetError(
+                    f"{where}: not JSON: {error.msg} at column {error.colno}; expected one object"
+                ) from error
+            if not isinstance(row, dict):
+                raise DatasetError(f"{where}: expected a JSON object {{…}}, got {type(row).__name__}")
+            rows.append(SourceRow(where, row))
+    return rows
+
+
+def _read_parquet(path: Path) -> list[SourceRow]:
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DatasetError(f"{path} needs the package pyarrow, which {_NEEDS_EXTRA}") from error
+    try:
+        table = parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise DatasetError(f"{path}: not a parquet file: {error}") from error
+    return [SourceRow(f"{path} row {number}", row) for number, row in enumerate(table.to_pylist())]
+
+
+def _read_folder(folder: Path, split: str) -> list[SourceRow]:
+    for suffix in (".jsonl", ".parquet"):
+        file = folder / f"{split}{suffix}"
+        if file.is_file():
+            return _read_file(file)
+    if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
+        library = _datasets_library(folder)
+        return _from_hugging_face(library.load_from_disk(str(folder)), str(folder), split)
+    present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+    raise DatasetError(f"no split {split!r} in {folder}: expected {split}.jsonl or {split}.parquet, found {present}")
+
+
+def _read_hub(name: str, split: str, subset: str | None) -> list[SourceRow]:
+    library = _datasets_library(name)
+    try:
+        loaded = library.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DatasetError(
+            f"cannot load {name} (split {split}): no such file or folder here, and the hub says: {error}"
+        ) from error
+    return _from_hugging_face(loaded, name, split)
+
+
+def _from_hugging_face(loaded: Any, name: str, split: str) -> list[SourceRow]:
+    if hasattr(loaded, "keys"):
+        if split not in loaded:
+            raise DatasetError(f"no split {split!r} in {name}: expected one of {', '.join(loaded)}")
+        loaded = loaded[split]
+    return [SourceRow(f"{name}[{split}] row {number}", dict(row)) for number, row in enumerate(loaded)]
+
+
+def _datasets_library(wanted: object) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DatasetError(f"{wanted} needs the package datasets, which {_NEEDS_EXTRA}") from error
+    return datasets
