@@ -91,7 +91,7 @@ class RolloutConfig(StrictModel):
     max_refills: int = Field(3, ge=0, description="further rounds of prompts a step, for groups_without_spread=refill")
     reward_timeout: float = Field(15.0, gt=0, description="seconds one reward may run")
     reward_workers: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
-    gold_checked: int | None = Field(64, ge=1, description="gold answers scored before step 0; null: all")
+    gold_checked: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
     dump_groups: int = Field(1, ge=0, description="groups a step written to trajectories.jsonl")
 
 
@@ -184,6 +184,7 @@ class RLConfig(StrictModel):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out evaluation")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
     gate: GateConfig = Field(default_factory=GateConfig, description="first-step ratio gate")
+    verify_export: bool = Field(False, description="compare the export's float32 logits in transformers")
     control: ControlConfig = Field(default_factory=ControlConfig, description="controls for experiments")
     bootstrap: BootstrapConfig | None = Field(None, description="make the actor's checkpoint first, if it is not there")
 

@@ -51,6 +51,11 @@ class PromptStream:
         self._loader = RowLoader(rows, batch_size=1, seed=seed)
 
     @property
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """All rows, in the dataset's order."""
+        return self._loader.rows
+
+    @property
     def taken(self) -> int:
         """Prompts handed out so far, and so the ordinal of the next one."""
         return self._loader.epoch * len(self._loader.rows) + self._loader.cursor

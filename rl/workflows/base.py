@@ -55,7 +55,7 @@ def resolve_workflow(workflow: RolloutWorkflow | type[RolloutWorkflow] | str, **
     found = _import_dotted(workflow) if isinstance(workflow, str) else workflow
     if not callable(getattr(found, "arun_episode", None)):
         raise ConfigError(
-            f"workflow: got {workflow!r}, expected a RolloutWorkflow: an instance, a class, or a dotted string naming one"
+            f"workflow: got {workflow!r}, expected a RolloutWorkflow: an instance, a class, or a dotted string"
         )
     if not isinstance(found, type):
         return found

@@ -1,0 +1,159 @@
+"""Makes a small checkpoint from nothing, in Hugging Face form: configuration, tokenizer, weights, and a warm-up by
+SFT."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from archon.engine import ArchonEngine
+from archon.rl.config import BootstrapConfig, SFTConfig, TokenizerRecipe, WarmupConfig
+from archon.rl.data import load_rows
+from archon.rl.sft import run_sft
+from archon.runner import Runner
+from archon.schema.config import EngineConfig
+from archon.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATES = {
+    "plain": (
+        "{%- for message in messages %}{{- message.content }}"
+        "{%- if message.role == 'assistant' %}{{- eos_token }}{%- endif %}{%- endfor %}"
+    ),
+    "chatml": (
+        "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+}
+
+RECORD = "bootstrap.json"
+
+
+def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer with Qwen's special tokens and a chat template.
+
+    Kind `characters` has one token a character and refuses a character outside its alphabet; kind `bpe` is byte-level,
+    trained on `texts`, every digit on its own as in Qwen, and can encode anything.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    special = [PAD, START, END]
+    if recipe.kind == "characters":
+        alphabet = sorted({*recipe.alphabet, *("\n" if recipe.chat_template == "chatml" else "")})
+        tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*special, *alphabet])}))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens(special)
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=recipe.vocab_size,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATES[recipe.chat_template],
+    )
+
+
+def ensure_checkpoint(config: BootstrapConfig, path: str | Path, runner: Runner) -> bool:
+    """Make the checkpoint `path` unless it is there; False when a signal ended the warm-up, which goes on next time.
+
+    Raises `ConfigError` when something else stands at `path`, or a checkpoint made with other values.
+    """
+    target = Path(path)
+    wanted = config.model_dump(mode="json")
+    if target.exists():
+        record = target / RECORD
+        if not record.is_file():
+            raise ConfigError(
+                f"{target} exists and was not made by `bootstrap`; remove that section, or choose another path"
+            )
+        if json.loads(record.read_text()) != wanted:
+            raise ConfigError(f"{target} was made with other `bootstrap` values; remove it, or choose another path")
+        return True
+    workshop = target.with_name(target.name + ".making")
+    blank = workshop / "blank"
+    if not (blank / RECORD).is_file():
+        runner.log(f"bootstrap: making {config.model_type} and its tokenizer in {target}")
+        write_blank(config, blank)
+        (blank / RECORD).write_text(json.dumps(wanted))
+    elif json.loads((blank / RECORD).read_text()) != wanted:
+        raise ConfigError(f"{workshop} holds an unfinished checkpoint with other `bootstrap` values; remove it")
+    model = EngineConfig(path=str(blank), init_from_scratch=True, seed=config.seed)
+    if config.warmup is None:
+        engine = ArchonEngine(model)
+        engine.initialize()
+        made = workshop / "export"
+        engine.save(made)
+    else:
+        made = workshop / "warmup" / "export"
+        if not warm_up(config.warmup, model, workshop / "warmup"):
+            return False
+    (made / RECORD).write_text(json.dumps(wanted, indent=2) + "\n")
+    made.rename(target)
+    shutil.rmtree(workshop)
+    return True
+
+
+def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> bool:
+    """Fine-tune the blank model; False when a signal ended it early. The signal is raised again for the caller's
+    handler."""
+    changes = {"optimizer": config.optimizer, "scheduler": config.scheduler}
+    sft = SFTConfig(
+        run_dir=str(run_dir),
+        resume=True,
+        seed=model.seed,
+        total_steps=config.total_steps,
+        batch_size=config.batch_size,
+        model=model.model_copy(update=changes),
+        train_data=config.train_data,
+    )
+    with Runner(run_dir, sft, resume=True) as inner:
+        run_sft(sft, inner)
+    if inner.exit_code:
+        signal.raise_signal(inner.exit_code - 128)
+    return inner.exit_code == 0
+
+
+def write_blank(config: BootstrapConfig, path: Path) -> None:
+    """Write config.json, generation_config.json and the tokenizer, without weights."""
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    recipe = config.tokenizer
+    texts = training_texts(recipe) if recipe.kind == "bpe" else ()
+    tokenizer = make_tokenizer(recipe, texts)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    values = {"vocab_size": len(tokenizer), "architectures": architectures, "dtype": "float32"} | ids | config.hf_config
+    AutoConfig.for_model(config.model_type, **values).save_pretrained(path)
+    GenerationConfig(**ids).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def training_texts(recipe: TokenizerRecipe) -> list[str]:
+    """What a BPE tokenizer is trained on: prompts and answers of the recipe's dataset."""
+    if recipe.train_data is None:
+        raise ConfigError("bootstrap.tokenizer.train_data is not set; kind 'bpe' needs a dataset to be trained on")
+    rows = load_rows(recipe.train_data, "rl", None)
+    return [text for row in rows for text in (row["prompt"], str(row["answer"]))]

@@ -1,0 +1,132 @@
+"""Supervised fine-tuning on the same engine: next-token cross-entropy on the tokens that the loss mask marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archon.checkpoint import load_latest, save_state
+from archon.engine import ArchonEngine
+from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.rl.config import SFTConfig
+from archon.rl.data import load_rows, load_tokenizer
+from archon.rl.datasets import RowDataset, RowLoader
+from archon.rl.loop import due, timed
+from archon.runner import Runner
+
+COLUMNS = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
+
+
+def run_sft(config: SFTConfig, runner: Runner) -> dict[str, float]:
+    """The whole of `archon sft`, in a run directory that is open."""
+    return SFTTrainer(config, runner).train()
+
+
+def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """SFT rows as a padded batch for the engine, shorter rows first, so that attention meets equal lengths together."""
+    rows = sorted(rows, key=lambda row: len(row["input_ids"]))
+    width = len(rows[-1]["input_ids"])
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([[*row[name], *[0] * (width - len(row[name]))] for row in rows])
+
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    mask = torch.arange(width) < lengths.unsqueeze(1)
+    return {"input_ids": column("input_ids"), "attention_mask": mask, "loss_mask": column("loss_mask")}
+
+
+class SFTTrainer:
+    """Fine-tunes one model. `SFTTrainer(config).train()` is the whole run.
+
+    Args:
+        config: the run.
+        runner: the run directory and what surrounds it; made, and closed, by `train` when not given.
+    """
+
+    engine: ArchonEngine
+    loader: RowLoader
+    held_out: RowDataset | None
+
+    def __init__(self, config: SFTConfig, runner: Runner | None = None) -> None:
+        self.config = config
+        self.runner = runner
+        self.step = 0
+        self.total_steps = 0
+        self._loss = CrossEntropyLoss()
+
+    def train(self) -> dict[str, float]:
+        """Run to the last step, or until a signal asks to stop; returns the newest metrics."""
+        config, metrics = self.config, dict[str, float]()
+        with ExitStack() as stack:
+            if self.runner is None:
+                self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
+            runner = self.runner
+            self.open()
+            with runner.progress("sft", self.total_steps, start=self.step, columns=COLUMNS) as progress:
+                while self.step < self.total_steps and not runner.stop_requested:
+                    metrics = self.train_step()
+                    self.step += 1
+                    if self.step == self.total_steps or due(self.step, config.eval_every):
+                        metrics |= self.evaluate()
+                    runner.metrics.write(self.step, metrics)
+                    progress.update(self.step, metrics)
+                    if due(self.step, config.checkpoint.every):
+                        self.save()
+            self.save()
+            if self.step == self.total_steps:
+                self.engine.save(runner.directory.export)
+        return metrics
+
+    def open(self) -> None:
+        """Load tokenizer, rows and model, and go on from the newest checkpoint where the configuration asks for it."""
+        config = self.config
+        tokenizer = load_tokenizer(config.tokenizer or config.model.path)
+        rows = load_rows(config.train_data, "sft", tokenizer)
+        self.held_out = load_rows(config.eval_data, "sft", tokenizer) if config.eval_data else None
+        self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
+        self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
+        self.engine = ArchonEngine(config.model)
+        self.engine.initialize(self.total_steps)
+        assert self.runner is not None
+        found = load_latest(self.runner.directory.checkpoints) if config.resume else None
+        if found is not None:
+            self.step, state = found
+            self.engine.load_state_dict(state["engine"])
+            self.loader.load_state_dict(state["rows"])
+            self.runner.rewind(self.step)
+
+    def train_step(self) -> dict[str, float]:
+        """One optimiser step on the next rows."""
+        seconds: dict[str, float] = {}
+        with timed(seconds, "step"):
+            batch = padded_batch(self.loader.next_batch())
+            metrics = self.engine.train_batch(batch, self._loss, loss_token_count)
+            self.engine.step_lr_scheduler()
+        return metrics | {"tokens_per_second": metrics["tokens"] / seconds["step"]}
+
+    def evaluate(self) -> dict[str, float]:
+        """`eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics; {} without
+        rows."""
+        if self.held_out is None:
+            return {}
+        sums: dict[str, float] = {}
+        size = self.config.batch_size
+        for start in range(0, len(self.held_out), size):
+            batch = padded_batch(self.held_out[start : start + size])
+            measured = self.engine.eval_batch(batch, self._loss, loss_token_count)
+            weight = measured.pop("loss_weight")
+            sums["weight"] = sums.get("weight", 0.0) + weight
+            for name in measured.keys() - {"tokens"}:
+                sums[name] = sums.get(name, 0.0) + weight * measured[name]
+        weight = sums.pop("weight")
+        return {f"eval/{name}": value / weight for name, value in sorted(sums.items())}
+
+    def save(self) -> None:
+        """Checkpoint everything a bitwise resume needs."""
+        assert self.runner is not None
+        state = {"engine": self.engine.state_dict(), "rows": self.loader.state_dict()}
+        save_state(self.runner.directory.checkpoints, self.step, state, keep=self.config.checkpoint.keep)

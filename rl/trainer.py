@@ -1,0 +1,268 @@
+"""Synchronous reinforcement learning: generate, score, update, push the weights, and again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from archon.checkpoint import load_latest, save_state
+from archon.engine import ArchonEngine
+from archon.rl.bootstrap import ensure_checkpoint
+from archon.rl.config import RLConfig
+from archon.rl.data import PromptStream, load_rows, load_tokenizer
+from archon.rl.datasets import encode_prompt
+from archon.rl.evaluation import evaluate
+from archon.rl.export import LOGIT_TOLERANCE, export_difference
+from archon.rl.generation import InProcessEngine
+from archon.rl.loop import due, timed
+from archon.rl.replay import check_gate, check_replayable, gate_limit
+from archon.rl.rewards import AsyncRewardWrapper, averify_gold
+from archon.rl.rollout import Prompt, Rollout, RolloutBatch
+from archon.rl.summary import batch_metrics, write_groups
+from archon.rl.update import PolicyUpdate
+from archon.rl.workflows import RolloutWorkflow, resolve_workflow
+from archon.runner import Runner
+
+COLUMNS = (
+    "reward",
+    "eval/reward",
+    "eval/greedy_reward",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "length",
+    "samples_per_second",
+)
+
+
+def run_rl(config: RLConfig, runner: Runner) -> dict[str, float]:
+    """The whole of `archon rl`, in a run directory that is open."""
+    return RLTrainer(config, runner).train()
+
+
+class RLTrainer:
+    """Trains one policy. `RLTrainer(config).train()` is the whole run; the parts below can be called one by one.
+
+    Args:
+        config: the run.
+        runner: the run directory and what surrounds it; made, and closed, by `train` when not given.
+    """
+
+    def __init__(self, config: RLConfig, runner: Runner | None = None) -> None:
+        self.config = config
+        self.runner = runner
+        self.step = 0
+
+    def train(
+        self,
+        workflow: RolloutWorkflow | type[RolloutWorkflow] | str | None = None,
+        eval_workflow: RolloutWorkflow | None = None,
+    ) -> dict[str, float]:
+        """Run to `total_steps`, or until a signal asks to stop; returns the newest metrics.
+
+        Args:
+            workflow: an instance, a class or a dotted string; by default the configuration's.
+            eval_workflow: used for evaluation as it is; by default `workflow` with evaluation's sampling values.
+        """
+        config = self.config
+        with ExitStack() as stack:
+            if self.runner is None:
+                self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
+            runner = self.runner
+            if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner):
+                return {}
+            stack.enter_context(self.opened(workflow, eval_workflow))
+            with runner.progress("rl", config.total_steps, start=self.step, columns=COLUMNS) as progress:
+                metrics = self.evaluate() if self.step == 0 else {}
+                if metrics:
+                    runner.metrics.write(0, metrics)
+                    progress.update(0, metrics)
+                while self.step < config.total_steps and not runner.stop_requested:
+                    metrics = self.train_step()
+                    self.step += 1
+                    if self.step == config.total_steps or due(self.step, config.evaluation.every):
+                        metrics |= self.evaluate()
+                    runner.metrics.write(self.step, metrics)
+                    progress.update(self.step, metrics)
+                    if due(self.step, config.checkpoint.every):
+                        self.save()
+            self.save()
+            if self.step == config.total_steps:
+                self.export()
+        return metrics
+
+    def train_step(self) -> dict[str, float]:
+        """One round: generate and score a batch, update the policy on it, push the weights to the generator."""
+        seconds: dict[str, float] = {}
+        with timed(seconds, "rollout"):
+            batch = self.rollout_batch()
+        metrics = batch_metrics(batch)
+        if batch:
+            if not self._gate_passed:
+                self._pass_gate(batch)
+            with timed(seconds, "update"):
+                advantages = self.update.advantages(batch.trajectories, self.step)
+                metrics |= self.update.train(batch.trajectories, advantages, self.step)
+            with timed(seconds, "push"):
+                self.engine.version += 1
+                self.generator.update_weights(self.engine.model, version=self.engine.version)
+            if self.runner is not None:
+                n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
+                write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer)
+            metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
+        metrics["skipped_update"] = float(not batch)
+        return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
+
+    def rollout_batch(self) -> RolloutBatch:
+        """The next batch of trajectories, from the next prompts of the stream."""
+        algorithm, rollout = self.config.algorithm, self.config.rollout
+        return self._loop.run(
+            self.rollout.collect(
+                self.prompts.take,
+                rollout.prompts_per_step,
+                self.step,
+                groups_without_spread=algorithm.groups_without_spread,
+                max_refills=rollout.max_refills,
+            )
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """`eval/reward` and what comes with it (see `evaluation.evaluate`), and the same as `eval/greedy_…`."""
+        metrics: dict[str, float] = {}
+        for prefix, rollout in self.evaluations.items():
+            measured = self._loop.run(
+                evaluate(
+                    rollout, self.held_out, tokenizer=self.tokenizer, well_formed=self.config.evaluation.well_formed
+                )
+            )
+            metrics |= {f"eval/{prefix}{name}": value for name, value in measured.items()}
+        return metrics
+
+    def save(self) -> None:
+        """Checkpoint everything a bitwise resume needs."""
+        assert self.runner is not None
+        state = {"engine": self.engine.state_dict(), "prompts": self.prompts.state_dict()}
+        save_state(self.runner.directory.checkpoints, self.step, state, keep=self.config.checkpoint.keep)
+
+    def export(self) -> None:
+        """Write the policy as a Hugging Face checkpoint; with `verify_export`, check its logits in transformers."""
+        assert self.runner is not None
+        path = self.runner.directory.export
+        self.engine.save(path)
+        if not self.config.verify_export:
+            return
+        documents = [encode_prompt(self.tokenizer, row) for row in self.prompts.rows[:8]]
+        difference = export_difference(self.engine.model, path, documents)
+        self.runner.log(f"export {path}: logits differ from transformers' by {difference:.1e} (relative)")
+        if difference > LOGIT_TOLERANCE:
+            raise RuntimeError(f"the export's logits differ by {difference:.1e}, more than {LOGIT_TOLERANCE:.0e}")
+
+    @contextmanager
+    def opened(
+        self,
+        workflow: RolloutWorkflow | type[RolloutWorkflow] | str | None = None,
+        eval_workflow: RolloutWorkflow | None = None,
+    ) -> Iterator[RLTrainer]:
+        """Everything the run needs, from rows to generator, resumed where the configuration asks for it."""
+        config = self.config
+        with asyncio.Runner() as self._loop, self._reward() as reward:
+            self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path)
+            self._open_data(reward)
+            self._open_models()
+            self._resume()
+            self._open_rollouts(reward, workflow or config.workflow, eval_workflow)
+            yield self
+
+    def _reward(self) -> AsyncRewardWrapper:
+        rollout = self.config.rollout
+        return AsyncRewardWrapper(self.config.reward, rollout.reward_timeout, rollout.reward_workers)
+
+    def _open_data(self, reward: AsyncRewardWrapper) -> None:
+        config = self.config
+        rows = load_rows(config.train_data, "rl", self.tokenizer)
+        held_out = load_rows(config.eval_data, "rl", self.tokenizer) if config.eval_data else []
+        self.prompts = PromptStream(rows, config.seed)
+        self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
+        if config.rollout.gold_checked != 0:
+            for checked in filter(None, (rows, held_out)):
+                self._loop.run(averify_gold(reward, checked, config.rollout.gold_checked))
+
+    def _open_models(self) -> None:
+        config, algorithm = self.config, self.config.algorithm
+        self.engine = ArchonEngine(config.actor)
+        self.engine.initialize(config.total_steps * algorithm.ppo_epochs * algorithm.minibatches)
+        reference = None
+        if algorithm.kl_coef > 0:
+            assert config.ref is not None
+            reference = ArchonEngine(config.ref.model_copy(update={"optimizer": None}))
+            reference.initialize()
+        self.update = PolicyUpdate(
+            self.engine,
+            reference,
+            algorithm,
+            temperature=config.gconfig.temperature,
+            seed=config.seed,
+            shuffle_rewards=config.control.shuffle_rewards,
+        )
+        self._gate_passed = False
+
+    def _open_rollouts(
+        self,
+        reward: AsyncRewardWrapper,
+        workflow: RolloutWorkflow | type[RolloutWorkflow] | str,
+        eval_workflow: RolloutWorkflow | None,
+    ) -> None:
+        config = self.config
+        memory = config.generator.memory_gib
+        self.generator = InProcessEngine.from_model(
+            self.engine.model,
+            self.tokenizer,
+            cache_bytes=None if memory is None else int(memory * 2**30),
+            seed=config.seed,
+            version=self.engine.version,
+            **config.generator.model_dump(exclude={"memory_gib"}),
+        )
+        trained = resolve_workflow(workflow, reward_fn=reward, gconfig=config.gconfig, tokenizer=self.tokenizer)
+        temperature, log = config.gconfig.temperature, self.runner.log if self.runner else print
+        self.rollout = Rollout(
+            self.generator,
+            trained,
+            seed=config.seed,
+            check=lambda gconfig: check_replayable(gconfig, temperature),
+            log=log,
+        )
+        evaluated = {"": eval_workflow} if eval_workflow else self._evaluated(trained)
+        self.evaluations = {
+            prefix: Rollout(self.generator, item, seed=config.seed, log=log) for prefix, item in evaluated.items()
+        }
+
+    def _evaluated(self, trained: RolloutWorkflow) -> dict[str, RolloutWorkflow]:
+        """The workflows to evaluate, by prefix of their metrics; none without held-out prompts."""
+        evaluation, gconfig = self.config.evaluation, self.config.gconfig
+        if not self.held_out:
+            return {}
+        sampled = gconfig.new(n_samples=evaluation.n_samples, temperature=evaluation.temperature)
+        workflows = {"": trained.with_gconfig(sampled)}
+        if evaluation.greedy:
+            workflows["greedy_"] = trained.with_gconfig(gconfig.new(n_samples=1, greedy=True))
+        return workflows
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint where the configuration asks for it and there is one."""
+        if not self.config.resume or self.runner is None:
+            return
+        found = load_latest(self.runner.directory.checkpoints)
+        if found is not None:
+            self.step, state = found
+            self.engine.load_state_dict(state["engine"])
+            self.prompts.load_state_dict(state["prompts"])
+            self.runner.rewind(self.step)
+
+    def _pass_gate(self, batch: RolloutBatch) -> None:
+        """Refuse to train unless the first batch's importance ratio is 1 up to rounding."""
+        config = self.config
+        limit = config.gate.limit or gate_limit(config.actor.dtype, config.gconfig.temperature)
+        difference = self.update.logprob_difference(batch.trajectories)
+        check_gate(difference, limit)
+        self._gate_passed = True
