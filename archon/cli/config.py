@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-import typer
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,7 +31,7 @@ def load_config(schema: type[Config], file: Path | None, overrides: Sequence[str
     line for YAML that cannot be read, an override that is not `key=value`, an interpolation that leads nowhere, an
     unknown key (naming the nearest valid one) and a value of the wrong type.
     """
-    OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True, replace=True)
+    OmegaConf.register_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True, replace=True)
     for override in overrides:
         if not override.partition("=")[0].strip() or "=" not in override:
             raise ConfigError(f"override {override!r} is not key=value; write for example actor.optimizer.lr=1e-5")
@@ -79,7 +78,7 @@ def config_command(schema: str) -> type[TyperCommand]:
     """A command class whose `--help` ends with every field of `schema` ("module:Class"), imported only then."""
 
     class ConfigCommand(TyperCommand):
-        def get_help(self, ctx: typer.Context) -> str:
+        def get_help(self, ctx: Any) -> str:
             module, _, name = schema.partition(":")
             table = "\n".join(field_lines(getattr(importlib.import_module(module), name)))
             return f"{super().get_help(ctx)}\n\nConfiguration (in FILE.yaml, or key=value):\n{table}"

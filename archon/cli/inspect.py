@@ -60,7 +60,7 @@ def describe(found: Inspection) -> list[str]:
 
 def _memory(found: Inspection) -> list[str]:
     headings = ("memory, GiB", "parameters", "bf16", "masters", "gradients", "AdamW", "in training")
-    rows = [headings]
+    rows: list[tuple[str, ...]] = [headings]
     for part in found.parts:
         state = part.state
         sizes = (part.served_bytes, *state, state.total)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from archon.runner import Runner
+
 SETTINGS: dict[str, Any] = {
     "name": "report",
-    "help": "Write a run's report.html and curves as PNG.\n\nThe page holds the curves and the sampled trajectories, and asks nothing of the network.",
+    "help": "Write a run's report.html and curves as PNG.\n\nThe page holds curves and sampled trajectories.",
 }
 
 
@@ -33,3 +37,12 @@ def command(
     written = write_report(run_dir, out)
     for path in written:
         print(path)
+
+
+def report_to(runner: Runner) -> None:
+    """Write the report of the run that just ended, its curves where matplotlib is installed, and say where it is."""
+    from archon.report import write_report
+
+    if runner.directory.metrics.stat().st_size > 0:
+        page, *_ = write_report(runner.directory.path, curves=importlib.util.find_spec("matplotlib") is not None)
+        runner.log(f"report: {page}")

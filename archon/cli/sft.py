@@ -8,6 +8,7 @@ import typer
 
 from archon.cli.config import config_command, load_config, to_yaml
 from archon.cli.options import ConfigFile, DryRun, Overrides
+from archon.cli.report import report_to
 
 SETTINGS: dict[str, Any] = {
     "name": "sft",
@@ -31,4 +32,5 @@ def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: Dry
 
     with Runner(resolved.run_dir, resolved, resume=resolved.resume) as runner:
         SFTTrainer(resolved, runner).train()
+        report_to(runner)
     raise typer.Exit(runner.exit_code)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from archon.report.curves import draw_curves
 from archon.report.data import load_run
 from archon.report.page import render_page
 
 __all__ = ["load_run", "render_page", "write_report"]
 
 
-def write_report(run_dir: str | Path, out: str | Path | None = None) -> list[Path]:
+def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: bool = True) -> list[Path]:
     """Write `report.html` and one PNG a group of curves into `out` (default `run_dir/report`); return what was written.
 
-    Raises `ConfigError` when `run_dir` holds no metrics, and `UserError` naming the extra `plots` when matplotlib is
-    not installed; the page needs no extra and is written first.
+    Raises `ConfigError` when `run_dir` holds no metrics, and `UserError` naming the extra `plots` when `curves` are
+    asked for and matplotlib is not installed; the page needs no extra and is written first.
     """
-    from archon.report.curves import draw_curves
-
     run = load_run(run_dir)
     folder = Path(out) if out is not None else run.path / "report"
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.html"
     page.write_text(render_page(run), encoding="utf-8")
-    return [page, *draw_curves(run, folder)]
+    return [page, *draw_curves(run, folder)] if curves else [page]

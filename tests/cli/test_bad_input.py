@@ -1,0 +1,140 @@
+"""Bad input: one clear line, exit code 2, nothing lost, no traceback. One test for each kind that acceptance names."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from archon.cli import main
+from archon.metrics import read_jsonl
+
+
+def change_config(checkpoint, **changes):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate"])
+def test_missing_path(archon, tmp_path, command):
+    arguments = ("--prompt", "1+1=") if command == "generate" else ()
+    complaint = archon(command, tmp_path / "nowhere", *arguments).complaint
+    assert str(tmp_path / "nowhere") in complaint
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate"])
+def test_not_a_checkpoint(archon, tmp_path, command):
+    arguments = ("--prompt", "1+1=") if command == "generate" else ()
+    complaint = archon(command, tmp_path, *arguments).complaint
+    assert str(tmp_path) in complaint and "config.json" in complaint
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate"])
+def test_unknown_family(archon, checkpoint, command):
+    change_config(checkpoint, model_type="llamba")
+    arguments = ("--prompt", "1+1=") if command == "generate" else ()
+    complaint = archon(command, checkpoint, *arguments).complaint
+    assert "'llamba' is not supported" in complaint and "qwen3" in complaint
+
+
+def test_unsupported_field(archon, checkpoint, sft_overrides):
+    change_config(checkpoint, attention_dropout=0.5)
+    complaint = archon("sft", *sft_overrides).complaint
+    assert "'attention_dropout' is 0.5" in complaint
+
+
+def test_truncated_shard(archon, checkpoint, sft_overrides):
+    shard = checkpoint / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    complaint = archon("sft", *sft_overrides).complaint
+    assert "model.safetensors" in complaint
+
+
+def test_key_missing(archon, checkpoint, sft_overrides):
+    shard = checkpoint / "model.safetensors"
+    tensors = load_file(shard)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in archon("sft", *sft_overrides).complaint
+
+
+@pytest.mark.parametrize("command", ["sft", "generate"])
+def test_tokenizer_missing(archon, checkpoint, sft_overrides, command):
+    for file in checkpoint.glob("*token*"):
+        file.unlink()
+    arguments = sft_overrides if command == "sft" else [checkpoint, "--prompt", "1+1="]
+    complaint = archon(command, *arguments).complaint
+    assert "tokenizer" in complaint and str(checkpoint) in complaint
+
+
+def test_empty_dataset(archon, dataset, sft_overrides):
+    dataset.write_text("")
+    complaint = archon("sft", *sft_overrides).complaint
+    assert str(dataset) in complaint and "empty" in complaint
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_dataset_line_not_json(archon, dataset, request, command):
+    lines = dataset.read_text().splitlines()
+    lines[4] = lines[4][:-1]
+    dataset.write_text("\n".join(lines))
+    complaint = archon(command, *request.getfixturevalue(f"{command}_overrides")).complaint
+    assert str(dataset) in complaint and "line 5" in complaint
+
+
+def test_unknown_config_key(archon, sft_overrides):
+    complaint = archon("sft", *sft_overrides, "model.optimizer.weight_decy=0").complaint
+    assert "model.optimizer: unknown key 'weight_decy', did you mean 'weight_decay'?" in complaint
+
+
+def test_value_of_the_wrong_type(archon, sft_overrides):
+    complaint = archon("sft", *sft_overrides, "total_steps=soon").complaint
+    assert "total_steps: got 'soon', input should be a valid integer" in complaint
+
+
+def test_run_directory_cannot_be_written(archon, sft_overrides, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    complaint = archon("sft", *sft_overrides, f"run_dir={tmp_path / 'file' / 'run'}").complaint
+    assert str(tmp_path / "file") in complaint and "Not a directory" in complaint
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_port_in_use(archon, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward": 0.5}\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} on 127.0.0.1 is in use" in archon("report", tmp_path, "--serve", port).complaint
+
+
+def test_resume_from_another_models_checkpoint(archon, checkpoint, sft_overrides, tmp_path):
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    assert archon("sft", *sft_overrides, "total_steps=1").code == 0
+    before = sorted(path.relative_to(tmp_path) for path in (tmp_path / "run" / "checkpoints").rglob("*"))
+    config = Qwen3Config.from_pretrained(checkpoint)
+    config.num_hidden_layers, config.layer_types = 1, None
+    torch.manual_seed(1)
+    Qwen3ForCausalLM(config).save_pretrained(checkpoint)
+    complaint = archon("sft", *sft_overrides, "resume=true").complaint
+    assert "layers.1" in complaint
+    assert before == sorted(path.relative_to(tmp_path) for path in (tmp_path / "run" / "checkpoints").rglob("*"))
+    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
+
+
+def test_a_run_is_not_overwritten(archon, sft_overrides, tmp_path):
+    assert archon("sft", *sft_overrides, "total_steps=1").code == 0
+    records = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "already holds a run" in archon("sft", *sft_overrides).complaint
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == records
+
+
+def test_an_unexpected_error_keeps_its_traceback(checkpoint, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a defect of archon")
+
+    monkeypatch.setattr("archon.inspect.inspect_checkpoint", broken)
+    with pytest.raises(RuntimeError, match="a defect of archon"):
+        main(["inspect", str(checkpoint)])

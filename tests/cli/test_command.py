@@ -1,0 +1,159 @@
+"""Every subcommand on a small checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from archon.metrics import read_jsonl
+from archon.models import get_supported_model_types
+
+
+def test_help_lists_the_commands(archon):
+    done = archon("--help")
+    assert done.code == 0
+    for command in ("models", "inspect", "sft", "rl", "generate", "report"):
+        assert f"  {command} " in done.out
+
+
+def test_python_m_archon_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "archon", "models"], capture_output=True, text=True, check=True)
+    assert "qwen3" in done.stdout
+
+
+def test_models_lists_every_model_type(archon):
+    listed = {line.split()[0] for line in archon("models").out.splitlines()}
+    assert listed == get_supported_model_types()
+
+
+@pytest.mark.parametrize("command", ["sft", "rl", "generate"])
+def test_help_shows_the_fields(archon, command):
+    done = archon(command, "--help")
+    assert done.code == 0 and "Configuration (in FILE.yaml, or key=value):" in done.out
+    assert {"sft": "model.optimizer.lr", "rl": "gconfig.n_samples = 8", "generate": "temperature = 1.0"}[
+        command
+    ] in done.out
+
+
+def test_inspect_says_what_a_checkpoint_is(archon, checkpoint):
+    done = archon("inspect", checkpoint)
+    assert done.code == 0
+    assert "qwen3 (model_type qwen3)" in done.out and "key-value cache" not in done.err
+    assert "parameters   17,456" in done.out
+
+
+PUBLISHED_GFLOP = {
+    "Qwen3-0.6B": "6.39 | 4.99",
+    "Qwen3-1.7B": "13.1 | 11.7",
+    "Qwen3-4B": "31.4 | 27.8",
+    "Qwen3-8B": "52.7 | 49.0",
+    "Qwen3-14B": "94.0 | 89.0",
+    "Qwen3-32B": "217.7 | 204.8",
+    "Qwen3-30B-A3B": "27.9 | 23.1",
+}
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", PUBLISHED_GFLOP)
+def test_inspect_prints_the_published_flops(archon, data_dir, name):
+    done = archon("inspect", data_dir / "hf_configs" / name)
+    assert f"{PUBLISHED_GFLOP[name]} GFLOP a token at 4096 tokens" in done.out
+
+
+@pytest.mark.data
+def test_inspect_counts_the_parameters_of_every_supported_config(archon, data_dir):
+    rows = [line.split("\t") for line in (data_dir / "hf_configs" / "PARAMETERS.tsv").read_text().splitlines()[1:]]
+    supported = [(name, int(count)) for name, kind, count in rows if kind in get_supported_model_types()]
+    assert len(supported) >= 10
+    for name, count in supported:
+        assert f"parameters   {count:,}\n" in archon("inspect", data_dir / "hf_configs" / name).out
+
+
+def test_inspect_lists_all_refused_fields_at_once(archon, checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"attention_dropout": 0.1, "mystery_field": 3, "hidden_act": "swishish"}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    complaint = archon("inspect", checkpoint).complaint
+    assert all(name in complaint for name in ("attention_dropout", "mystery_field"))
+
+
+def test_generate_answers_every_prompt(archon, checkpoint, tmp_path):
+    (tmp_path / "prompts.txt").write_text("3+4=\n\n5+5=\n")
+    done = archon(
+        *("generate", checkpoint, "--prompt", "1+2=", "--prompts-file", tmp_path / "prompts.txt"),
+        *("n_samples=2", "max_new_tokens=5", "seed=3"),
+    )
+    assert done.code == 0
+    headings = sorted(line.split(" (")[0] for line in done.out.splitlines() if line.startswith("# "))
+    assert headings == [f"# prompt {p} sample {s}" for p in (1, 2, 3) for s in (1, 2)]
+    assert "6 answers" in done.err and "tokens/s" in done.err
+
+
+def test_generate_is_the_same_for_the_same_seed(archon, checkpoint):
+    asked = ("generate", checkpoint, "--prompt", "1+2=", "n_samples=3", "max_new_tokens=8")
+    first, again, other = (archon(*asked, f"seed={seed}").out for seed in (1, 1, 2))
+    assert first == again != other
+    answers = [line for line in first.splitlines() if not line.startswith("# ")]
+    assert len(set(answers)) > 1, "samples of one prompt differ"
+
+
+def test_sft_trains_exports_and_reports(archon, sft_overrides, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = archon("sft", *sft_overrides)
+    assert done.code == 0, done.err
+    run = tmp_path / "run"
+    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")][-1] == 2
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["optimizer"]["lr"] == 1e-3
+    assert (run / "report" / "report.html").is_file() and (run / "report" / "loss.png").is_file()
+    AutoModelForCausalLM.from_pretrained(run / "export")
+    AutoTokenizer.from_pretrained(run / "export")
+
+
+def test_rl_trains_exports_and_reports(archon, rl_overrides, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    done = archon("rl", *rl_overrides)
+    assert done.code == 0, done.err
+    run = tmp_path / "run"
+    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")][-1] == 2
+    assert len(read_jsonl(run / "trajectories.jsonl")) >= 4
+    page = (run / "report" / "report.html").read_text()
+    assert '"completion":' in page
+    AutoModelForCausalLM.from_pretrained(run / "export")
+
+
+def test_report_writes_where_it_is_told(archon, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward": 0.5}\n')
+    done = archon("report", tmp_path / "run", "--out", tmp_path / "elsewhere")
+    assert done.out.split() == [str(tmp_path / "elsewhere" / name) for name in ("report.html", "reward.png")]
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_a_dry_run_prints_the_config_checks_it_and_creates_nothing(archon, command, request, tmp_path):
+    overrides = request.getfixturevalue(f"{command}_overrides")
+    done = archon(command, *overrides, "seed=5", "--dry-run")
+    assert done.code == 0, done.err
+    assert yaml.safe_load(done.out)["seed"] == 5
+    assert "qwen3, 17,456 parameters" in done.out and "# train_data: 64 rows" in done.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("actor.path=/nowhere/at/all", "/nowhere/at/all"),
+        ("train_data.path=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
+        ("reward=no_such_reward", "unknown reward 'no_such_reward'"),
+        ("workflow=no.such.Workflow", "workflow 'no.such.Workflow' cannot be imported"),
+        ("actor.layout=d1t3", "t3"),
+        ("run_dir=/dev/null/run", "/dev/null is not a folder"),
+    ],
+)
+def test_a_dry_run_finds_what_the_run_would_stumble_over(archon, rl_overrides, change, complaint):
+    assert complaint in archon("rl", *rl_overrides, change, "--dry-run").complaint

@@ -1,0 +1,87 @@
+"""From a file and overrides to a typed configuration, and from the type to its table in `--help`."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import Field
+
+from archon.cli.config import field_lines, load_config
+from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel
+from archon.schema.errors import ConfigError
+
+
+class Small(StrictModel):
+    """A configuration with one of everything."""
+
+    name: str = Field(description="what it is called")
+    steps: int = Field(3, ge=1, description="optimiser steps")
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=0.5), description="AdamW")
+    reference: OptimizerConfig | None = Field(None, description="another")
+    tags: list[str] = Field(default_factory=list, description="labels")
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_overrides_lie_over_the_file(tmp_path):
+    file = write(tmp_path, "name: a\nsteps: 7\noptimizer:\n  lr: 1e-4\n  beta2: 0.9\n")
+    config = load_config(Small, file, ["optimizer.lr=5e-5", "tags=[x,y]"])
+    assert (config.name, config.steps, config.optimizer.lr, config.optimizer.beta2) == ("a", 7, 5e-5, 0.9)
+    assert config.tags == ["x", "y"]
+
+
+def test_environment_and_other_keys_can_be_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN_NAME", "spring")
+    file = write(tmp_path, "name: ${oc.env:RUN_NAME}-${steps}\nsteps: 9\n")
+    assert load_config(Small, file, []).name == "spring-9"
+
+
+def test_the_time_of_the_start_can_be_named(tmp_path):
+    assert load_config(Small, write(tmp_path, "name: run-${now:%Y}\n"), []).name.startswith("run-2")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "complaint"),
+    [
+        ("name: a\nstep: 4\n", [], "unknown key 'step', did you mean 'steps'?"),
+        ("name: a\noptimizer: {learning_rate: 1}\n", [], "optimizer: unknown key 'learning_rate'"),
+        ("name: a\n", ["optimizer.lrr=1"], "optimizer: unknown key 'lrr', did you mean 'lr'?"),
+        ("name: a\nsteps: many\n", [], "steps: got 'many', input should be a valid integer"),
+        ("name: a\n", ["optimizer.lr=-1"], "optimizer.lr: got -1, input should be greater than 0"),
+        ("steps: 4\n", [], "name: "),
+        ("name: a\n  steps: 4\n", [], "not YAML: mapping values are not allowed in this context in line 2"),
+        ("- name\n", [], "a list; expected a mapping"),
+        ("name: ${oc.env:NOBODY_SET_THIS}\n", [], "Environment variable 'NOBODY_SET_THIS' not found"),
+        ("name: ${nowhere}\n", [], "nowhere"),
+        ("name: a\n", ["steps"], "override 'steps' is not key=value"),
+        ("name: a\n", ["steps=[1"], "an override is not YAML"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(tmp_path, text, overrides, complaint):
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_config(Small, file, overrides)
+    assert complaint in str(error.value) and "\n" not in str(error.value)
+    assert str(file) in str(error.value) or overrides
+
+
+def test_help_shows_every_field_with_its_default_and_meaning():
+    table = list(field_lines(Small))
+    assert table[:4] == [
+        "  name (required)",
+        "      [text] what it is called",
+        "  steps = 3",
+        "      [integer, >= 1] optimiser steps",
+    ]
+    assert "  optimizer.lr = 0.5" in table, "the default of the whole comes before the part's own"
+    assert "  reference = null" in table and "  reference.lr = 1e-05" in table
+    assert "  tags = []" in table
+
+
+def test_every_field_of_the_engine_is_described():
+    table = list(field_lines(EngineConfig))
+    for key, text in zip(table[::2], table[1::2], strict=True):
+        assert text.strip().rpartition("]")[2].strip(), f"{key.strip()} has no description"
