@@ -44,7 +44,7 @@ class Episode:
 
     prompt: Prompt
     context: EpisodeContext
-    trajectories: dict[str, Any] | None = None
+    trajectories: dict[str, Any] | None = field(default=None, repr=False)
     error: BaseException | None = None
 
     @property
@@ -63,7 +63,7 @@ class RolloutBatch:
     (means).
     """
 
-    trajectories: dict[str, Any] = field(default_factory=dict)
+    trajectories: dict[str, Any] = field(default_factory=dict, repr=False)
     prompts: list[Prompt] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     numbers: dict[str, float] = field(default_factory=dict)

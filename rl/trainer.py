@@ -117,7 +117,7 @@ class RLTrainer:
     def rollout_batch(self) -> RolloutBatch:
         """The next batch of trajectories, from the next prompts of the stream."""
         algorithm, rollout = self.config.algorithm, self.config.rollout
-        return self._loop.run(
+        return self._loop.run_until_complete(
             self.rollout.collect(
                 self.prompts.take,
                 rollout.prompts_per_step,
@@ -131,7 +131,7 @@ class RLTrainer:
         """`eval/reward` and what comes with it (see `evaluation.evaluate`), and the same as `eval/greedy_…`."""
         metrics: dict[str, float] = {}
         for prefix, rollout in self.evaluations.items():
-            measured = self._loop.run(
+            measured = self._loop.run_until_complete(
                 evaluate(
                     rollout, self.held_out, tokenizer=self.tokenizer, well_formed=self.config.evaluation.well_formed
                 )
@@ -166,7 +166,9 @@ class RLTrainer:
     ) -> Iterator[RLTrainer]:
         """Everything the run needs, from rows to generator, resumed where the configuration asks for it."""
         config = self.config
-        with asyncio.Runner() as self._loop, self._reward() as reward:
+        with asyncio.Runner() as loop, self._reward() as reward:
+            # The loop itself, not Runner.run: signals belong to the run directory's handler.
+            self._loop = loop.get_loop()
             self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path)
             self._open_data(reward)
             self._open_models()
@@ -186,7 +188,7 @@ class RLTrainer:
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
         if config.rollout.gold_checked != 0:
             for checked in filter(None, (rows, held_out)):
-                self._loop.run(averify_gold(reward, checked, config.rollout.gold_checked))
+                self._loop.run_until_complete(averify_gold(reward, checked, config.rollout.gold_checked))
 
     def _open_models(self) -> None:
         config, algorithm = self.config, self.config.algorithm
