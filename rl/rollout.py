@@ -234,12 +234,12 @@ def checked_result(result: dict[str, Any], context: EpisodeContext, source: str)
 
 
 def _without_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> dict[str, Any]:
-    parts = [result.get(name) if isinstance(result, dict) else None for name in ("rewards", "logprobs", "loss_mask")]
-    if not all(isinstance(part, Tensor) for part in parts):
-        return result  # validate_trajectory says what is missing
-    rewards, logprobs, loss_mask = parts
-    if rewards.ndim != 1 or logprobs.ndim != 2 or loss_mask.ndim != 2 or len({len(part) for part in parts}) > 1:
-        return result  # validate_trajectory says which shape is wrong
+    ndims = {"rewards": 1, "logprobs": 2, "loss_mask": 2}
+    values = [result.get(name) for name in ndims] if isinstance(result, dict) else []
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if [value.ndim for value in tensors] != list(ndims.values()) or len({len(value) for value in tensors}) > 1:
+        return result  # validate_trajectory says what is missing or which shape is wrong
+    rewards, logprobs, loss_mask = tensors
     unusable = {
         "reward_not_finite": ~rewards.isfinite(),
         "logprob_not_finite": ~logprobs.isfinite().all(1),

@@ -12,3 +12,29 @@ FORMULA_FP64 = 1e-12
 REWARD_TIMEOUT_SECONDS = 1.0
 # "At once", in seconds, on a loaded machine with two cores: a process start and a kill take a tenth of it.
 SOON_SECONDS = 5.0
+
+# One process against the same documents one at a time: the same products, summed over documents in another order.
+REORDER_FP64 = 1e-10
+REORDER_FP32 = 1e-5
+# Weights after three clipped AdamW steps in float64: Adam divides by the root of a sum of squares, which magnifies 1e-12.
+STEPS_FP64 = 1e-9
+# bfloat16 compute, eager against compiled: operations fuse and round differently (8 bits of mantissa, 4e-3 an operation,
+# over ten layers). Exact equality is tested where the operations are the same.
+BF16_COMPUTE = 1e-1
+# The loss under bfloat16 compute: an average over tokens, so roundings mostly cancel.
+BF16_LOSS = 1e-2
+
+# First-step importance ratio minus 1, tiny float32 model at temperature 1: the generator's cached attention and the
+# trainer's packed one order their sums differently; measured 1.5e-6 at most over 4,000 tokens.
+FIRST_RATIO_FP32 = 1e-5
+# Loss and gradients in float64 when the same trajectories are padded, packed, ordered or split otherwise.
+INVARIANCE_FP64 = 1e-10
+
+# Decoding page by page against attending to the whole document, float64: the same sums, joined in another order.
+PAGED_FP64 = 1e-11
+# The generator's logprobs against the trainer's packed forward, tiny float32 models, absolute, temperatures 0.7 and 1.
+GENERATED_LOGPROB_FP32 = 1e-5
+# The same in float64.
+GENERATED_LOGPROB_FP64 = 1e-11
+# A chi-square test of sampled tokens fails a correct sampler once in this many runs; the seed is fixed, so it never does.
+CHI_SQUARE_P = 1e-4

@@ -42,7 +42,7 @@ class RolloutWorkflow(ABC):
                 "values; keep the constructor's gconfig in self.gconfig, override with_gconfig, or pass eval_workflow"
             )
         changed = copy.copy(self)
-        changed.gconfig = gconfig  # type: ignore[attr-defined]
+        changed.gconfig = gconfig
         return changed
 
 

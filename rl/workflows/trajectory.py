@@ -64,7 +64,7 @@ def trajectory_tensors(responses: Sequence[ModelResponse], rewards: Sequence[flo
             ("turn_ids", [-1] * prompt, None, 0),
         ):
             body = [inside] * answer if values is None else values
-            columns[name].append([*before, *body, *[_PADDING[name]] * padding])  # type: ignore[list-item, misc]
+            columns[name].append([*before, *body, *[_PADDING[name]] * padding])
     return {
         **{name: torch.tensor(rows) for name, rows in columns.items()},
         "rewards": torch.tensor(rewards, dtype=torch.float32),

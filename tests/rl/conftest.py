@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 
 from archon.models.base import BaseArchonModel
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs
-from archon.rl.bootstrap import make_tokenizer
-from archon.rl.config import TokenizerRecipe
+from archon.rl.bootstrap import make_tokenizer, write_blank
+from archon.rl.config import BootstrapConfig, RLConfig, TokenizerRecipe
 from archon.rl.generation import InProcessEngine
 
 
@@ -43,3 +45,47 @@ def model(tokenizer: Any) -> BaseArchonModel:
 @pytest.fixture
 def engine(model: BaseArchonModel, tokenizer: Any) -> InProcessEngine:
     return InProcessEngine.from_model(model, tokenizer, max_slots=32, page_size=8)
+
+
+@pytest.fixture(scope="session")
+def blank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json and tokenizer of the same model, from which an engine initialises its weights."""
+    path = tmp_path_factory.mktemp("blank") / "model"
+    hf_config = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": True,
+    }
+    recipe = TokenizerRecipe(kind="characters", alphabet="0123456789+=", chat_template="plain")
+    write_blank(BootstrapConfig(hf_config=hf_config, tokenizer=recipe), path)
+    return path
+
+
+@pytest.fixture
+def rl_config(blank: Path, tmp_path: Path) -> Callable[..., RLConfig]:
+    """A small run on the arithmetic set; keywords replace sections."""
+
+    def make(**changes: Any) -> RLConfig:
+        return RLConfig.parse(small_run(blank, tmp_path / "run") | changes)
+
+    return make
+
+
+def small_run(blank: Path, run_dir: Path) -> dict[str, Any]:
+    return {
+        "run_dir": str(run_dir),
+        "total_steps": 4,
+        "actor": {"path": str(blank), "init_from_scratch": True, "optimizer": {"lr": 1e-3}},
+        "algorithm": {"kl_coef": 0.0},
+        "gconfig": {"n_samples": 4, "max_new_tokens": 4},
+        "rollout": {"prompts_per_step": 6, "gold_checked": 8, "dump_groups": 6, "reward_workers": 1},
+        "generator": {"max_slots": 32, "page_size": 8},
+        "train_data": {"path": "arithmetic"},
+        "reward": "tests.rl.rewards_for_tests.nearness",
+    }

@@ -44,3 +44,17 @@ def hangs_on_even_length(prompt: str, completions: str, prompt_ids: Any, complet
 
 def nan_on_even_length(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
     return float("nan") if len(completion_ids) % 2 == 0 else 1.0
+
+
+def nearness(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any) -> float:
+    """1 for the gold answer, less for each wrong character: a reward that an untrained model can already vary."""
+    wrong = sum(a != b for a, b in zip(completions.ljust(4), answer.ljust(4), strict=False))
+    return 1.0 - wrong / 4
+
+
+def half(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    return 0.5
+
+
+def starts_with_seven(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    return float(completions.startswith("7"))

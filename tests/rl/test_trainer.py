@@ -1,0 +1,249 @@
+"""The synchronous trainer on a tiny model, through the real generator, the real engine and real reward processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archon.metrics import read_jsonl
+from archon.rl import RLTrainer, RLVRWorkflow
+from archon.rl.config import RLConfig
+from archon.rl.replay import GATE_LIMITS, check_gate, gate_limit
+from archon.rl.types import InferenceEngine
+from archon.runner import Runner
+from archon.schema.errors import ConfigError, RewardError, RolloutError
+from tests.tolerances import FIRST_RATIO_FP32
+
+MakeConfig = Callable[..., RLConfig]
+
+TIMES = ("seconds/", "samples_per_second", "time")
+
+
+def weights(trainer: RLTrainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.engine.weights()}
+
+
+def records(config: RLConfig) -> list[dict[str, Any]]:
+    """The run's metrics without what a clock had a hand in."""
+    rows = read_jsonl(Path(config.run_dir) / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
+
+
+def prompts_trained(config: RLConfig) -> list[tuple[int, int]]:
+    """(step, prompt's ordinal) of every group, from the trajectory dump."""
+    rows = read_jsonl(Path(config.run_dir) / "trajectories.jsonl")
+    return sorted({(row["step"], row["group"]) for row in rows})
+
+
+def test_first_step_importance_ratio_is_one_through_the_real_generation_path(rl_config: MakeConfig) -> None:
+    """Also after updates have been pushed: every step is first for its weights."""
+    trainer = RLTrainer(rl_config(rollout={"prompts_per_step": 64, "gold_checked": 0}))
+    with trainer.opened():
+        for _ in range(3):
+            batch = trainer.rollout_batch().trajectories
+            logprobs = trainer.engine.forward_batch(batch, temperature=1.0)
+            trained = batch["loss_mask"] == 1
+            assert trained.sum() > 500
+            ratio = (logprobs - batch["logprobs"])[trained].exp()
+            assert (ratio - 1).abs().max() < FIRST_RATIO_FP32
+            metrics = trainer.train_step()
+            assert metrics["first_logprob_diff"] < FIRST_RATIO_FP32
+            assert abs(metrics["ratio"] - 1) < FIRST_RATIO_FP32
+            assert metrics["grad_norm"] > 0
+
+
+def test_gate_refuses_to_train_when_generator_and_trainer_disagree(rl_config: MakeConfig) -> None:
+    trainer = RLTrainer(rl_config())
+    with trainer.opened():
+        before = weights(trainer)
+        wrong = {name: tensor * 1.01 for name, tensor in before.items()}
+        trainer.generator.update_weights(wrong.items(), version=0)
+        with pytest.raises(
+            RolloutError, match=r"first-step ratio gate: .* differ from the generator's by .*limit 1.0e-04"
+        ):
+            trainer.train_step()
+        assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_gate_limit_grows_below_temperature_one_and_a_nan_never_passes() -> None:
+    assert gate_limit("float32", 1.0) == gate_limit("float32", 2.0) == GATE_LIMITS["float32"]
+    assert gate_limit("float32", 0.5) == 2 * GATE_LIMITS["float32"]
+    with pytest.raises(RolloutError):
+        check_gate(float("nan"), 1.0)
+
+
+def test_positive_kl_coefficient_without_reference_model_is_an_error(rl_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"kl_coef is 0.04, which needs a reference model: set `ref`"):
+        rl_config(algorithm={"preset": "grpo"})
+
+
+def test_reference_model_stays_where_training_began(rl_config: MakeConfig, blank: Path) -> None:
+    trainer = RLTrainer(rl_config(algorithm={"preset": "grpo"}, ref={"path": str(blank), "init_from_scratch": True}))
+    with trainer.opened():
+        kl = [trainer.train_step()["kl_ref"] for _ in range(4)]
+    assert kl[0] == pytest.approx(0, abs=1e-9)
+    assert kl[3] > 1e-4
+    assert kl[3] > kl[1] > 0
+
+
+@pytest.mark.parametrize(
+    "gconfig", [{"greedy": True}, {"top_p": 0.5}, {"top_k": 2}, {"min_new_tokens": 1}, {"seed": 1}, {"n_samples": 1}]
+)
+def test_sampling_values_that_cannot_be_trained_on_are_refused_by_the_configuration(
+    rl_config: MakeConfig, gconfig: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=f"gconfig.{next(iter(gconfig))}"):
+        rl_config(gconfig={"n_samples": 4, "max_new_tokens": 4} | gconfig)
+
+
+def test_gold_answers_score_one_before_step_0_or_the_run_stops(rl_config: MakeConfig) -> None:
+    config = rl_config(reward="tests.rl.rewards_for_tests.half")
+    with pytest.raises(RewardError, match=r"gold answer .* scores 0.5 instead of 1.0"):
+        RLTrainer(config).train()
+    assert records(config) == []
+
+
+def test_run_writes_metrics_trajectories_and_an_export(rl_config: MakeConfig) -> None:
+    config = rl_config(
+        eval_data={"path": "arithmetic", "split": "test"},
+        evaluation={"every": 2, "max_prompts": 20, "well_formed": r"\d{1,3}"},
+        verify_export=True,
+    )
+    newest = RLTrainer(config).train()
+    rows = records(config)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [("eval/reward" in row, "eval/greedy_reward" in row) for row in rows] == [
+        (True, True), (False, False), (True, True), (False, False), (True, True)
+    ]  # fmt: skip
+    assert 0 <= rows[0]["eval/well_formed"] <= 1
+    assert rows[4]["eval/reward"] == newest["eval/reward"]
+    assert [row["version"] for row in rows[1:]] == [1, 2, 3, 4]
+    assert [row["rollout/prompts"] for row in rows[1:]] == [6] * 4
+    assert prompts_trained(config) == [(step, 6 * (step - 1) + i) for step in (1, 2, 3, 4) for i in range(6)]
+    dumped = read_jsonl(Path(config.run_dir) / "trajectories.jsonl")
+    assert len(dumped) == 4 * 6 * 4
+    assert all(len(row["tokens"]) == len(row["logprobs"]) == row["length"] for row in dumped)
+    by_group = [row for row in dumped if row["group"] == 0]
+    assert abs(sum(row["advantage"] for row in by_group)) < 1e-5
+    assert (Path(config.run_dir) / "export" / "config.json").is_file()
+
+
+def test_tokens_carry_the_version_of_the_weights_that_sampled_them(rl_config: MakeConfig) -> None:
+    trainer = RLTrainer(rl_config())
+    with trainer.opened():
+        for version in (0, 1, 2):
+            batch = trainer.rollout_batch().trajectories
+            assert batch["versions"][batch["loss_mask"] == 1].unique().tolist() == [version]
+            trainer.train_step()
+
+
+class StopsAtStep(RLVRWorkflow):
+    """Sends this process SIGTERM in the step that trains prompt 12 and lets the step go on."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        from archon.rl.context import workflow_context
+
+        if workflow_context.get().task_id == 12 and not workflow_context.get().is_eval:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return await super().arun_episode(engine, data)
+
+
+def test_sigterm_saves_and_leaves_and_the_resumed_run_is_bitwise_the_uninterrupted_one(
+    rl_config: MakeConfig, tmp_path: Path
+) -> None:
+    evaluation = {"eval_data": {"path": "arithmetic", "split": "test"}, "evaluation": {"every": 2, "max_prompts": 8}}
+    whole_config = rl_config(run_dir=str(tmp_path / "whole"), total_steps=5, **evaluation)
+    whole = RLTrainer(whole_config)
+    whole.train()
+
+    config = rl_config(run_dir=str(tmp_path / "parts"), total_steps=5, resume=True, **evaluation)
+    with Runner(config.run_dir, config, resume=True) as runner:
+        stopped = RLTrainer(config, runner)
+        stopped.train(workflow=StopsAtStep)
+        assert (stopped.step, runner.exit_code) == (3, 128 + signal.SIGTERM)
+    assert not (tmp_path / "parts" / "export").exists()
+    resumed = RLTrainer(config)
+    resumed.train()
+
+    assert resumed.step == 5
+    expected = weights(whole)
+    assert all(tensor.equal(expected[name]) for name, tensor in weights(resumed).items())
+    assert records(config) == records(whole_config)
+    assert prompts_trained(config) == prompts_trained(whole_config)
+    assert len({group for _, group in prompts_trained(config)}) == 5 * 6
+
+
+def test_evaluation_repeats_itself_and_does_not_touch_training(rl_config: MakeConfig, tmp_path: Path) -> None:
+    evaluated = RLTrainer(
+        rl_config(eval_data={"path": "arithmetic", "split": "test"}, evaluation={"max_prompts": 16, "every": 1})
+    )
+    plain = RLTrainer(rl_config(run_dir=str(tmp_path / "plain")))
+    with evaluated.opened(), plain.opened():
+        first = evaluated.evaluate()
+        assert evaluated.evaluate() == first
+        evaluated.train_step()
+        plain.train_step()
+        expected = weights(plain)
+        assert all(tensor.equal(expected[name]) for name, tensor in weights(evaluated).items())
+
+
+def test_batch_without_spread_skips_the_update_and_says_so(rl_config: MakeConfig) -> None:
+    algorithm = {"kl_coef": 0.0, "groups_without_spread": "refill"}
+    rollout = {"prompts_per_step": 3, "max_refills": 1}
+    trainer = RLTrainer(rl_config(reward="tests.rl.rewards_for_tests.constant", algorithm=algorithm, rollout=rollout))
+    with trainer.opened():
+        before = weights(trainer)
+        metrics = trainer.train_step()
+        assert metrics["skipped_update"] == 1
+        assert (metrics["rollout/groups_without_spread"], metrics["rollout/refills"]) == (6, 3)
+        assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
+        assert trainer.engine.version == 0
+
+
+def test_existing_run_is_not_overwritten_without_resume(rl_config: MakeConfig) -> None:
+    RLTrainer(rl_config(total_steps=1)).train()
+    with pytest.raises(ConfigError, match="already holds a run; set resume=true"):
+        RLTrainer(rl_config(total_steps=1)).train()
+
+
+def test_resume_with_other_data_is_refused(rl_config: MakeConfig) -> None:
+    RLTrainer(rl_config(total_steps=1)).train()
+    other = rl_config(total_steps=2, resume=True, train_data={"path": "arithmetic", "split": "test"})
+    with pytest.raises(ValueError, match="cannot resume the data order"):
+        RLTrainer(other).train()
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_tiny_policy_learns_and_with_shuffled_rewards_it_does_not(rl_config: MakeConfig, shuffled: bool) -> None:
+    """One token in 15 is a 7; the reward asks for it first. Same seed, same steps, only the rewards are permuted."""
+    config = rl_config(
+        reward="tests.rl.rewards_for_tests.starts_with_seven",
+        gconfig={"n_samples": 8, "max_new_tokens": 2},
+        rollout={"prompts_per_step": 16, "gold_checked": 0},
+        control={"shuffle_rewards": shuffled},
+        actor=rl_config().actor.model_dump() | {"optimizer": {"lr": 5e-3}},
+    )
+    trainer = RLTrainer(config)
+    with trainer.opened():
+        rewards = [trainer.train_step()["reward"] for _ in range(25)]
+    start, end = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    assert start < 0.3
+    if shuffled:
+        assert abs(end - start) < 0.2
+    else:
+        assert end > 0.8
+
+
+def test_progress_and_configuration_are_written_down(rl_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    config = rl_config(total_steps=2)
+    RLTrainer(config).train()
+    assert "rl 2/2  reward" in capsys.readouterr().out
+    assert json.loads((Path(config.run_dir) / "versions.json").read_text())["torch"] == torch.__version__
