@@ -1,41 +1,15 @@
-"""From the configuration to rows, tokenizers and the stream of prompts a run trains on."""
+"""From the configuration to rows and the stream of prompts a run trains on."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from archon.rl.datasets import RowDataset, RowLoader, get_custom_dataset
 from archon.rl.rollout import Prompt
-from archon.schema.errors import TokenizerError
 
 if TYPE_CHECKING:
     from archon.rl.config import DatasetConfig
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a checkpoint folder, whose `apply_chat_template(tokenize=True)` returns a plain list of ids.
-
-    transformers 5 returns a mapping there unless asked otherwise; workflows written for the public RL frameworks expect
-    the list. Raises `TokenizerError` when there is none, or none with an end-of-text token.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise TokenizerError(
-            f"no tokenizer can be loaded from {path} ({reason}); set `tokenizer` to a folder that has one"
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise TokenizerError(
-            f"the tokenizer in {path} has no end-of-text token, which ends an answer; set eos_token in it"
-        )
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-    return tokenizer
 
 
 def load_rows(config: DatasetConfig, kind: Literal["rl", "sft"], tokenizer: Any) -> RowDataset:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from archon.checkpoint import load_latest, save_state
 from archon.engine import ArchonEngine
+from archon.hf_io import load_tokenizer
 from archon.loss import CrossEntropyLoss, loss_token_count
 from archon.rl.config import SFTConfig
-from archon.rl.data import load_rows, load_tokenizer
+from archon.rl.data import load_rows
 from archon.rl.datasets import RowDataset, RowLoader
 from archon.rl.loop import due, timed
 from archon.runner import Runner

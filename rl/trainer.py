@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 
 from archon.checkpoint import load_latest, save_state
 from archon.engine import ArchonEngine
+from archon.hf_io import load_tokenizer
 from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
-from archon.rl.data import PromptStream, load_rows, load_tokenizer
+from archon.rl.data import PromptStream, load_rows
 from archon.rl.datasets import encode_prompt
 from archon.rl.evaluation import evaluate
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
