@@ -74,7 +74,7 @@ def check_model(name: str, config: EngineConfig, bootstrap: BootstrapConfig | No
 
 def check_tokenizer(path: str, bootstrap: BootstrapConfig | None) -> tuple[Any, list[str]]:
     """The tokenizer, or None where a bootstrap will make it."""
-    from archon.rl.data import load_tokenizer
+    from archon.hf_io import load_tokenizer
 
     if bootstrap is not None and not Path(path).exists():
         return None, ["tokenizer: the bootstrap will make it"]

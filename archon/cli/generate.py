@@ -50,8 +50,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
     import torch
 
     from archon.engine import resolve_device
-    from archon.hf_io import load_model
-    from archon.rl.data import load_tokenizer
+    from archon.hf_io import load_model, load_tokenizer
     from archon.rl.generation import InProcessEngine
 
     model = load_model(path, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
@@ -113,5 +112,7 @@ async def finished(
     async def one(index: int) -> tuple[int, ModelResponse]:
         return index, await engine.agenerate(requests[index])
 
-    for task in asyncio.as_completed([one(index) for index in range(len(requests))]):
+    # Tasks, not coroutines: as_completed would start those in the order of a set, and the order of arrival seeds them.
+    tasks = [asyncio.create_task(one(index)) for index in range(len(requests))]
+    for task in asyncio.as_completed(tasks):
         yield await task

@@ -46,6 +46,7 @@ def archon(capsys):
     """Runs `archon ARGUMENTS…` in this process."""
 
     def run(*arguments) -> Outcome:
+        capsys.readouterr()  # what the test itself has printed so far
         with pytest.raises(SystemExit) as left:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()

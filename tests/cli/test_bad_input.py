@@ -81,7 +81,7 @@ def test_dataset_line_not_json(archon, dataset, request, command):
     lines[4] = lines[4][:-1]
     dataset.write_text("\n".join(lines))
     complaint = archon(command, *request.getfixturevalue(f"{command}_overrides")).complaint
-    assert str(dataset) in complaint and "line 5" in complaint
+    assert f"{dataset}:5: not JSON" in complaint
 
 
 def test_unknown_config_key(archon, sft_overrides):
@@ -114,12 +114,11 @@ def test_resume_from_another_models_checkpoint(archon, checkpoint, sft_overrides
 
     assert archon("sft", *sft_overrides, "total_steps=1").code == 0
     before = sorted(path.relative_to(tmp_path) for path in (tmp_path / "run" / "checkpoints").rglob("*"))
-    config = Qwen3Config.from_pretrained(checkpoint)
-    config.num_hidden_layers, config.layer_types = 1, None
+    change_config(checkpoint, num_hidden_layers=1, layer_types=["full_attention"])
     torch.manual_seed(1)
-    Qwen3ForCausalLM(config).save_pretrained(checkpoint)
+    Qwen3ForCausalLM(Qwen3Config.from_pretrained(checkpoint)).save_pretrained(checkpoint)
     complaint = archon("sft", *sft_overrides, "resume=true").complaint
-    assert "layers.1" in complaint
+    assert "written by another model: n_layers is 2 there and 1 here" in complaint
     assert before == sorted(path.relative_to(tmp_path) for path in (tmp_path / "run" / "checkpoints").rglob("*"))
     assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
 

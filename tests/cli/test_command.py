@@ -43,7 +43,7 @@ def test_inspect_says_what_a_checkpoint_is(archon, checkpoint):
     done = archon("inspect", checkpoint)
     assert done.code == 0
     assert "qwen3 (model_type qwen3)" in done.out and "key-value cache" not in done.err
-    assert "parameters   17,456" in done.out
+    assert "parameters   16,064" in done.out
 
 
 PUBLISHED_GFLOP = {
@@ -140,7 +140,7 @@ def test_a_dry_run_prints_the_config_checks_it_and_creates_nothing(archon, comma
     done = archon(command, *overrides, "seed=5", "--dry-run")
     assert done.code == 0, done.err
     assert yaml.safe_load(done.out)["seed"] == 5
-    assert "qwen3, 17,456 parameters" in done.out and "# train_data: 64 rows" in done.out
+    assert "qwen3, 16,064 parameters" in done.out and "# train_data: 64 rows" in done.out
     assert not (tmp_path / "run").exists()
 
 
@@ -151,7 +151,7 @@ def test_a_dry_run_prints_the_config_checks_it_and_creates_nothing(archon, comma
         ("train_data.path=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
         ("reward=no_such_reward", "unknown reward 'no_such_reward'"),
         ("workflow=no.such.Workflow", "workflow 'no.such.Workflow' cannot be imported"),
-        ("actor.layout=d1t3", "t3"),
+        ("actor.layout=d1t3", "tp=3"),
         ("run_dir=/dev/null/run", "/dev/null is not a folder"),
     ],
 )
