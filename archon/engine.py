@@ -191,9 +191,16 @@ class ArchonEngine:
         for name, tensor in self.weights():
             yield from self.adapter.convert_single_to_hf(name, tensor)
 
-    def save(self, path: str | os.PathLike[str], format: SaveFormat = "hf", asynchronous: bool = False) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        format: SaveFormat = "hf",
+        asynchronous: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Export a Hugging Face checkpoint: shards, index, config and tokenizer, written aside and renamed.
 
+        Weights are converted to `dtype`, by default the masters'.
         For a checkpoint to resume from (optimiser, schedule, random state), store `state_dict()` with
         `archon.checkpoint`.
         """
@@ -208,7 +215,7 @@ class ArchonEngine:
             raise ConfigError(
                 "asynchronous saves belong to format='dcp'; an 'hf' export is written before save returns"
             )
-        hf_io.save_hf(path, self.hf_weights(), like=self.config.path)
+        hf_io.save_hf(path, self.hf_weights(), like=self.config.path, dtype=dtype)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the weights by those of a Hugging Face checkpoint of the same config; optimiser and schedule stay."""

@@ -18,11 +18,9 @@ REORDER_FP64 = 1e-10
 REORDER_FP32 = 1e-5
 # Weights after three clipped AdamW steps in float64: Adam divides by the root of a sum of squares, which magnifies 1e-12.
 STEPS_FP64 = 1e-9
-# bfloat16 compute, eager against compiled: operations fuse and round differently (8 bits of mantissa, 4e-3 an operation,
-# over ten layers). Exact equality is tested where the operations are the same.
-BF16_COMPUTE = 1e-1
-# The loss under bfloat16 compute: an average over tokens, so roundings mostly cancel.
-BF16_LOSS = 1e-2
+# bfloat16 compute, eager against compiled, |a - b| / |b| of the whole gradient as one vector: operations fuse and round
+# differently (8 bits of mantissa, 4e-3 an operation, over ten layers). Where the operations are the same, equality is.
+BF16_COMPUTE = 5e-2
 
 # First-step importance ratio minus 1, tiny float32 model at temperature 1: the generator's cached attention and the
 # trainer's packed one order their sums differently; measured 1.5e-6 at most over 4,000 tokens.

@@ -106,7 +106,9 @@ class EngineConfig(StrictModel):
     init_score: bool = Field(False, description="allow a critic made from an actor: `score` starts fresh")
     init_from_scratch: bool = Field(False, description="read config.json only and initialise the weights")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
-    dtype: ComputeDtype = Field("float32", description="compute dtype; masters and optimiser state are float32 at least")
+    dtype: ComputeDtype = Field(
+        "float32", description="compute dtype; masters and optimiser state are float32 at least"
+    )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     attn_type: AttentionType = Field("auto", description="attention backend")
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
