@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -157,3 +158,20 @@ def test_a_dry_run_prints_the_config_checks_it_and_creates_nothing(archon, comma
 )
 def test_a_dry_run_finds_what_the_run_would_stumble_over(archon, rl_overrides, change, complaint):
     assert complaint in archon("rl", *rl_overrides, change, "--dry-run").complaint
+
+
+def test_sigterm_saves_and_leaves_and_the_run_goes_on(archon, rl_overrides, tmp_path):
+    arguments = [sys.executable, "-m", "archon", "rl", *rl_overrides, "evaluation.every=0"]
+    process = subprocess.Popen(
+        [*arguments, "total_steps=100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert any(line.startswith("rl 1/100000") for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert "SIGTERM: finishing the step and saving" in errors and "Traceback" not in errors
+    steps = [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    done = archon("rl", *rl_overrides, "evaluation.every=0", f"total_steps={steps[-1] + 1}", "resume=true")
+    assert done.code == 0, done.err
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [*steps, steps[-1] + 1], "each step once, none lost"
