@@ -19,13 +19,13 @@ class BaseModelArgs:
 
     Attributes:
         dim: width of the residual stream (Hugging Face's hidden_size).
-        n_kv_heads: key and value heads, a divisor of n_heads; None means n_heads.
-        head_dim: features of a head; None means dim / n_heads.
+        n_kv_heads: key and value heads, a divisor of n_heads; 0 means n_heads.
+        head_dim: features of a head; 0 means dim / n_heads.
         hidden_dim: inner width of the feed-forward network (intermediate_size).
         max_seq_len: max_position_embeddings; a bound only for the RoPE kinds that refer to it.
         attention_bias, attention_out_bias: biases on wq, wk, wv and on wo.
         qk_norm: RMS norms over each head's queries and keys.
-        sliding_window: each token sees itself and the window - 1 tokens before it, in the layers where `layer_windows` says so.
+        sliding_window: each token sees itself and the window - 1 tokens before it, where `layer_windows` says so.
         layer_windows: the window of each layer, None for full attention; empty means `sliding_window` in all.
         pad_token_id: the embedding row that lookups give no gradient to, as in transformers; None for none.
         initializer_range: standard deviation of freshly initialised matrices.
@@ -40,8 +40,8 @@ class BaseModelArgs:
     n_heads: int
     hidden_dim: int
     vocab_size: int
-    n_kv_heads: int | None = None
-    head_dim: int | None = None
+    n_kv_heads: int = 0
+    head_dim: int = 0
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: RopeConfig = field(default_factory=RopeConfig)
@@ -62,8 +62,8 @@ class BaseModelArgs:
     hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS
 
     def __post_init__(self) -> None:
-        self.n_kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-        self.head_dim = self.dim // max(self.n_heads, 1) if self.head_dim is None else self.head_dim
+        self.n_kv_heads = self.n_kv_heads or self.n_heads
+        self.head_dim = self.head_dim or self.dim // max(self.n_heads, 1)
         self.layer_windows = tuple(self.layer_windows) or (self.sliding_window,) * self.n_layers
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:

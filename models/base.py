@@ -24,7 +24,6 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, layer: int, args: BaseModelArgs) -> None:
         super().__init__()
-        assert args.n_kv_heads is not None and args.head_dim is not None
         self.attention = Attention(
             layer,
             args.dim,
@@ -57,7 +56,6 @@ class BaseArchonModel(nn.Module):
 
     def __init__(self, args: BaseModelArgs) -> None:
         super().__init__()
-        assert args.head_dim is not None
         self.args = args
         self.tok_embeddings = Embedding(args.vocab_size, args.dim, padding_idx=args.pad_token_id)
         self.rope = RotaryEmbedding(args.rope_scaling, args.rope_theta, args.head_dim, args.max_seq_len)
@@ -129,11 +127,12 @@ class BaseArchonModel(nn.Module):
             logits = self.output(hidden)
             return logits.unsqueeze(0) if batched else logits
         scores = self.output(hidden, labels, temperature, entropy=entropy, weights=loss_weights)
-        if not batched:
+        if not batched or isinstance(scores, Tensor):
             return scores
         if isinstance(scores, WeightedLoss):
             return WeightedLoss(scores.loss, scores.logprobs.unsqueeze(0))
-        return TokenScores(*(None if score is None else score.unsqueeze(0) for score in scores))
+        entropies = None if scores.entropy is None else scores.entropy.unsqueeze(0)
+        return TokenScores(scores.logprobs.unsqueeze(0), entropies)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, meta: AttentionMeta) -> Tensor:
         """Tokens [T] (or a stage's hidden states [T, dim]) to hidden states [T, dim], after the final norm if owned."""

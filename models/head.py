@@ -1,21 +1,23 @@
-"""The language-model head: logits, or token log-probabilities and entropies in chunks that never hold [T, vocab]."""
+"""The language-model head: logits, or token scores and losses that never hold [T, vocab]."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.layers.linear import Role
+from archon.models.token_scores import token_scores, weighted_loss
 
 IGNORE_INDEX = -100
 
 
 class TokenScores(NamedTuple):
-    """Per token, in at least float32: log p(label) and the entropy of p in nats; 0 where the label is ignored.
+    """Per token [T], in at least float32: log p(label) and the entropy of p in nats; 0 where the label is ignored.
 
-    `entropy` is None where it was not asked for.
+    Both are differentiable. `entropy` is None where it was not asked for.
     """
 
     logprobs: Tensor
@@ -23,28 +25,113 @@ class TokenScores(NamedTuple):
 
 
 class WeightedLoss(NamedTuple):
-    """`loss` = the sum of -weight * log p(label), a scalar with gradient; `logprobs` [T] per token, without."""
+    """`loss`: the sum of -weight * log p(label), a scalar with gradient; `logprobs` [T] per token, without one."""
 
     loss: Tensor
     logprobs: Tensor
 
 
+class _Kept:
+    """The rows of [T] that count; ignored ones cost nothing since they are left out before any product."""
+
+    def __init__(self, keep: Tensor) -> None:
+        self.total = keep.shape[0]
+        index = keep.nonzero().squeeze(1)
+        self.index = None if index.shape[0] == self.total else index
+
+    def take(self, x: Tensor) -> Tensor:
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[kept] to [T], 0 elsewhere."""
+        if self.index is None:
+            return values
+        return values.new_zeros(self.total).index_copy(0, self.index, values)
+
+
 class LMHead(nn.Linear):
-    """Projection to the vocabulary, weight [vocab, dim], no bias."""
+    """Projection to the vocabulary, weight [vocab, dim], without bias; a tied model's weight is its embedding."""
 
     role: Role = "head"
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
 
-    def forward(self, hidden, labels=None, temperature=1.0, *, entropy=True, weights=None):  # type: ignore[no-untyped-def,override]
-        logits = super().forward(hidden)
+    @overload
+    def forward(self, hidden: Tensor) -> Tensor: ...
+    @overload
+    def forward(
+        self, hidden: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, *, entropy: bool = True
+    ) -> TokenScores: ...
+    @overload
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        temperature: float | Tensor,
+        *,
+        entropy: bool = True,
+        weights: Tensor | None = None,
+    ) -> Tensor | TokenScores | WeightedLoss: ...
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        *,
+        entropy: bool = True,
+        weights: Tensor | None = None,
+    ) -> Tensor | TokenScores | WeightedLoss:
+        """One call for every use, since sharding wraps exactly this call.
+
+        Args:
+            hidden: [T, dim], after the final norm.
+            labels: int64 [T], the token each position predicts, -100 for none: those rows cost nothing.
+            temperature: divides the logits; a positive number, or [T].
+            entropy: whether scores carry entropies, which cost three more passes over each tile.
+            weights: [T]; asks for the fused weighted loss in place of scores.
+
+        Returns:
+            Logits [T, vocab] in hidden's dtype without labels, else `TokenScores`, or `WeightedLoss` with `weights`.
+
+        Raises ValueError for a label outside the vocabulary and for a temperature that is not positive.
+        """
         if labels is None:
-            return logits
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        logp = wide.log_softmax(-1)
-        kept = labels != IGNORE_INDEX
-        logprobs = torch.where(kept, logp.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1), 0)
+            return F.linear(hidden, self.weight)
         if weights is not None:
-            return WeightedLoss(-(logprobs * weights).sum(), logprobs.detach())
-        return TokenScores(logprobs, torch.where(kept, -(logp.exp() * logp).sum(-1), 0) if entropy else None)
+            return self.loss_sum(hidden, labels, weights, temperature)
+        kept, hidden, labels, temperature = self._kept(hidden, labels, temperature, labels != IGNORE_INDEX)
+        logprobs, entropies = token_scores(hidden, self.weight, labels, temperature, with_entropy=entropy)
+        return TokenScores(kept.spread(logprobs), None if entropies is None else kept.spread(entropies))
+
+    def loss_sum(
+        self, hidden: Tensor, labels: Tensor, weights: Tensor, temperature: float | Tensor = 1.0
+    ) -> WeightedLoss:
+        """The sum over tokens of -weight * log p(label), its gradient made in the same pass: for losses whose weights
+        are known beforehand, as in cross-entropy. Arguments as in `forward`.
+
+        Tokens of weight 0 cost nothing and report log-probability 0. The loss can be differentiated once.
+        """
+        kept, hidden, labels, temperature = self._kept(
+            hidden, labels, temperature, (labels != IGNORE_INDEX) & (weights != 0)
+        )
+        loss, logprobs = weighted_loss(hidden, self.weight, labels, kept.take(weights), temperature)
+        return WeightedLoss(loss, kept.spread(logprobs))
+
+    def _kept(
+        self, hidden: Tensor, labels: Tensor, temperature: float | Tensor, keep: Tensor
+    ) -> tuple[_Kept, Tensor, Tensor, float | Tensor]:
+        """The rows that count."""
+        kept = _Kept(keep)
+        labels = kept.take(labels)
+        if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= self.out_features):
+            raise ValueError(
+                f"labels lie in {int(labels.min())} .. {int(labels.max())}; "
+                f"expected 0 .. {self.out_features - 1}, or {IGNORE_INDEX} for none"
+            )
+        if isinstance(temperature, Tensor):
+            temperature = kept.take(temperature)
+        lowest = temperature.min() if isinstance(temperature, Tensor) and temperature.numel() else temperature
+        if not bool(torch.as_tensor(lowest > 0).all()):
+            raise ValueError(f"temperature is {float(lowest)}; expected a positive number")
+        return kept, kept.take(hidden), labels, temperature

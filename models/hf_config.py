@@ -1,7 +1,7 @@
-"""Strict reading of a Hugging Face config: every field is mapped, known to have no effect, or refused by name and value.
+"""Strict reading of a Hugging Face config: a field is mapped, known to have no effect, or refused by name and value.
 
-Engines that skip what they do not know train another model than the one they were given (an ignored YaRN, window, bias or
-activation is 0.3 % to 145 % of error); here an unknown field ends the reading.
+Engines that skip what they do not know train another model than the one they were given (an ignored YaRN, window, bias
+or activation is 0.3 % to 145 % of error); here an unknown field ends the reading.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class Field:
         kind: `int`, `float` (an integer is accepted), `bool` or `str`.
         default: what Hugging Face assumes where the file is silent; REQUIRED where a file must speak.
         optional: whether null is accepted (and read as the default).
+        least: the smallest integer accepted.
     """
 
     native: str
     kind: type
     default: Any = REQUIRED
     optional: bool = False
+    least: int = 1
 
 
 # What every dense decoder of the Llama line has in common.
@@ -39,7 +41,7 @@ DENSE_FIELDS: dict[str, Field] = {
     "hidden_size": Field("dim", int),
     "num_hidden_layers": Field("n_layers", int),
     "num_attention_heads": Field("n_heads", int),
-    "num_key_value_heads": Field("n_kv_heads", int, None, optional=True),
+    "num_key_value_heads": Field("n_kv_heads", int, 0, optional=True),
     "intermediate_size": Field("hidden_dim", int),
     "vocab_size": Field("vocab_size", int),
     "rms_norm_eps": Field("norm_eps", float, 1e-6),
@@ -47,7 +49,7 @@ DENSE_FIELDS: dict[str, Field] = {
     "hidden_act": Field("hidden_act", str, "silu"),
     "tie_word_embeddings": Field("tie_word_embeddings", bool, False),
     "initializer_range": Field("initializer_range", float, 0.02),
-    "pad_token_id": Field("pad_token_id", int, None, optional=True),
+    "pad_token_id": Field("pad_token_id", int, None, optional=True, least=0),
 }
 
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -72,17 +74,18 @@ _MUST_BE: dict[str, Any] = {
 # Fields without effect on the weights or on the computation: names, bookkeeping, what generation or a trainer reads.
 NO_EFFECT = frozenset(
     """
-    model_type architectures transformers_version torch_dtype dtype use_cache return_dict return_dict_in_generate
-    output_hidden_states output_attentions output_scores output_router_logits torchscript use_bfloat16 tf_legacy_loss
-    name_or_path _name_or_path _commit_hash attn_implementation _attn_implementation _attn_implementation_autoset
-    experts_implementation _experts_implementation tie_last_hidden_states
-    bos_token_id eos_token_id sep_token_id cls_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
-    id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
-    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature
-    top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
-    bad_words_ids num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens cross_attention_hidden_size
-    """.split()
+    model_type architectures transformers_version torch_dtype dtype use_cache return_dict
+    return_dict_in_generate output_hidden_states output_attentions output_scores output_router_logits
+    torchscript use_bfloat16 tf_legacy_loss name_or_path _name_or_path _commit_hash attn_implementation
+    _attn_implementation _attn_implementation_autoset experts_implementation _experts_implementation
+    tie_last_hidden_states bos_token_id eos_token_id sep_token_id cls_token_id decoder_start_token_id
+    forced_bos_token_id forced_eos_token_id id2label label2id num_labels problem_type finetuning_task
+    task_specific_params tokenizer_class prefix max_length min_length max_new_tokens do_sample early_stopping
+    num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    cross_attention_hidden_size
+    """.split()  # noqa: SIM905 - a table reads better than quoted names
 )
 
 # Hugging Face's name of a RoPE field, ours, and the kinds that use it (in transformers' `_validate_*_rope_parameters`).
@@ -161,9 +164,12 @@ def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
     value = config.get(name, field.default)
     if value is REQUIRED:
         raise ConfigError(f"config field {name!r} is missing; a {config['model_type']} config must give it")
-    if value is None and (field.optional or name not in config):
+    if name not in config or (value is None and field.optional):
         return field.default
-    return check_kind(name, value, field.kind)
+    value = check_kind(name, value, field.kind)
+    if field.kind is int and value < field.least:
+        refuse(name, value, f"expected at least {field.least}")
+    return value
 
 
 def _read_rope(config: Mapping[str, Any], max_seq_len: int) -> tuple[float, RopeConfig]:
@@ -218,7 +224,7 @@ def _rope_value(name: str, value: Any) -> Any:
 
 
 def _complete_rope(config: Mapping[str, Any], values: dict[str, Any], max_seq_len: int) -> None:
-    """The original context: a top-level field goes before the one inside, and max_position_embeddings is the default."""
+    """The original context: a top-level field goes before the inner one; the default is max_position_embeddings."""
     if values["kind"] not in _ROPE_NATIVE["original_max_position_embeddings"][1]:
         return
     outer = config.get("original_max_position_embeddings")

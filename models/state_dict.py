@@ -145,10 +145,10 @@ class BaseStateDictAdapter:
                 return NativeTarget(None)
             if name == "output.weight" and self.is_tied:
                 return NativeTarget("tok_embeddings.weight", must_equal=True)
-            if name in self.native_shapes and name not in {*self.native_shapes} - {*self.loadable_names()}:
-                if index is None or index < self.native_shapes[name][0]:
-                    return NativeTarget(name, index)
-            break
+            shape = self.native_shapes.get(name)
+            if shape is None or (self.init_score and name == "score.weight") or (index or 0) >= shape[0]:
+                break
+            return NativeTarget(name, index)
         raise CheckpointError(
             f"unknown key {hf_name!r}{self._where()}: this {'critic' if self.args.is_critic else 'model'} of "
             f"{self.args.n_layers} layers has no such parameter; was the config of another checkpoint?"
@@ -165,7 +165,7 @@ class BaseStateDictAdapter:
             return [(template.format(*match.groups(), row), row) for row in range(shape[0])]
         raise CheckpointError(f"parameter {name!r} has no Hugging Face name in {type(self).__name__}")
 
-    def convert_single_to_hf(self, name: str, tensor: Tensor) -> list[(tuple[str, Tensor])]:
+    def convert_single_to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """The Hugging Face tensors of one parameter, as views; none for the head of a tied model."""
         if name == "output.weight" and self.is_tied:
             return []

@@ -11,7 +11,7 @@ from torch import Tensor
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, window: int | None, scale: float
 ) -> Tensor:
-    """Causal attention of packed documents; q [T, H, D], k and v [T, G, D], cu_seqlens int32 [B + 1]; gives [T, H, D]."""
+    """Causal attention of packed documents: q [T, H, D], k and v [T, G, D], cu_seqlens int32 [B + 1] to [T, H, D]."""
     from flash_attn import flash_attn_varlen_func
 
     return flash_attn_varlen_func(

@@ -21,8 +21,8 @@ from archon.models.attention.varlen import varlen_attention
 class AttentionMeta(abc.ABC):
     """Says how the tokens of one forward attend to each other and to what was cached."""
 
-    def begin(self, hidden: Tensor) -> None:
-        """Called once a forward, before the first layer, with its input [T, dim]: device and compute dtype are known now."""
+    def begin(self, hidden: Tensor) -> None:  # noqa: B027 - a cache has nothing to prepare
+        """Called once a forward with the first layer's input [T, dim]: device and compute dtype are known now."""
 
     @abc.abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
@@ -39,7 +39,7 @@ class AttentionMeta(abc.ABC):
         """
 
     def document_lengths(self, positions: Tensor) -> Tensor | None:
-        """Length [T] of each token's document, which dynamic and LongRoPE frequencies need; None where it is unknown."""
+        """Length [T] of each token's document, which dynamic and LongRoPE frequencies need; None where unknown."""
         return None
 
 
@@ -67,7 +67,7 @@ class PackedAttention(AttentionMeta):
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Each document's length on the host: one copy from the device a forward, and none for kernels that need none."""
+        """Each document's length on the host: one copy a forward, and none for kernels that need none."""
         return tuple(self.cu_seqlens.diff().tolist())
 
     def begin(self, hidden: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Attention by `scaled_dot_product_attention`, document by document: no mask ever spans the pack.
 
-Neighbouring documents of one length go through the kernel as one batch. A sliding window runs in blocks of queries, each
-against just the keys it can see, so that the largest mask is [block, block + window - 1].
+Neighbouring documents of one length go through the kernel as one batch. A sliding window runs in blocks of queries,
+each against just the keys it can see, so that the largest mask is [block, block + window - 1].
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ def sdpa_attention(
         raise ValueError(f"documents of {sum(lengths)} tokens in all, but {q.shape[0]} tokens were given")
     runs = [(length, len(list(same))) for length, same in groupby(length for length in lengths if length)]
     sizes = [length * count for length, count in runs]
-    outs = [
-        _attend_batch(*(x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv), window, scale).transpose(1, 2)
-        for (length, count), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-    ]
-    flat = [out.flatten(0, 1) for out in outs]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    outs = []
+    for (length, count), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        q_BHSD, k_BGSD, v_BGSD = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
+        outs.append(_attend_batch(q_BHSD, k_BGSD, v_BGSD, window, scale).transpose(1, 2).flatten(0, 1))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _attend_batch(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:

@@ -8,10 +8,10 @@ from torch import Tensor
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, window: int | None, scale: float
 ) -> Tensor:
-    """Causal attention of packed documents; q [T, H, D], k and v [T, G, D], cu_seqlens int32 [B + 1]; gives [T, H, D]."""
+    """Causal attention of packed documents: q [T, H, D], k and v [T, G, D], cu_seqlens int32 [B + 1] to [T, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(
+    out = varlen_attn(
         q,
         k,
         v,
@@ -24,3 +24,5 @@ def varlen_attention(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
+    assert isinstance(out, Tensor)
+    return out

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from archon.models.attention.meta import AttentionMeta
+from archon.models.layers.fused import rotate
 from archon.models.layers.linear import Linear
 from archon.models.layers.norm import RMSNorm
-from archon.models.layers.rope import rotate
 
 
 class Attention(nn.Module):

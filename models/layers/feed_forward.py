@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from archon.models.layers.fused import swiglu
 from archon.models.layers.linear import Linear
 from archon.schema.errors import ConfigError
 
@@ -52,9 +53,11 @@ class FeedForward(nn.Module):
         if hidden_act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act is {hidden_act!r}; supported are {', '.join(ACTIVATIONS)}")
         self.act = ACTIVATIONS[hidden_act]
+        self.is_swiglu = self.act is F.silu
         self.w1 = Linear(dim, hidden_dim, bias=False, role="column")
         self.w2 = Linear(hidden_dim, dim, bias=False, role="row")
         self.w3 = Linear(dim, hidden_dim, bias=False, role="column")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(self.act(self.w1(x)) * self.w3(x))
+        gate, up = self.w1(x), self.w3(x)
+        return self.w2(swiglu(gate, up) if self.is_swiglu else self.act(gate) * up)

@@ -10,17 +10,6 @@ from torch import nn
 # input is split by heads; the others speak for themselves.
 Role = Literal["column", "row", "norm", "head_norm", "router", "experts", "embedding", "head", "value_head"]
 
-# How tensor parallelism treats each role in a dense decoder: what is split, and along what.
-DENSE_TP_PLAN: dict[Role, str] = {
-    "column": "split_out_features",
-    "row": "split_in_features",
-    "norm": "sequence",
-    "head_norm": "replicate_over_heads",
-    "embedding": "split_vocab",
-    "head": "split_vocab",
-    "value_head": "replicate",
-}
-
 
 class Linear(nn.Linear):
     """`nn.Linear` with a role. The weight is [out_features, in_features], contiguous or a transposed view."""

@@ -1,7 +1,7 @@
 """Rotary position embedding: default, linear, dynamic NTK, YaRN, llama3 and LongRoPE frequencies.
 
-The inverse frequencies are constants of a checkpoint: they are computed on the CPU in float32, operation by operation as
-transformers (`modeling_rope_utils`) does, because one ulp of an inverse frequency turns into a visible angle at a far position.
+The inverse frequencies are constants of a checkpoint: they are computed on the CPU in float32, operation by operation
+as transformers (`modeling_rope_utils`) does, because one ulp of a frequency becomes a visible angle at a far position.
 Everything after them runs in `promote_types(dtype, float32)`.
 """
 
@@ -51,7 +51,7 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies depend on the length of the document, so that cached keys would change as it grows."""
+        """Whether the frequencies depend on the document's length, so that cached keys would change as it grows."""
         return self.kind in ("dynamic", "longrope")
 
 
@@ -163,7 +163,9 @@ class RotaryEmbedding(nn.Module):
     def _inv_freq_per_token(self, lengths: Tensor) -> Tensor:
         """Inverse frequencies [T, head_dim / 2] where they depend on the length [T] of each token's document."""
         if self._long_inv_freq is not None:
-            is_long = (lengths > self.config.original_max_seq_len).unsqueeze(-1)
+            original = self.config.original_max_seq_len
+            assert original is not None
+            is_long = (lengths > original).unsqueeze(-1)
             return torch.where(is_long, self._long_inv_freq, self._inv_freq)
         # One row a distinct length, each from a 0-dim length: the very operations transformers does.
         distinct, row_T = torch.unique(lengths.clamp(min=self.max_seq_len), return_inverse=True)
@@ -194,9 +196,3 @@ class RotaryEmbedding(nn.Module):
         cos = angles.cos() * self.attention_factor
         sin = angles.sin() * self.attention_factor
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i + d/2}) of `x` [T, H, d] by the angles of cos and sin [T, 1, d/2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

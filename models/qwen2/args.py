@@ -17,4 +17,4 @@ class Qwen2ModelArgs(BaseModelArgs):
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen2"})
     # transformers' Qwen2 honours `head_dim` though its config class does not declare it.
-    hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS | {"head_dim": Field("head_dim", int, None, optional=True)}
+    hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS | {"head_dim": Field("head_dim", int, 0, optional=True)}

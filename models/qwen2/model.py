@@ -1,4 +1,4 @@
-"""Qwen2 (Yang et al. 2024, arXiv:2407.10671) and Qwen2.5: the shared decoder with biases on queries, keys and values."""
+"""Qwen2 (Yang et al. 2024, arXiv:2407.10671) and Qwen2.5: the shared decoder with query, key and value biases."""
 
 from __future__ import annotations
 

@@ -1,16 +1,7 @@
-"""How a Qwen2 is laid out: a plan over the roles its layers declare, and the shared order of application."""
+"""How a Qwen2 is laid out: a plan over the roles its layers declare."""
 
 from __future__ import annotations
 
-from typing import Any
+from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 
-from torch import nn
-
-from archon.models.layers.linear import DENSE_TP_PLAN
-
-
-def parallelize_qwen2(model: nn.Module, parallel_dims: Any, **kwargs: Any) -> nn.Module:
-    """Apply a layout in place; the arguments are those of `archon.parallel.decoder.parallelize_decoder`."""
-    from archon.parallel.decoder import parallelize_decoder
-
-    return parallelize_decoder(model, parallel_dims, DENSE_TP_PLAN, **kwargs)
+parallelize_qwen2 = make_parallelize_fn(DENSE_TP_PLAN)

@@ -1,0 +1,285 @@
+"""Log-probabilities, entropies and weighted cross-entropy of a vocabulary projection, without its logits.
+
+The logits of N tokens over V words are made in tiles of some rows and columns, used while the cache holds them, and
+made again for the gradient (the idea of Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009, with ordinary matrix
+products). With l the logits over the temperature τ, p = softmax(l), H the entropy, y the label:
+
+    log p_y = l_y - lse(l)                  d log p_y / dl_j = [j = y] - p_j
+    H = lse(l) - sum_j p_j l_j              d H / dl_j       = -p_j (log p_j + H)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Of one tile on a CPU: 8 MB in float32, which the last-level cache holds while the passes over it run; measured over
+# 256 to 2,048 rows and 512 to 32,768 columns.
+CPU_ROWS, CPU_COLUMNS = 1024, 2048
+# Bytes of whole rows of logits on a GPU, and for the weighted loss anywhere.
+ROWS_BYTES = 256 << 20
+
+
+def _spans(total: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + step, total)) for start in range(0, total, step))
+
+
+def _tile_shape(rows: int, vocab: int, device: torch.device, whole_rows: bool) -> tuple[int, int]:
+    """Rows and columns of a tile: cache-sized columns on a CPU, whole rows on a GPU where launches would dominate."""
+    by_budget = max(128, min(CPU_ROWS * 4, ROWS_BYTES // (4 * vocab)))
+    if device.type == "cpu":
+        return min(rows, CPU_ROWS, by_budget if whole_rows else CPU_ROWS), min(vocab, CPU_COLUMNS)
+    return min(rows, by_budget), vocab
+
+
+class _Projection:
+    """Tiles of scaled logits of hidden [N, D] against weight [V, D], and the products that bring their gradient back.
+
+    Products run in the dtype of `hidden`; softmax and sums run in `wide`, at least float32.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, inv_temperature: Tensor | float, *, whole_rows: bool = False
+    ) -> None:
+        self.hidden, self.weight, self.inv_temperature = hidden, weight, inv_temperature
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        vocab = weight.shape[0]
+        self.rows, self.columns = _tile_shape(hidden.shape[0], vocab, hidden.device, whole_rows)
+        # Reused by every tile: memory fresh from the system costs more than the arithmetic on it.
+        self.buffer = hidden.new_empty(self.rows * (vocab if whole_rows else self.columns), dtype=self.wide)
+        self.spare = hidden.new_empty(self.rows * self.columns, dtype=self.wide)
+
+    def row_spans(self) -> Iterator[tuple[int, int]]:
+        return _spans(self.hidden.shape[0], max(self.rows, 1))
+
+    def column_spans(self) -> Iterator[tuple[int, int]]:
+        return _spans(self.weight.shape[0], self.columns)
+
+    def scale(self, r0: int, r1: int) -> Tensor | float:
+        """1 / τ of these rows, a number or [r, 1]."""
+        return self.inv_temperature[r0:r1] if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
+
+    def logits(self, r0: int, r1: int, c0: int, c1: int, *, offset: int = 0) -> Tensor:
+        """One tile [r, c] in `wide`, living in the shared buffer from `offset` on."""
+        tile = self.buffer[offset : offset + (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0)
+        transposed = self.weight[c0:c1].t()
+        if self.hidden.dtype == self.wide:
+            torch.mm(self.hidden[r0:r1], transposed, out=tile)
+        else:
+            tile.copy_(self.hidden[r0:r1] @ transposed)
+        scale = self.scale(r0, r1)
+        return tile if isinstance(scale, float) and scale == 1.0 else tile.mul_(scale)
+
+    def spare_like(self, tile: Tensor) -> Tensor:
+        return self.spare[: tile.numel()].view(tile.shape)
+
+
+class _Gradients:
+    """Sums of logit gradients times weight and hidden; rows are scaled on the narrow side of the products."""
+
+    def __init__(self, projection: _Projection, needs_hidden: bool, needs_weight: bool) -> None:
+        hidden, weight, wide = projection.hidden, projection.weight, projection.wide
+        self.projection = projection
+        self.hidden = hidden.new_empty(hidden.shape, dtype=wide) if needs_hidden else None
+        self.weight = weight.new_empty(weight.shape, dtype=wide) if needs_weight else None
+        if self.weight is not None and not hidden.shape[0]:
+            self.weight.zero_()
+
+    def add(self, core: Tensor, factor: Tensor, scaled_hidden: Tensor, r0: int, r1: int, c0: int, c1: int) -> None:
+        """Add the share of one tile, whose gradient is factor [r, 1] * core [r, c]; scaled_hidden = factor * hidden."""
+        narrow = core.to(self.projection.hidden.dtype)
+        if self.hidden is not None:
+            out = self.hidden[r0:r1]
+            _add_product(out, narrow, self.projection.weight[c0:c1], first=c0 == 0)
+            if c1 == self.projection.weight.shape[0]:
+                out.mul_(factor)
+        if self.weight is not None:
+            _add_product(self.weight[c0:c1], narrow.t(), scaled_hidden, first=r0 == 0)
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        dtype, weight_dtype = self.projection.hidden.dtype, self.projection.weight.dtype
+        return (
+            None if self.hidden is None else self.hidden.to(dtype),
+            None if self.weight is None else self.weight.to(weight_dtype),
+        )
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """out += left @ right, or = where `first`; sums across tiles stay in the dtype of `out`."""
+    if out.dtype == left.dtype:
+        torch.addmm(out, left, right, beta=0 if first else 1, out=out)
+    elif first:
+        out.copy_(left @ right)
+    else:
+        out.add_(left @ right)
+
+
+class _RowSums:
+    """Running maximum, sum of exponentials and, for the entropy, their weighted sum over the tiles of one row chunk."""
+
+    def __init__(self, rows: int, like: Tensor, with_entropy: bool) -> None:
+        self.maximum = like.new_full((rows, 1), -torch.inf)
+        self.total = like.new_zeros((rows, 1))
+        self.weighted = like.new_zeros((rows, 1)) if with_entropy else None
+
+    def add(self, tile: Tensor, spare: Tensor) -> Tensor:
+        """Take in a tile of logits; it is overwritten by its exponentials over the maximum returned."""
+        maximum = torch.maximum(self.maximum, tile.amax(1, keepdim=True))
+        drop = self.maximum - maximum
+        decay = drop.exp()
+        tile.sub_(maximum)
+        if self.weighted is not None:
+            # Of the first tile the drop is -inf, where the sums are still 0.
+            self.weighted.add_(self.total * drop.clamp(min=torch.finfo(drop.dtype).min)).mul_(decay)
+            exponentials = torch.exp(tile, out=spare)
+            self.weighted.add_(tile.mul_(exponentials).sum(1, keepdim=True))
+            self.total.mul_(decay).add_(exponentials.sum(1, keepdim=True))
+        else:
+            self.total.mul_(decay).add_(tile.exp_().sum(1, keepdim=True))
+        self.maximum = maximum
+        return maximum
+
+    def lse(self) -> Tensor:
+        return self.total.log() + self.maximum
+
+    def entropy(self) -> Tensor:
+        assert self.weighted is not None
+        return self.total.log() - self.weighted / self.total
+
+
+def _labels_within(labels: Tensor, c0: int, c1: int) -> tuple[Tensor, Tensor]:
+    """Rows whose label lies in a tile's columns, and its column there."""
+    rows = ((labels >= c0) & (labels < c1)).nonzero().squeeze(1)
+    return rows, labels[rows] - c0
+
+
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, inv_temperature: Tensor | float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        projection = _Projection(hidden, weight, inv_temperature)
+        lse, label_logits = (hidden.new_empty((hidden.shape[0], 1), dtype=projection.wide) for _ in range(2))
+        entropy = torch.empty_like(lse) if with_entropy else None
+        for r0, r1 in projection.row_spans():
+            sums = _RowSums(r1 - r0, lse, with_entropy)
+            for c0, c1 in projection.column_spans():
+                tile = projection.logits(r0, r1, c0, c1)
+                rows, columns = _labels_within(labels[r0:r1], c0, c1)
+                label_logits[r0 + rows, 0] = tile[rows, columns]
+                sums.add(tile, projection.spare_like(tile))
+            lse[r0:r1] = sums.lse()
+            if entropy is not None:
+                entropy[r0:r1] = sums.entropy()
+        ctx.inv_temperature = inv_temperature
+        ctx.save_for_backward(hidden, weight, labels, lse, entropy)
+        return (label_logits - lse).squeeze(1), None if entropy is None else entropy.squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprob_grad: Tensor, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, lse, entropy = ctx.saved_tensors
+        projection = _Projection(hidden, weight, ctx.inv_temperature)
+        gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
+        logprob_grad = logprob_grad.unsqueeze(1)
+        for r0, r1 in projection.row_spans():
+            # The gradient is factor * core: core = p - [j = y] alone, or g p + g_H p (log p + H) - g [j = y].
+            label_share: Tensor | float = 1.0
+            factor = -logprob_grad[r0:r1] * projection.scale(r0, r1)
+            if entropy_grad is not None:
+                slope, label_share = entropy_grad[r0:r1].unsqueeze(1), logprob_grad[r0:r1]
+                constant = torch.addcmul(label_share, slope, entropy[r0:r1])
+                factor = torch.full_like(factor, -1.0) * projection.scale(r0, r1)
+            scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
+            for c0, c1 in projection.column_spans():
+                tile = projection.logits(r0, r1, c0, c1).sub_(lse[r0:r1])
+                if entropy_grad is None:
+                    tile.exp_()
+                else:
+                    p = torch.exp(tile, out=projection.spare_like(tile))
+                    torch.addcmul(constant, tile, slope, out=tile).mul_(p)
+                rows, columns = _labels_within(labels[r0:r1], c0, c1)
+                tile[rows, columns] -= label_share[rows, 0] if isinstance(label_share, Tensor) else label_share
+                gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
+        return *gradients.results(), None, None, None
+
+
+class _WeightedLoss(torch.autograd.Function):
+    """The weights being known, the gradient is made in the forward pass: three matrix products in place of four."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, inv_temperature: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        projection = _Projection(hidden, weight, inv_temperature, whole_rows=True)
+        gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
+        logprobs = hidden.new_empty((hidden.shape[0], 1), dtype=projection.wide)
+        for r0, r1 in projection.row_spans():
+            sums, tiles = _RowSums(r1 - r0, logprobs, False), []
+            label_logits = torch.empty_like(logprobs[r0:r1])
+            for c0, c1 in projection.column_spans():
+                tile = projection.logits(r0, r1, c0, c1, offset=(r1 - r0) * c0)
+                rows, columns = _labels_within(labels[r0:r1], c0, c1)
+                label_logits[rows, 0] = tile[rows, columns]
+                tiles.append((tile, sums.add(tile, projection.spare_like(tile)), rows, columns))
+            lse = sums.lse()
+            logprobs[r0:r1] = label_logits - lse
+            factor = weights[r0:r1].unsqueeze(1) * projection.scale(r0, r1)
+            scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
+            for (c0, c1), (tile, maximum, rows, columns) in zip(projection.column_spans(), tiles, strict=True):
+                tile.mul_((maximum - lse).exp_())
+                tile[rows, columns] -= 1.0
+                gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
+        ctx.gradients = gradients.results()
+        logprobs = logprobs.squeeze(1)
+        ctx.mark_non_differentiable(logprobs)
+        return -(logprobs * weights).sum(), logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "the weighted loss was differentiated twice; its gradients are kept for one backward pass"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(None if g is None else g.mul_(loss_grad) for g in gradients), None, None, None
+
+
+def token_scores(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor | float = 1.0, *, with_entropy: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """log p(label) [N] and the entropy [N] in nats (or None), differentiable in hidden and weight.
+
+    Args:
+        hidden: [N, D] floating point, of the weight's dtype.
+        weight: [V, D].
+        labels: int64 [N], each in 0 .. V - 1.
+        temperature: divides the logits; a positive number, or a tensor [N].
+    """
+    return _TokenScores.apply(hidden, weight, labels, _inverse(temperature, hidden), with_entropy)
+
+
+def weighted_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, temperature: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The sum of -weights * log p(label), differentiable in hidden and weight, and log p(label) [N] without gradient.
+
+    Arguments as in `token_scores`; weights [N] are constants.
+    """
+    weights = weights.detach().to(torch.promote_types(hidden.dtype, torch.float32))
+    if not torch.is_grad_enabled():
+        logprobs, _ = token_scores(hidden, weight, labels, temperature, with_entropy=False)
+        return -(logprobs * weights).sum(), logprobs
+    return _WeightedLoss.apply(hidden, weight, labels, weights, _inverse(temperature, hidden))
+
+
+def _inverse(temperature: Tensor | float, hidden: Tensor) -> Tensor | float:
+    if not isinstance(temperature, Tensor):
+        return 1.0 / float(temperature)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return temperature.detach().to(hidden.device, wide).reciprocal().unsqueeze(1)
