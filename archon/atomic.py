@@ -1,0 +1,228 @@
+"""Folders and files that appear whole or not at all, and the named points at which a test may kill a save.
+
+A folder is written beside its destination under a temporary name, every file and folder is synced, and one rename
+makes it visible. The temporary folder is locked for as long as its writer lives, so that what a killed writer left is
+told from what a living one is writing, and removed by the next save.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from archon.schema.errors import CheckpointError, ConfigError
+
+KILL_AT = "ARCHON_KILL_AT"
+# In the order in which a save passes them. `test_kill` kills a process at each.
+KILL_POINTS = (
+    "save.begin",
+    "save.staged",
+    "save.tensor",
+    "save.tensors_written",
+    "save.manifest_written",
+    "save.renamed",
+    "save.latest_written",
+    "save.latest_renamed",
+    "save.old_hidden",
+    "save.end",
+    "export.begin",
+    "export.staged",
+    "export.tensor",
+    "export.shard_written",
+    "export.shards_named",
+    "export.config_written",
+    "export.assets_copied",
+    "export.published",
+    "export.end",
+)
+
+_PARTIAL = ".partial-"
+_ASIDE = ".replaced"
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_passed: Counter[str] = Counter()
+
+
+def kill_point(name: str) -> None:
+    """Fault injection: die by SIGKILL where `ARCHON_KILL_AT=<name>[:n]` says so, at the n-th (first) passage.
+
+    Without the variable it does nothing. ConfigError when the variable names no point of `KILL_POINTS`.
+    """
+    assert name in KILL_POINTS, name
+    wanted = os.environ.get(KILL_AT)
+    if not wanted:
+        return
+    point, _, nth = wanted.partition(":")
+    if point not in KILL_POINTS or not (nth or "1").isdigit():
+        raise ConfigError(f"{KILL_AT}={wanted!r}: expected NAME or NAME:n with NAME one of {', '.join(KILL_POINTS)}")
+    _passed[name] += 1
+    if name == point and _passed[name] == int(nth or 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def writing(target: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the operating system's refusal to write into one line that names `target`."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename and str(error.filename) != str(target) else ""
+        raise CheckpointError(
+            f"cannot write {target}{where}: {os.strerror(error.errno) if error.errno else error}; "
+            "choose a folder that can be written, with room for the checkpoint"
+        ) from error
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A locked temporary folder beside `target`, which must be renamed or published within; removed if it was not.
+
+    What killed writers of the same target left is removed first.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target.parent, target.name)
+    folder = target.with_name(f".{target.name}{_PARTIAL}{secrets.token_hex(4)}")
+    folder.mkdir()
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(lock)
+        yield folder
+    finally:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path, name: str = "*") -> None:
+    """Remove the temporary folders and files of dead writers of `name` (a glob) in `parent`."""
+    for leftover in parent.glob(f".{name}{_PARTIAL}*"):
+        if leftover.is_symlink() or not leftover.is_dir():
+            leftover.unlink(missing_ok=True)
+            continue
+        try:
+            handle = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            if _lock(handle):
+                shutil.rmtree(leftover)
+        finally:
+            os.close(handle)
+
+
+def hide(folder: Path) -> Path:
+    """Rename a folder to a temporary name, so that a kill in the middle of its removal leaves nothing that looks
+    whole."""
+    hidden = folder.with_name(f".{folder.name}{_PARTIAL}old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    sync_folder(folder.parent)
+    return hidden
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Make a synced `folder` appear as `target`, in place of what is there.
+
+    Where something is there, the two are exchanged in one step (Linux's `renameat2`), so that `target` is whole at
+    every moment. A file system that cannot exchange (NFS) sees two renames, with the previous content kept whole
+    under `.<name>.replaced` until the second is on disk; `restore_aside` undoes the first after a kill between them.
+    """
+    aside = _aside(target)
+    if not target.exists():
+        folder.rename(target)
+    elif not _exchange(folder, target):
+        target.rename(aside)
+        folder.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def restore_aside(target: Path) -> None:
+    """Undo the first half of a `publish` by two renames that was killed between them."""
+    aside = _aside(target)
+    if not aside.exists():
+        return
+    if target.exists():
+        shutil.rmtree(aside)
+    else:
+        aside.rename(target)
+
+
+def write_synced(path: Path, content: str) -> None:
+    """Write a text file and wait until it is on disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write indented JSON and wait until it is on disk."""
+    write_synced(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def replace_file(path: Path, content: str, kill_before_rename: str) -> None:
+    """Write a small text file so that readers see the old content or the new, never a part."""
+    partial = path.with_name(f".{path.name}{_PARTIAL}new")
+    write_synced(partial, content)
+    kill_point(kill_before_rename)
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until every file and folder beneath `folder` is on disk."""
+    for where, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(where, name), os.O_RDONLY)
+        sync_folder(Path(where))
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder's list of names is on disk."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}{_ASIDE}")
+
+
+def _lock(handle: int) -> bool:
+    """Whether the folder could be locked; never on a file system without locks, where leftovers then stay."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step; False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    if not renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))

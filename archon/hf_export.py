@@ -1,0 +1,207 @@
+"""Export to a Hugging Face checkpoint folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archon.atomic import kill_point, publish, restore_aside, staged_folder, sync_tree, write_json, writing
+from archon.hf_reader import CONFIG_FILE, INDEX_FILE, WEIGHT_DTYPES, WEIGHTS_FILE, existing_folder, read_hf_config
+from archon.models import get_model_spec
+from archon.safetensors_file import write_safetensors
+from archon.schema.errors import CheckpointError
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+# What tokenizers of transformers are made of.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def save_hf(
+    path: str | os.PathLike[str],
+    weights: Iterable[tuple[str, Tensor]],
+    hf_config: Mapping[str, Any] | None = None,
+    *,
+    like: str | os.PathLike[str] | None = None,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a checkpoint that transformers loads: shards, index, config, generation config and tokenizer.
+
+    Args:
+        path: folder to make, or an earlier export to replace.
+        weights: (Hugging Face name, tensor) of any device and layout, each once; held a shard at a time.
+        hf_config: the config to write; by default that of `like`. Its dtype field is set to the weights' dtype.
+        like: checkpoint folder whose config, generation config and tokenizer files are copied. May be `path`.
+        tokenizer: a tokenizer to save in place of the files of `like`.
+        dtype: dtype to convert the weights to; by default each is written as it is.
+        max_shard_bytes: bytes of data in a shard; a larger tensor has a shard of its own.
+
+    Everything is written and synced in a hidden folder beside `path`, which one rename (or exchange, where there is an
+    earlier export) makes visible: a kill at any moment leaves the earlier export whole or the new one whole.
+
+    Raises CheckpointError unless the names and shapes are exactly those of the config; where `path` holds anything that
+    an export would not put back; or where it cannot be written. `path` is untouched then.
+    """
+    if hf_config is None and like is None:
+        raise CheckpointError(f"{path}: neither hf_config nor like was given; one must say what model this is")
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    assets = None if like is None else existing_folder(like)
+    config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
+    target = Path(os.path.realpath(path))
+    kill_point("export.begin")
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        restore_aside(target)
+        _require_replaceable(target)
+        with staged_folder(target) as folder:
+            kill_point("export.staged")
+            written = _write_weights(folder, weights, dtype, max_shard_bytes)
+            _require_whole(target, config, {name: shape for name, (shape, _) in written.items()})
+            _write_config(folder, config, written)
+            kill_point("export.config_written")
+            _copy_assets(folder, assets, tokenizer)
+            kill_point("export.assets_copied")
+            sync_tree(folder)
+            publish(folder, target)
+            kill_point("export.published")
+    kill_point("export.end")
+
+
+def _write_weights(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Write shards and index; gives back shape and dtype of each tensor."""
+    shards: list[dict[str, int]] = []
+    written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+
+    def flush() -> None:
+        nonlocal shard_bytes
+        write_safetensors(folder / _shard_name(len(shards), 0), shard, "export.tensor")
+        shards.append({name: tensor.numel() * tensor.dtype.itemsize for name, tensor in shard.items()})
+        shard.clear()
+        shard_bytes = 0
+        kill_point("export.shard_written")
+
+    for name, tensor in weights:
+        if name in written:
+            raise CheckpointError(f"{name!r} came twice; each weight of an export must come once")
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(f"{name!r} is {tensor.dtype}; weights are float64, float32, float16 or bfloat16")
+        tensor = tensor.detach().to(dtype or tensor.dtype)
+        written[name] = (tuple(tensor.shape), tensor.dtype)
+        size = tensor.numel() * tensor.dtype.itemsize
+        if shard and shard_bytes + size > max_shard_bytes:
+            flush()
+        shard[name] = tensor
+        shard_bytes += size
+    flush()
+    _name_shards(folder, shards)
+    kill_point("export.shards_named")
+    return written
+
+
+def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
+    """Give shards their names, now that their number is known, and list them in the index."""
+    if len(shards) == 1:
+        (folder / _shard_name(0, 0)).rename(folder / WEIGHTS_FILE)
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        name = _shard_name(number, len(shards))
+        (folder / _shard_name(number, 0)).rename(folder / name)
+        weight_map.update(dict.fromkeys(shard, name))
+    total = sum(size for shard in shards for size in shard.values())
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _require_whole(target: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Every tensor of the config's model must have been written, in its shape, and nothing else."""
+    spec = get_model_spec(config["model_type"])
+    expected = spec.state_dict_adapter_class(config, is_critic="score.weight" in shapes).hf_shapes()
+    for name in [*expected, *shapes]:
+        if expected.get(name) != shapes.get(name):
+            raise CheckpointError(
+                f"export {target}: key {name!r} is {_shape(shapes.get(name))} among the weights and "
+                f"{_shape(expected.get(name))} by the config; is it the config of another model?"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def _write_config(
+    folder: Path, config: dict[str, Any], written: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    """Write `config.json`, its dtype and head being those of the weights."""
+    # Where several dtypes are mixed, the widest holds them all without loss.
+    dtype = torch.float16
+    for _, other in written.values():
+        dtype = torch.promote_types(dtype, other) if dtype != torch.float16 else other
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
+    config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    if "score.weight" in written:
+        # transformers' class with a value head of one output; it reads the head's size from the labels.
+        causal = (config.get("architectures") or [""])[0].removesuffix("ForCausalLM")
+        if causal and not causal.endswith("ForSequenceClassification"):
+            config["architectures"] = [f"{causal}ForSequenceClassification"]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    write_json(folder / CONFIG_FILE, config)
+
+
+def _copy_assets(folder: Path, assets: Path | None, tokenizer: Any) -> None:
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if assets is None:
+        return
+    names = (GENERATION_CONFIG_FILE, *(() if tokenizer is not None else TOKENIZER_FILES))
+    for name in names:
+        if (assets / name).is_file():
+            shutil.copyfile(assets / name, folder / name)
+
+
+def _require_replaceable(target: Path) -> None:
+    """Replacing removes a folder, so it must hold nothing but an earlier export."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target}: it is a file; expected a folder to export to")
+    exported = {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES}
+    for entry in sorted(target.iterdir()):
+        is_shard = entry.match("model-*-of-*.safetensors")
+        if entry.name not in exported and not is_shard:
+            raise CheckpointError(
+                f"{target}: it holds {entry.name!r}, which is not part of an export and would be lost; "
+                "choose another folder, or move it away"
+            )
