@@ -1,0 +1,102 @@
+"""Tiny models with random weights, in transformers and in archon, and an engine around one."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from archon.models import BaseArchonModel, get_model_spec
+from archon.rl import GenerationHyperparameters, ModelRequest
+from archon.rl.generation import InProcessEngine
+
+VOCAB = 67
+_FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+@lru_cache(maxsize=32)
+def _pair(
+    family: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...]
+) -> tuple[PreTrainedModel, BaseArchonModel]:
+    config_class, model_class = _FAMILIES[family]
+    config = config_class(
+        **{
+            "hidden_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 40,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": family == "qwen3",
+            # Large enough that attention matters and distributions are neither flat nor one-hot.
+            "initializer_range": 0.12,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        | ({"head_dim": 8} if family == "qwen3" else {})
+        | {key: list(value) if isinstance(value, tuple) else value for key, value in options}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(17)
+        hf = model_class(config).to(dtype).eval()
+    spec = get_model_spec(family)
+    model = spec.model_class(spec.model_args_class.from_hf_config(config)).to(dtype)
+    model.load_state_dict(spec.state_dict_adapter_class(config).from_hf(dict(hf.state_dict())), strict=False)
+    model.tie_weights()
+    return hf, model.requires_grad_(False)
+
+
+def make_pair(
+    family: str = "qwen3", dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[PreTrainedModel, BaseArchonModel]:
+    """The same weights in transformers and in archon; cached, so tests must not change them."""
+    return _pair(family, dtype, tuple(sorted(options.items())))
+
+
+def make_model(dtype: torch.dtype = torch.float32, family: str = "qwen3", **options: Any) -> BaseArchonModel:
+    return make_pair(family, dtype, **options)[1]
+
+
+def make_engine(model: BaseArchonModel | None = None, tokenizer: Any = None, **options: Any) -> InProcessEngine:
+    options = {"max_slots": 8, "page_size": 4, "n_pages": 200} | options
+    return InProcessEngine.from_model(make_model() if model is None else model, tokenizer, **options)
+
+
+def request(prompt: list[int], rid: str | None = None, **gconfig: Any) -> ModelRequest:
+    named = {} if rid is None else {"rid": rid}
+    return ModelRequest(prompt, GenerationHyperparameters(**gconfig), **named)
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def trainer_logprobs(model: BaseArchonModel, prompt: list[int], answer: list[int], temperature: float) -> torch.Tensor:
+    """What the trainer's packed forward gives each token of `answer`; [len(answer)]."""
+    ids = torch.tensor(prompt + answer)
+    labels = torch.cat([ids[1:], torch.tensor([-100])])
+    length = len(ids)
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    scores = model(ids, torch.arange(length), bounds, length, labels=labels, temperature=temperature)
+    return scores.logprobs[len(prompt) - 1 : -1]
+
+
+@lru_cache(maxsize=256)
+def _greedy(hf: PreTrainedModel, prompt: tuple[int, ...], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+def greedy_reference(hf: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """transformers' own greedy `generate`, one prompt at a time."""
+    return _greedy(hf, tuple(prompt), count)

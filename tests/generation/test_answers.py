@@ -1,0 +1,253 @@
+"""What one answer promises: seeds, shared prompts, stops, limits, finish reasons, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from archon.rl import ModelRequest
+from archon.rl.generation.sequence import StopStrings
+from archon.rl.types import ModelResponse
+from archon.schema.errors import RolloutError
+from tests.generation.models import VOCAB, make_engine, make_model, prompts, request
+from tests.tolerances import GENERATED_LOGPROB_FP64
+
+
+class CharTokenizer:
+    """Token i is the i-th of these pieces: single letters, and a multi-byte character in two halves."""
+
+    eos_token_id = 0
+    pad_token_id = 1
+    _pieces = (b"<e>", b"<p>", "é".encode()[:1], "é".encode()[1:], *(bytes([97 + i % 26]) for i in range(VOCAB - 4)))
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return b"".join(self._pieces[i] for i in ids).decode(errors="replace")
+
+
+def letters(text: str) -> list[int]:
+    return [4 + ord(c) - 97 for c in text]
+
+
+def same(one: ModelResponse, other: ModelResponse) -> bool:
+    return one.output_tokens == other.output_tokens
+
+
+def test_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch() -> None:
+    model = make_model(torch.float64)
+    prompt = prompts(9, seed=3)[0]
+    wanted = request(prompt, seed=11, max_new_tokens=30)
+    (alone,) = make_engine(model).generate([wanted])
+    others = [
+        request(p, max_new_tokens=n, temperature=0.5) for p, n in zip(prompts(2, 9, 30, 5), (4, 40, 9, 20), strict=True)
+    ]
+    crowded = make_engine(model, seed=99, page_size=5, prefill_tokens=13, max_slots=3).generate(
+        [*others, wanted, *others]
+    )
+    assert same(crowded[4], alone)
+    torch.testing.assert_close(
+        torch.tensor(crowded[4].output_logprobs),
+        torch.tensor(alone.output_logprobs),
+        rtol=0,
+        atol=GENERATED_LOGPROB_FP64,
+    )
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engine_seed() -> None:
+    wanted = [request(prompts(4)[0], max_new_tokens=12) for _ in range(6)]
+    first, again = (make_engine(seed=5).generate(wanted) for _ in range(2))
+    other = make_engine(seed=6).generate(wanted)
+    assert len({tuple(answer.output_tokens) for answer in first}) == 6
+    assert all(map(same, first, again))
+    assert not any(map(same, first, other))
+
+
+def test_a_resumed_engine_draws_the_seeds_that_come_next() -> None:
+    wanted = [request(prompts(4)[0], max_new_tokens=12) for _ in range(3)]
+    engine = make_engine(seed=5)
+    engine.generate(wanted)
+    resumed = make_engine(seed=5)
+    resumed.load_state_dict(engine.state_dict())
+    assert all(map(same, engine.generate(wanted), resumed.generate(wanted)))
+
+
+@pytest.mark.parametrize("length", [2, 4, 8, 11])
+@pytest.mark.parametrize("prefill_tokens", [3, 100])
+def test_a_shared_prompt_is_read_once_and_gives_what_reading_it_alone_gives(length: int, prefill_tokens: int) -> None:
+    model = make_model(torch.float64)
+    prompt, other = prompts(length, length, seed=1)
+    wanted = [request(p, seed=seed, max_new_tokens=10) for p in (prompt, other) for seed in range(6)]
+    engine = make_engine(model, max_slots=5, prefill_tokens=prefill_tokens)
+    shared = engine.generate(wanted)
+    # Every token of a prompt goes through the model once, and every answer token but the last once.
+    assert engine.stats.prefill_tokens == 2 * length
+    assert engine.stats.decode_tokens == sum(answer.output_len - 1 for answer in shared)
+    assert engine.stats.shared_prompts == 10
+    for one, answer in zip(wanted, shared, strict=True):
+        (alone,) = make_engine(model).generate([one])
+        assert same(alone, answer)
+        torch.testing.assert_close(
+            torch.tensor(alone.output_logprobs),
+            torch.tensor(answer.output_logprobs),
+            rtol=0,
+            atol=GENERATED_LOGPROB_FP64,
+        )
+
+
+def test_pages_and_prompts_are_given_back() -> None:
+    engine = make_engine()
+    engine.generate([request(p, max_new_tokens=9) for p in prompts(3, 3, 9, 20) * 3])
+    scheduler = engine._generator.scheduler
+    assert scheduler.pool.n_free == scheduler.pool.n_pages
+    assert not scheduler.prompts
+
+
+def test_a_small_cache_preempts_and_gives_the_same_answers() -> None:
+    model = make_model(torch.float64)
+    wanted = [request(p, seed=i, max_new_tokens=20) for i, p in enumerate(prompts(3, 10, 6, 12, 1, 8) * 2)]
+    roomy, tight = make_engine(model), make_engine(model, n_pages=9)
+    for one, other in zip(roomy.generate(wanted), tight.generate(wanted), strict=True):
+        assert same(one, other)
+        torch.testing.assert_close(
+            torch.tensor(one.output_logprobs), torch.tensor(other.output_logprobs), rtol=0, atol=GENERATED_LOGPROB_FP64
+        )
+    assert tight.stats.prefill_tokens > roomy.stats.prefill_tokens, "nothing was preempted, so nothing was tested"
+
+
+def test_stop_ids_end_the_answer_and_stay_in_it() -> None:
+    engine = make_engine()
+    prompt = prompts(5)[0]
+    (free,) = engine.generate([request(prompt, greedy=True, max_new_tokens=20)])
+    stop = free.output_tokens[6]
+    (stopped,) = engine.generate([request(prompt, greedy=True, max_new_tokens=20, stop_token_ids=[stop])])
+    assert stopped.output_tokens == free.output_tokens[: free.output_tokens.index(stop) + 1]
+    assert stopped.stop_reason == "stop"
+    assert free.stop_reason == "length"
+
+
+def test_the_finish_reason_is_stop_when_the_last_allowed_token_is_a_stop() -> None:
+    engine = make_engine()
+    prompt = prompts(5)[0]
+    (free,) = engine.generate([request(prompt, greedy=True, max_new_tokens=1)])
+    (stopped,) = engine.generate([request(prompt, greedy=True, max_new_tokens=1, stop_token_ids=free.output_tokens)])
+    assert (free.stop_reason, stopped.stop_reason) == ("length", "stop")
+
+
+def test_end_of_text_ends_every_answer_but_one_that_ignores_it() -> None:
+    model = make_model()
+    prompt = prompts(5)[0]
+    (free,) = make_engine(model).generate([request(prompt, greedy=True, max_new_tokens=20)])
+    engine = make_engine(model, eos_token_ids=[free.output_tokens[3]])
+    ended, ignored = engine.generate(
+        [request(prompt, greedy=True, max_new_tokens=20, ignore_eos=ignore) for ignore in (False, True)]
+    )
+    assert ended.output_tokens == free.output_tokens[: free.output_tokens.index(free.output_tokens[3]) + 1]
+    assert ignored.output_tokens == free.output_tokens
+
+
+def test_the_tokenizer_names_the_end_of_text() -> None:
+    engine = make_engine(tokenizer=CharTokenizer())
+    answers = engine.generate([request(prompts(5)[0], max_new_tokens=200, seed=i) for i in range(6)])
+    assert {answer.stop_reason for answer in answers} == {"stop"}
+    assert all(answer.output_tokens.index(0) == answer.output_len - 1 for answer in answers)
+
+
+def test_nothing_stops_before_min_new_tokens() -> None:
+    engine = make_engine()
+    everything = list(range(VOCAB - 1))
+    answers = engine.generate(
+        [
+            request(prompts(3)[0], seed=i, min_new_tokens=7, max_new_tokens=9, stop_token_ids=everything)
+            for i in range(5)
+        ]
+    )
+    for answer in answers:
+        assert answer.output_tokens[:7] == [VOCAB - 1] * 7
+        assert answer.stop_reason in ("stop", "length")
+        assert answer.output_len == (8 if answer.output_tokens[7] != VOCAB - 1 else 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "stopped_after"),
+    [
+        ("abcdefgh", ["d"], 4),
+        ("abcdefgh", ["cde"], 5),
+        ("abcdefgh", ["xyz", "fg"], 7),
+        ("abcdefgh", ["abcdefgh"], 8),
+        ("ababac", ["abac"], 6),
+        ("abcdefgh", ["hi"], None),
+        ("ab", ["b"], 2),
+    ],
+)
+def test_stop_strings_that_span_tokens(text: str, stops: list[str], stopped_after: int | None) -> None:
+    watch = StopStrings(CharTokenizer(), stops)
+    fed = [watch.feed(token) for token in letters(text)]
+    assert (fed.index(True) + 1 if True in fed else None) == stopped_after
+
+
+def test_stop_strings_with_a_character_in_two_tokens() -> None:
+    watch = StopStrings(CharTokenizer(), ["aé", "zz"])
+    assert [watch.feed(token) for token in (*letters("a"), 2, 3)] == [False, False, True]
+    watch = StopStrings(CharTokenizer(), ["aé", "zz"])
+    assert [watch.feed(token) for token in (2, *letters("zz"))] == [False, False, True]
+
+
+def test_stop_strings_end_the_answer() -> None:
+    engine = make_engine()
+    tokenizer = CharTokenizer()
+    prompt = prompts(5)[0]
+    (free,) = engine.generate([request(prompt, greedy=True, max_new_tokens=20)])
+    text = tokenizer.decode(free.output_tokens[8:10])
+    assert text not in tokenizer.decode(free.output_tokens[:9])
+    wanted = request(prompt, greedy=True, max_new_tokens=20, stop=text)
+    wanted.tokenizer = tokenizer
+    (stopped,) = engine.generate([wanted])
+    assert stopped.output_tokens == free.output_tokens[:10]
+    assert stopped.stop_reason == "stop"
+
+
+def test_max_tokens_counts_the_prompt() -> None:
+    (answer,) = make_engine().generate([request(prompts(7)[0], max_tokens=10, max_new_tokens=20)])
+    assert (answer.output_len, answer.stop_reason) == (3, "length")
+
+
+def test_the_context_ends_an_answer() -> None:
+    (answer,) = make_engine(max_seq_len=12).generate([request(prompts(7)[0], max_new_tokens=20)])
+    assert (answer.output_len, answer.stop_reason) == (5, "length")
+
+
+def test_an_answer_may_fill_the_cache_exactly() -> None:
+    engine = make_engine(n_pages=3, page_size=4)
+    (answer,) = engine.generate([request(prompts(5)[0], max_new_tokens=8)])  # the 13th token is never cached
+    assert answer.output_len == 8
+    with pytest.raises(RolloutError, match=r"5 prompt tokens and up to 9 new ones need 4 pages of 4 tokens.* has 3"):
+        engine.generate([request(prompts(5)[0], max_new_tokens=9)])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (request([1, 2], n_samples=2), "n_samples is 2; a request has one answer"),
+        (request([]), "the prompt is empty"),
+        (request([1, VOCAB]), f"token id {VOCAB} is not below the vocabulary size {VOCAB}"),
+        (request([1, -1]), "token id -1 is not below"),
+        (request([1] * 256), "the prompt of 256 tokens leaves no room for an answer within 256 tokens"),
+        (request([1] * 9, max_tokens=9), "leaves no room for an answer within 9 tokens"),
+        (request([1], stop=["x"]), "need a tokenizer"),
+        (ModelRequest([1], image_data=["x"]), "image_data was given to a text model"),
+    ],
+)
+def test_a_request_that_can_never_be_honoured_is_an_error_at_submission(wanted: ModelRequest, message: str) -> None:
+    engine = make_engine()
+    with pytest.raises(RolloutError, match=message):
+        engine.generate([request([1, 2], max_new_tokens=3), wanted])
+    assert not engine._generator.scheduler.has_work, "the good request of the refused call must not linger"
+
+
+def test_logprobs_are_finite_and_one_per_token() -> None:
+    for answer in make_engine().generate([request(p, max_new_tokens=9, temperature=3.0) for p in prompts(1, 5, 9)]):
+        assert len(answer.output_tokens) == len(answer.output_logprobs) == len(answer.output_versions) == 9
+        assert all(logprob < 0 for logprob in answer.output_logprobs)
+        assert answer.input_len + answer.output_len in (10, 14, 18)
+        assert 0 < answer.ttft <= answer.latency

@@ -1,0 +1,134 @@
+"""Attention over pages against attention over the whole document, on scattered, shared and partly filled pages."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk, continue_attention
+from archon.models.attention.sdpa import sdpa_attention
+from tests.tolerances import PAGED_FP64
+
+HEADS, KV_HEADS, DIM = 6, 2, 8
+
+
+def random_qkv(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(torch.randn(length, heads, DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS))
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=PAGED_FP64)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("placement", ["compact", "reversed", "scattered"])
+def test_a_decode_step_equals_the_last_row_of_packed_attention(
+    placement: str, page_size: int, window: int | None
+) -> None:
+    lengths = [1, 3, 4, 17, 30, 16]
+    counts = [-(-length // page_size) for length in lengths]
+    n_pages = 8 * sum(counts)
+    order = {
+        "compact": np.arange(n_pages),
+        "reversed": np.arange(n_pages)[::-1],
+        "scattered": np.random.default_rng(0).permutation(n_pages),
+    }[placement]
+    starts = np.cumsum([0, *counts])
+    tables = [order[a:b] for a, b in pairwise(starts)]
+    cache = PagedCache(2, n_pages, KV_HEADS, page_size, DIM, torch.float64, "cpu")
+    documents = [random_qkv(length) for length in lengths]
+    # Whatever lies in unused places must not matter.
+    cache.keys.normal_()
+    cache.values.normal_()
+
+    chunks = [PrefillChunk(0, n - 1, list(table), n) for n, table in zip(lengths, tables, strict=True) if n > 1]
+    if chunks:
+        meta = PagedAttention(cache, DecodeRows(np.zeros((0, 1), int), np.zeros(0, int)), chunks)
+        q, k, v = (torch.cat([x[:-1] for x in column]) for column in zip(*documents, strict=True))
+        meta.attend(1, q, k, v, window=window, scale=0.3)
+    pages = np.zeros((len(lengths), max(counts)), dtype=np.int64)
+    for row, table in zip(pages, tables, strict=True):
+        row[: len(table)] = table
+    meta = PagedAttention(cache, DecodeRows(pages, np.array(lengths)))
+    assert meta.positions.tolist() == [length - 1 for length in lengths]
+    q, k, v = (torch.stack([x[-1] for x in column]) for column in zip(*documents, strict=True))
+    got = meta.attend(1, q, k, v, window=window, scale=0.3)
+    for row, (document, length) in enumerate(zip(documents, lengths, strict=True)):
+        whole = sdpa_attention(*document, (length,), window=window, scale=0.3)
+        assert_close(got[row], whole[-1])
+
+
+def test_sequences_that_share_pages() -> None:
+    """Two sequences with the same first eight tokens, in pages both own, and a private page each."""
+    cache = PagedCache(1, 9, KV_HEADS, 4, DIM, torch.float64, "cpu")
+    prefix, tails = random_qkv(8), [random_qkv(3), random_qkv(2)]
+    tables = [[3, 7, 5], [3, 7, 0]]
+    nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
+    PagedAttention(cache, nothing, [PrefillChunk(0, 8, tables[0], 8)]).attend(0, *prefix, window=None, scale=1.0)
+    for tail, table in zip(tails, tables, strict=True):
+        chunk = PrefillChunk(8, len(tail[0]) - 1, table, 12)
+        PagedAttention(cache, nothing, [chunk]).attend(0, *(x[:-1] for x in tail), window=None, scale=1.0)
+    meta = PagedAttention(cache, DecodeRows(np.array(tables), np.array([11, 10])))
+    last = [torch.stack([x[-1] for x in column]) for column in zip(*tails, strict=True)]
+    got = meta.attend(0, *last, window=None, scale=1.0)
+    for row, tail in enumerate(tails):
+        document = [torch.cat(parts) for parts in zip(prefix, tail, strict=True)]
+        assert_close(got[row], sdpa_attention(*document, (len(document[0]),), window=None, scale=1.0)[-1])
+
+
+@pytest.mark.parametrize("window", [None, 3, 100, 1000])
+@pytest.mark.parametrize(("start", "length"), [(0, 5), (7, 1), (50, 300), (300, 129)])
+def test_a_chunk_after_a_cached_prefix(start: int, length: int, window: int | None) -> None:
+    q, k, v = random_qkv(start + length)
+    whole = sdpa_attention(q, k, v, (start + length,), window=window, scale=0.5)
+    assert_close(continue_attention(q[start:], k, v, window=window, scale=0.5), whole[start:])
+
+
+def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:
+    cache = PagedCache(1, 40, KV_HEADS, 4, DIM, torch.float64, "cpu")
+    lengths, starts = [9, 6, 10, 3], [8, 0, 7, 0]  # one decode row, a fresh prompt, the rest of one, a fresh one
+    tables = [list(range(10 * i, 10 * i + 3)) for i in range(4)]
+    documents = [random_qkv(length) for length in lengths]
+    nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
+    for document, start, table in zip(documents, starts, tables, strict=True):
+        if start:
+            meta = PagedAttention(cache, nothing, [PrefillChunk(0, start, table, start)])
+            meta.attend(0, *(x[:start] for x in document), window=4, scale=1.0)
+    chunks = [PrefillChunk(starts[i], lengths[i] - starts[i], tables[i], lengths[i]) for i in (1, 2, 3)]
+    meta = PagedAttention(cache, DecodeRows(np.array(tables[:1]), np.array([9])), chunks)
+    q, k, v = (
+        torch.cat([x[start:] for x, start in zip(column, starts, strict=True)])
+        for column in zip(*documents, strict=True)
+    )
+    got = meta.attend(0, q, k, v, window=4, scale=1.0)
+    wanted = [
+        sdpa_attention(*document, (length,), window=4, scale=1.0)[start:]
+        for document, length, start in zip(documents, lengths, starts, strict=True)
+    ]
+    assert_close(got, torch.cat(wanted))
+    assert meta.positions.tolist() == [8, *range(6), 7, 8, 9, *range(3)]
+    assert meta.document_lengths(meta.positions).tolist() == [9, *[6] * 6, *[10] * 3, *[3] * 3]
+
+
+def test_keys_and_values_are_never_gathered_when_pages_lie_together() -> None:
+    """The decode step of sequences whose pages fill a range reads the cache in place."""
+    cache = PagedCache(1, 64, KV_HEADS, 4, DIM, torch.float64, "cpu")
+    meta = PagedAttention(cache, DecodeRows(np.arange(32).reshape(16, 2), np.full(16, 8)))
+    storage = cache.keys.untyped_storage().data_ptr(), cache.values.untyped_storage().data_ptr()
+    read: list[int] = []
+    matmul = torch.matmul
+
+    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        read.append(b.untyped_storage().data_ptr())
+        return matmul(a, b)
+
+    torch.matmul = watched
+    try:
+        meta.attend(0, *random_qkv(16), window=None, scale=1.0)
+    finally:
+        torch.matmul = matmul
+    assert tuple(read) == storage

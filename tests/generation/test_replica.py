@@ -1,0 +1,154 @@
+"""The generator's weights: copied or shared, laid out for decoding, accounted for by name, proven by a fingerprint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from archon.rl.generation import fingerprint
+from archon.rl.generation.replica import build_replica, copy_weights
+from archon.schema.errors import RolloutError
+from tests.generation.models import make_engine, make_model, prompts, request
+
+
+def clone(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_snapshot_holds_the_weights_and_not_the_tensors(family: str) -> None:
+    model = make_model(family=family)
+    replica, aliased = build_replica(model)
+    assert not aliased
+    mine = dict(replica.named_parameters())
+    assert list(mine) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(mine[name], parameter)
+        assert mine[name].data_ptr() != parameter.data_ptr()
+    assert mine["layers.0.attention.wq.weight"].t().is_contiguous(), "decoding wants [in, out] storage on a CPU"
+    assert not replica.training
+    assert replica.tok_embeddings.weight.is_contiguous() == (family == "qwen2"), "a tied embedding is also the head"
+
+
+def test_weights_already_stored_for_decoding_are_shared() -> None:
+    model = make_model()
+    stored = type(model)(model.args)
+    for module in stored.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
+    stored.tok_embeddings.weight = stored.output.weight
+    replica, aliased = build_replica(stored)
+    assert aliased
+    shared = dict(replica.named_parameters())
+    assert all(shared[name].data_ptr() == p.data_ptr() for name, p in stored.named_parameters())
+
+
+def test_sharing_can_be_asked_for_and_needs_equal_dtypes() -> None:
+    model = make_model()
+    replica, aliased = build_replica(model, mode="alias")
+    assert aliased
+    assert replica.tok_embeddings.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
+    with pytest.raises(RolloutError, match="or of another dtype"):
+        build_replica(model, mode="alias", dtype=torch.bfloat16)
+
+
+def test_an_update_of_shared_weights_changes_the_answers() -> None:
+    source = make_model()
+    model = type(source)(source.args)
+    model.load_state_dict(source.state_dict())
+    engine = make_engine(model, weights="alias")
+    wanted = request(prompts(6)[0], seed=2, max_new_tokens=12)
+    (before,) = engine.generate([wanted])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    engine.update_weights(model)
+    (after,) = engine.generate([wanted])
+    assert before.output_tokens != after.output_tokens
+    assert set(after.output_versions) == {1}
+    assert engine.fingerprint == fingerprint(model)
+
+
+def test_a_replica_of_another_dtype_has_the_fingerprint_of_the_cast_weights() -> None:
+    model = make_model()
+    replica, _ = build_replica(model, dtype=torch.bfloat16)
+    cast = [(name, parameter.bfloat16()) for name, parameter in model.named_parameters()]
+    assert fingerprint(replica) == fingerprint(cast) != fingerprint(model)
+
+
+def test_wrapped_names_are_understood() -> None:
+    model = make_model()
+    replica, _ = build_replica(model)
+    wrapped = [
+        (name.replace("layers.0.", "layers.0._checkpoint_wrapped_module._orig_mod."), p)
+        for name, p in model.named_parameters()
+    ]
+    assert copy_weights(replica, wrapped) == fingerprint(model)
+
+
+def test_every_weight_is_accounted_for_by_name() -> None:
+    model = make_model()
+    weights = clone(model)
+    name = "layers.1.attention.wk.weight"
+
+    def update(changed: dict[str, torch.Tensor] | list[tuple[str, torch.Tensor]]) -> None:
+        copy_weights(build_replica(model)[0], changed.items() if isinstance(changed, dict) else changed)
+
+    with pytest.raises(RolloutError, match=f"1 weights were not sent, such as '{name}'"):
+        update({key: value for key, value in weights.items() if key != name})
+    with pytest.raises(RolloutError, match=r"'layers\.9\.x' is unknown to the generator"):
+        update(weights | {"layers.9.x": torch.zeros(1)})
+    with pytest.raises(RolloutError, match=f"'{name}' is sent twice"):
+        update([*weights.items(), (name, weights[name])])
+    with pytest.raises(RolloutError, match=rf"'{name}' is \(24, 16\), expected \(16, 24\)"):
+        update(weights | {name: weights[name].t()})
+
+
+def test_a_fingerprint_sees_every_change_and_no_storage() -> None:
+    model = make_model()
+    weights = clone(model)
+    reference = fingerprint(weights.items())
+    assert fingerprint(model) == reference
+    name = "layers.0.feed_forward.w1.weight"
+    weight = weights[name]
+    assert fingerprint((weights | {name: weight.t().contiguous().t()}).items()) == reference
+    one_bit = weight.clone()
+    one_bit.view(torch.int32)[3, 4] ^= 1
+    changes = {
+        "one bit": one_bit,
+        "two rows swapped": weight[[1, 0, *range(2, len(weight))]],
+        "two columns swapped": weight[:, [1, 0, *range(2, weight.shape[1])]],
+        "a sign": torch.where(torch.arange(weight.shape[1]) == 2, -weight, weight),
+    }
+    for change, tensor in changes.items():
+        assert fingerprint((weights | {name: tensor}).items()) != reference, change
+    swapped = weights | {name: weights["layers.1.feed_forward.w1.weight"], "layers.1.feed_forward.w1.weight": weight}
+    assert fingerprint(swapped.items()) != reference, "two weights swapped"
+
+
+def test_a_replica_that_cannot_fit_is_refused_with_the_estimate() -> None:
+    with pytest.raises(
+        RolloutError, match=r"does not fit: 0\.00 GiB of weights and [\d.]+ GiB of cache \(1000000000 pages"
+    ):
+        make_engine(n_pages=10**9)
+    with pytest.raises(RolloutError, match="the key-value cache has no page"):
+        make_engine(n_pages=None, cache_bytes=10)
+
+
+def test_the_default_cache_holds_what_the_slots_may_need() -> None:
+    engine = make_engine(n_pages=None, max_slots=3, max_seq_len=30, page_size=4)
+    assert engine._generator.cache.n_pages == 3 * 8
+
+
+def test_a_critic_cannot_generate() -> None:
+    model = make_model()
+    args = type(model.args)(**{**vars(model.args), "is_critic": True})
+    with pytest.raises(RolloutError, match="a critic has no language-model head"):
+        make_engine(type(model)(args))
+
+
+@pytest.mark.parametrize("name", ["max_slots", "page_size", "prefill_tokens"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    with pytest.raises(RolloutError, match=f"{name} is 0; expected at least 1"):
+        make_engine(**{name: 0})

@@ -1,0 +1,147 @@
+"""Sampling against plain loops and against the distribution it claims."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from archon.rl.generation.sampler import (
+    SamplingParams,
+    counter_uniform,
+    filter_top_k_top_p,
+    invert_cumulative,
+    sample,
+)
+from tests.tolerances import CHI_SQUARE_P, FORMULA_FP64
+
+
+def params(rows: int, **given: Any) -> SamplingParams:
+    values = {"temperature": 1.0, "greedy": False, "top_p": 1.0, "top_k": 0, "seed": 0, "index": 0} | given
+    dtypes = {"temperature": float, "greedy": bool, "top_p": float, "top_k": np.int64, "seed": np.uint64}
+    banned = values.pop("banned", [])
+    arrays = {key: np.broadcast_to(np.array(v, dtypes.get(key, np.uint64)), rows).copy() for key, v in values.items()}
+    return SamplingParams(**arrays, banned=banned)
+
+
+def chi_square_p(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """How often a correct sampler deviates at least this much: the upper tail of chi-square with n − 1 degrees."""
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(expected) - 1, dtype=torch.float64)
+    return torch.special.gammaincc(freedom / 2, statistic.double() / 2).item()
+
+
+def plain_filter(probs: list[float], top_k: int, top_p: float) -> list[float]:
+    """Most likely first: stop after top_k tokens, or once those taken hold top_p of what top-k left."""
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    order = order[:top_k] if top_k else order
+    mass = sum(probs[i] for i in order)
+    kept, taken = [0.0] * len(probs), 0.0
+    for i in order:
+        if top_p < 1 and taken / mass >= top_p:
+            break
+        kept[i] = probs[i]
+        taken += probs[i]
+    return kept
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 2, 5, 100])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 1.0])
+def test_top_k_and_top_p_equal_a_plain_loop(top_k: int, top_p: float) -> None:
+    probs = torch.randn(20, 13, dtype=torch.float64).mul(2).softmax(-1)
+    probs[0] = 1 / 13  # all equal: ties go to the lower id
+    got = filter_top_k_top_p(probs, torch.full((20,), top_k), torch.full((20,), top_p, dtype=torch.float64))
+    wanted = torch.tensor([plain_filter(row, top_k, top_p) for row in probs.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=FORMULA_FP64)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 128, 129, 1000])
+def test_inverse_cumulative_equals_a_plain_loop(vocab: int) -> None:
+    probs = torch.rand(200, vocab, dtype=torch.float64)
+    probs[:, ::3] = 0 if vocab > 1 else 1
+    uniform = torch.rand(200, dtype=torch.float64)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    got = invert_cumulative(probs, uniform).tolist()
+    for row, u, token in zip(probs.tolist(), uniform.tolist(), got, strict=True):
+        running, target = 0.0, u * math.fsum(row)
+        wanted = next(i for i, p in enumerate(row) if p > 0 and ((running := running + p) > target or i == last(row)))
+        assert token == wanted
+        assert row[token] > 0
+
+
+def last(row: list[float]) -> int:
+    return max(i for i, p in enumerate(row) if p > 0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_sampled_tokens_follow_the_softmax(temperature: float) -> None:
+    draws, vocab = 40_000, 37
+    logits = torch.randn(vocab).mul(1.5)
+    tokens, _ = sample(logits.expand(draws, -1), params(draws, temperature=temperature, seed=3, index=np.arange(draws)))
+    observed = torch.bincount(tokens, minlength=vocab).double()
+    expected = (logits.double() / temperature).softmax(-1) * draws
+    common = expected >= 5  # the usual condition of the test; the rare ones are pooled
+    observed = torch.cat([observed[common], observed[~common].sum()[None]])
+    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    assert chi_square_p(observed, expected.clamp(min=1e-9)) > CHI_SQUARE_P
+
+
+def test_sampled_tokens_follow_the_softmax_across_seeds() -> None:
+    """Neighbouring seeds are independent streams: the first token of many requests follows the softmax as well."""
+    draws, vocab = 40_000, 11
+    logits = torch.linspace(-1, 1, vocab)
+    tokens, _ = sample(logits.expand(draws, -1), params(draws, seed=np.arange(draws)))
+    observed, expected = torch.bincount(tokens, minlength=vocab).double(), logits.double().softmax(-1) * draws
+    assert chi_square_p(observed, expected) > CHI_SQUARE_P
+
+
+def test_noise_is_uniform_and_depends_on_seed_and_index_only() -> None:
+    seeds, indices = np.meshgrid(np.arange(300), np.arange(300), indexing="ij")
+    noise = counter_uniform(seeds.ravel(), indices.ravel())
+    assert len(np.unique(noise)) == noise.size
+    assert noise.min() >= 0
+    assert noise.max() < 1
+    observed, _ = np.histogram(noise, bins=100, range=(0, 1))
+    assert chi_square_p(torch.from_numpy(observed).double(), torch.full((100,), 900.0)) > CHI_SQUARE_P
+    shuffled = np.random.default_rng(0).permutation(noise.size)
+    again = counter_uniform(seeds.ravel()[shuffled], indices.ravel()[shuffled])
+    assert (again == noise[shuffled]).all()
+
+
+def test_seeds_near_two_to_the_63_are_fine() -> None:
+    assert 0 <= counter_uniform(np.array([2**63 - 1], np.uint64), np.array([2**40], np.uint64))[0] < 1
+
+
+def test_logprob_is_of_the_full_vocabulary_whatever_was_filtered() -> None:
+    logits = torch.randn(6, 50)
+    wanted = (logits / 0.7).log_softmax(-1)
+    for given in ({}, {"top_k": 2}, {"top_p": 0.2}, {"greedy": True}, {"banned": [(0, [1, 2]), (3, [4])]}):
+        tokens, logprobs = sample(logits, params(6, temperature=0.7, seed=np.arange(6), **given))
+        torch.testing.assert_close(logprobs, wanted[torch.arange(6), tokens], rtol=0, atol=2e-6)
+
+
+def test_rows_keep_their_own_parameters() -> None:
+    logits = torch.randn(1, 40).expand(300, -1)
+    order = logits[0].argsort(descending=True)
+    greedy, few = np.arange(300) < 100, np.where(np.arange(300) >= 200, 3, 0)
+    tokens, _ = sample(logits, params(300, greedy=greedy, top_k=few, seed=np.arange(300)))
+    assert (tokens[:100] == order[0]).all()
+    assert len(tokens[100:200].unique()) > 5
+    assert set(tokens[200:].tolist()) == set(order[:3].tolist())
+
+
+def test_banned_tokens_are_not_sampled() -> None:
+    logits = torch.zeros(2000, 4)
+    tokens, _ = sample(logits, params(2000, index=np.arange(2000), banned=[(row, [0, 3]) for row in range(1000)]))
+    assert set(tokens[:1000].tolist()) == {1, 2}
+    assert set(tokens[1000:].tolist()) == {0, 1, 2, 3}
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    logits = torch.zeros(3, 5)
+    logits[1, 2] = torch.nan
+    with pytest.raises(ArithmeticError, match=r"rows \[1\] of 3 are not finite"):
+        sample(logits, params(3))
