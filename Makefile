@@ -5,6 +5,8 @@ export PYTHON TORCH_INDEX
 
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal
 
+KILL_RECORD := benchmarks/records/kills.jsonl
+
 .PHONY: help setup demo test test-slow test-all test-kill lint format bench
 
 help:
@@ -31,7 +33,8 @@ test-all: setup
 	$(PYTEST)
 
 test-kill: setup
-	ARCHON_KILL_TESTS=all $(PYTEST) -k kill
+	rm -f $(KILL_RECORD)
+	ARCHON_KILLS=20 ARCHON_KILL_RECORD=$(abspath $(KILL_RECORD)) $(PYTEST) -k kill
 
 lint: setup
 	.venv/bin/ruff check .

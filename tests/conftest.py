@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -35,6 +36,32 @@ def data_dir() -> Path:
     if folder is None:
         raise pytest.UsageError("a test without the mark `data` asked for data_dir")
     return folder
+
+
+class Kills:
+    """How often a kill test kills at random moments, and the record of each kill.
+
+    `wanted` is 5, or what ARCHON_KILLS says (`make test-kill`: 20). A test adds each kill and what it left behind; with
+    ARCHON_KILL_RECORD the entries are appended to that file as JSON lines.
+    """
+
+    def __init__(self, test: str) -> None:
+        self.test = test
+        self.wanted = int(os.environ.get("ARCHON_KILLS", "5"))
+        self.done = 0
+
+    def add(self, moment: str, **outcome: object) -> None:
+        """`moment` is the named point, or the seconds after which the process was killed."""
+        self.done += 1
+        if record := os.environ.get("ARCHON_KILL_RECORD"):
+            with open(record, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"test": self.test, "moment": moment, **outcome}) + "\n")
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> Kills:
+    """For tests that kill a process; `-k kill` selects them by their names."""
+    return Kills(request.node.name)
 
 
 @pytest.fixture(autouse=True)
