@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.checkpoint import load_latest, save_state
+from archon.checkpoint import load_latest, model_fingerprint, save_state
 from archon.engine import ArchonEngine
 from archon.hf_io import load_tokenizer
 from archon.loss import CrossEntropyLoss, loss_token_count
@@ -57,6 +57,7 @@ class SFTTrainer:
         self.runner = runner
         self.step = 0
         self.total_steps = 0
+        self._saved_step: int | None = None
         self._loss = CrossEntropyLoss()
 
     def train(self) -> dict[str, float]:
@@ -93,9 +94,12 @@ class SFTTrainer:
         self.engine = ArchonEngine(config.model)
         self.engine.initialize(self.total_steps)
         assert self.runner is not None
-        found = load_latest(self.runner.directory.checkpoints) if config.resume else None
+        if not config.resume:
+            return
+        found = load_latest(self.runner.directory.checkpoints, model_fingerprint(self.engine.model.args))
         if found is not None:
             self.step, state = found
+            self._saved_step = self.step
             self.engine.load_state_dict(state["engine"])
             self.loader.load_state_dict(state["rows"])
             self.runner.rewind(self.step)
@@ -127,7 +131,11 @@ class SFTTrainer:
         return {f"eval/{name}": value / weight for name, value in sorted(sums.items())}
 
     def save(self) -> None:
-        """Checkpoint everything a bitwise resume needs."""
+        """Checkpoint everything a bitwise resume needs, unless this step's checkpoint is there already."""
         assert self.runner is not None
+        if self._saved_step == self.step:
+            return
         state = {"engine": self.engine.state_dict(), "rows": self.loader.state_dict()}
-        save_state(self.runner.directory.checkpoints, self.step, state, keep=self.config.checkpoint.keep)
+        fingerprint = model_fingerprint(self.engine.model.args)
+        save_state(self.runner.directory.checkpoints, self.step, state, self.config.checkpoint.keep, fingerprint)
+        self._saved_step = self.step

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from archon.checkpoint import load_latest, save_state
+from archon.checkpoint import load_latest, model_fingerprint, save_state
 from archon.engine import ArchonEngine
 from archon.hf_io import load_tokenizer
 from archon.rl.bootstrap import ensure_checkpoint
@@ -54,6 +54,7 @@ class RLTrainer:
         self.config = config
         self.runner = runner
         self.step = 0
+        self._saved_step: int | None = None
 
     def train(
         self,
@@ -141,10 +142,14 @@ class RLTrainer:
         return metrics
 
     def save(self) -> None:
-        """Checkpoint everything a bitwise resume needs."""
+        """Checkpoint everything a bitwise resume needs, unless this step's checkpoint is there already."""
         assert self.runner is not None
+        if self._saved_step == self.step:
+            return
         state = {"engine": self.engine.state_dict(), "prompts": self.prompts.state_dict()}
-        save_state(self.runner.directory.checkpoints, self.step, state, keep=self.config.checkpoint.keep)
+        fingerprint = model_fingerprint(self.engine.model.args)
+        save_state(self.runner.directory.checkpoints, self.step, state, self.config.checkpoint.keep, fingerprint)
+        self._saved_step = self.step
 
     def export(self) -> None:
         """Write the policy as a Hugging Face checkpoint; with `verify_export`, check its logits in transformers."""
@@ -255,9 +260,10 @@ class RLTrainer:
         """Go on from the newest checkpoint where the configuration asks for it and there is one."""
         if not self.config.resume or self.runner is None:
             return
-        found = load_latest(self.runner.directory.checkpoints)
+        found = load_latest(self.runner.directory.checkpoints, model_fingerprint(self.engine.model.args))
         if found is not None:
             self.step, state = found
+            self._saved_step = self.step
             self.engine.load_state_dict(state["engine"])
             self.prompts.load_state_dict(state["prompts"])
             self.runner.rewind(self.step)

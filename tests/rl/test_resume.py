@@ -1,0 +1,85 @@
+"""`kill -9` and resume: the run goes on bitwise, and trains each prompt exactly once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from archon.checkpoint import load_latest
+from archon.hf_io import load_model
+from archon.metrics import read_jsonl
+from archon.rl import RLTrainer
+from archon.rl.config import RLConfig
+
+MakeConfig = Callable[..., RLConfig]
+ROOT = Path(__file__).resolve().parents[2]
+CLOCKED = ("seconds/", "samples_per_second", "time")
+
+
+def start(config: RLConfig, kill_at: str | None = None) -> subprocess.Popen[bytes]:
+    """`archon rl` in a process of its own; `kill_at` makes it kill itself inside a save."""
+    file = Path(config.run_dir).with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    environment = os.environ | ({"ARCHON_KILL_AT": kill_at} if kill_at else {})
+    command = [sys.executable, "-m", "archon", "rl", "--config", str(file)]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+
+
+def assert_bitwise_equal_runs(config: RLConfig, whole: RLConfig) -> None:
+    one, other = Path(config.run_dir), Path(whole.run_dir)
+    for a, b in zip(load_model(one / "export").parameters(), load_model(other / "export").parameters(), strict=True):
+        assert a.equal(b)
+    rows, expected = (
+        [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in read_jsonl(path / "metrics.jsonl")]
+        for path in (one, other)
+    )
+    assert rows == expected
+    trained = sorted({(row["step"], row["group"]) for row in read_jsonl(one / "trajectories.jsonl")})
+    assert trained == [(step, 6 * (step - 1) + i) for step in range(1, config.total_steps + 1) for i in range(6)]
+
+
+def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_once(
+    rl_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Killed in the third save: steps 3 to 5 are repeated from step 2's checkpoint, and their records replaced."""
+    common: dict[str, Any] = {"total_steps": 6, "checkpoint": {"every": 1}}
+    whole = rl_config(run_dir=str(tmp_path / "whole"), **common)
+    RLTrainer(whole).train()
+    config = rl_config(run_dir=str(tmp_path / "killed"), resume=True, **common)
+    process = start(config, kill_at="save.tensors_written:3")
+    assert process.wait(timeout=120) == -signal.SIGKILL
+    found = load_latest(tmp_path / "killed" / "checkpoints")
+    assert found is not None
+    assert found[0] == 2
+    RLTrainer(config).train()
+    assert_bitwise_equal_runs(config, whole)
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments_and_resume_is_bitwise(rl_config: MakeConfig, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"total_steps": 60, "checkpoint": {"every": 2, "keep": 1}}
+    whole = rl_config(run_dir=str(tmp_path / "whole"), **common)
+    RLTrainer(whole).train()
+    config = rl_config(run_dir=str(tmp_path / "killed"), resume=True, **common)
+    metrics, chance = tmp_path / "killed" / "metrics.jsonl", random.Random(7)
+    for _ in range(4):
+        process = start(config)
+        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        while not metrics.exists() or metrics.stat().st_mtime_ns == before or not metrics.stat().st_size:
+            assert process.poll() is None
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.5))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    RLTrainer(config).train()
+    assert_bitwise_equal_runs(config, whole)

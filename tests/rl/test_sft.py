@@ -1,0 +1,132 @@
+"""Supervised fine-tuning: it learns, its loss is per token whatever the batch, and it resumes bitwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from archon.hf_io import load_model, load_tokenizer
+from archon.metrics import read_jsonl
+from archon.rl import SFTTrainer
+from archon.rl.config import SFTConfig
+from archon.rl.sft import padded_batch
+from archon.runner import Runner
+from archon.schema.errors import CheckpointError
+
+MakeConfig = Callable[..., SFTConfig]
+
+
+@pytest.fixture
+def sft_config(blank: Path, tmp_path: Path) -> MakeConfig:
+    """A small run on 96 numbers to be reversed and 24 held-out ones; keywords replace sections."""
+    for split in ("train", "test"):
+        numbers = [i for i in range(120) if (i % 5 == 0) == (split == "test")]
+        rows = [{"prompt": f"{i}=", "response": str(i)[::-1]} for i in numbers]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(**changes: Any) -> SFTConfig:
+        run = {
+            "run_dir": str(tmp_path / "run"),
+            "total_steps": 6,
+            "batch_size": 16,
+            "model": {"path": str(blank), "init_from_scratch": True, "optimizer": {"lr": 5e-3}},
+            "train_data": {"path": str(tmp_path)},
+            "eval_data": {"path": str(tmp_path), "split": "test"},
+            "eval_every": 3,
+        }
+        return SFTConfig.parse(run | changes)
+
+    return make
+
+
+def records(config: SFTConfig) -> list[dict[str, Any]]:
+    rows = read_jsonl(Path(config.run_dir) / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if name not in ("time", "tokens_per_second")} for row in rows]
+
+
+def test_padded_batch_is_token_aligned_and_shortest_first() -> None:
+    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": [0, 1]}]
+    batch = padded_batch(rows)
+    assert batch["input_ids"].tolist() == [[8, 9, 0], [5, 6, 7]]
+    assert batch["attention_mask"].tolist() == [[True, True, False], [True, True, True]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 0], [0, 1, 1]]
+
+
+def test_sft_lowers_the_held_out_loss_and_exports(sft_config: MakeConfig) -> None:
+    config = sft_config(total_steps=12, eval_every=1)
+    trainer = SFTTrainer(config)
+    trainer.train()
+    losses = [row["eval/loss"] for row in records(config) if "eval/loss" in row]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.5
+    exported = load_model(Path(config.run_dir) / "export")
+    assert all(a.equal(b) for a, b in zip(exported.parameters(), trainer.engine.model.parameters(), strict=True))
+    assert load_tokenizer(Path(config.run_dir) / "export").eos_token == "<|im_end|>"
+
+
+def test_evaluation_loss_is_per_token_whatever_the_batch_size(sft_config: MakeConfig, tmp_path: Path) -> None:
+    """Rows have 2 to 4 trained tokens: a mean of batch means would depend on who stands with whom."""
+    measured = []
+    for size in (7, 24):
+        config = sft_config(batch_size=size, run_dir=str(tmp_path / str(size)))
+        with Runner(config.run_dir, config) as runner:
+            trainer = SFTTrainer(config, runner)
+            trainer.open()
+            measured.append(trainer.evaluate())
+    assert measured[0].keys() == measured[1].keys() == {"eval/loss", "eval/token_prob"}
+    assert measured[0] == pytest.approx(measured[1], rel=1e-6)
+
+
+def test_sigterm_saves_and_leaves_and_the_resumed_sft_is_bitwise_the_uninterrupted_one(
+    sft_config: MakeConfig, tmp_path: Path
+) -> None:
+    whole_config = sft_config(run_dir=str(tmp_path / "whole"))
+    whole = SFTTrainer(whole_config)
+    whole.train()
+
+    config = sft_config(run_dir=str(tmp_path / "parts"), resume=True)
+    with Runner(config.run_dir, config, resume=True) as runner:
+        stopped = SFTTrainer(config, runner)
+        step = stopped.train_step
+
+        def step_and_signal() -> dict[str, float]:
+            if stopped.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step()
+
+        stopped.train_step = step_and_signal  # type: ignore[method-assign]
+        stopped.train()
+        assert (stopped.step, runner.exit_code) == (4, 128 + signal.SIGTERM)
+    torch.manual_seed(99)  # whatever the new process did before
+    resumed = SFTTrainer(config)
+    resumed.train()
+    assert resumed.step == 6
+    for a, b in zip(resumed.engine.model.parameters(), whole.engine.model.parameters(), strict=True):
+        assert a.equal(b)
+    assert records(config) == records(whole_config)
+
+
+def test_epochs_see_every_row_once_each(sft_config: MakeConfig) -> None:
+    config = sft_config(total_steps=None, epochs=2, batch_size=40, eval_data=None)
+    trainer = SFTTrainer(config)
+    trainer.train()
+    assert (trainer.step, trainer.loader.epoch, trainer.loader.cursor) == (6, 2, 48)
+
+
+def test_resume_from_another_models_checkpoint_is_refused(sft_config: MakeConfig, blank: Path, tmp_path: Path) -> None:
+    SFTTrainer(sft_config(total_steps=1)).train()
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in blank.iterdir():
+        content = file.read_text()
+        (other / file.name).write_text(content.replace('"intermediate_size": 48', '"intermediate_size": 40'))
+    config = sft_config(total_steps=2, resume=True, model={"path": str(other), "init_from_scratch": True})
+    with pytest.raises(CheckpointError, match="another model: hidden_dim is 48 there and 40 here"):
+        SFTTrainer(config).train()
