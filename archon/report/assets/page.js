@@ -15,7 +15,7 @@ function number(value) {
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
   if (size >= 10000) return Math.round(value).toLocaleString("en");
-  if (size !== 0 && size < 0.001) return value.toExponential(2);
+  if (size !== 0 && size < 0.001) return Number(value.toPrecision(3)).toExponential();
   return String(Number(value.toPrecision(4)));
 }
 
