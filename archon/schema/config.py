@@ -7,7 +7,7 @@ from here, so there is no second list to fall out of date.
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -32,7 +32,7 @@ class StrictModel(BaseModel):
         return data
 
     @classmethod
-    def parse(cls, data: dict[str, Any], source: str = "config"):
+    def parse(cls, data: dict[str, Any], source: str = "config") -> Self:
         """Validate `data`; raise `ConfigError` with one line naming the dotted key, the value and what was expected."""
         try:
             return cls.model_validate(data)
