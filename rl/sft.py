@@ -67,6 +67,12 @@ class SFTTrainer:
             if self.runner is None:
                 self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
             runner = self.runner
+            if config.bootstrap is not None:
+                # Imported here: it warms its checkpoint up with this trainer.
+                from archon.rl.bootstrap import ensure_checkpoint
+
+                if not ensure_checkpoint(config.bootstrap, config.model.path, runner):
+                    return {}
             self.open()
             with runner.progress("sft", self.total_steps, start=self.step, columns=COLUMNS) as progress:
                 while self.step < self.total_steps and not runner.stop_requested:
