@@ -72,8 +72,8 @@ def answers_equal(gold: str, stated: str) -> bool:
     r"""Whether two written answers have the same value: 7/2 and 3.5, `\frac12` and 0.5, [ 3 ] and 3.0, √12 and 2√3.
 
     Words ("yes", "Tuesday") are compared as words, without case: as mathematics they would be products of letters, in
-    which "god" equals "dog". What math-verify cannot read is compared as text. The comparison of a number with an
-    undefined value (1/0) is false.
+    which "god" equals "dog". What math-verify cannot read is compared as text. An undefined gold answer (1/0) is an
+    error of math-verify's.
     """
     gold_latex, stated_latex = _to_latex(gold), _to_latex(stated)
     if gold_latex == stated_latex:
@@ -82,15 +82,9 @@ def answers_equal(gold: str, stated: str) -> bool:
     if gold_words or stated_words:
         return bool(gold_words and stated_words and gold_words[1].casefold() == stated_words[1].casefold())
     gold_values, stated_values = _parse(gold_latex), _parse(stated_latex)
-    if not gold_values or not stated_values or any(_undefined(value) for value in stated_values):
+    if not gold_values or not stated_values:
         return False
     return bool(_library().verify(list(gold_values), list(stated_values), timeout_seconds=None, raise_on_error=True))
-
-
-def _undefined(value: Any) -> bool:
-    from sympy import Basic, nan, zoo  # type: ignore[import-untyped]
-
-    return isinstance(value, Basic) and value.has(nan, zoo)
 
 
 def math_verify_reward(

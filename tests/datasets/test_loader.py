@@ -28,7 +28,9 @@ def flat(batches: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 10, 25])
 def test_every_row_comes_exactly_once_an_epoch(batch_size: int) -> None:
     loader = RowLoader(rows(10), batch_size, seed=5)
-    seen = flat(numbers(loader, 70))
+    batches = numbers(loader, 70)
+    assert {len(batch) for batch in batches} == {batch_size}
+    seen = flat(batches)
     for epoch in range(len(seen) // 10):
         assert sorted(seen[10 * epoch : 10 * epoch + 10]) == list(range(10))
 

@@ -28,7 +28,7 @@ from archon.rl.rewards import (
 )
 from archon.schema.errors import RewardError
 from tests.rewards import faulty
-from tests.tolerances import REWARD_TIMEOUT_SECONDS, SOON_SECONDS
+from tests.tolerances import REWARD_BATCH_SECONDS, REWARD_TIMEOUT_SECONDS, SOON_SECONDS
 
 
 @pytest.fixture
@@ -203,15 +203,16 @@ async def test_a_killed_reward_takes_its_own_children_along(reward: AsyncRewardW
     assert _ends_soon(int(log.read_text()))
 
 
-async def test_a_cancelled_call_neither_runs_nor_disturbs() -> None:
+async def test_a_cancelled_call_does_not_run(tmp_path: Path) -> None:
+    log = tmp_path / "log"
     with AsyncRewardWrapper(faulty.obey, timeout_seconds=REWARD_TIMEOUT_SECONDS, max_workers=1) as reward:
         running = asyncio.create_task(ask(reward, "sleep", seconds=0.3))
-        queued = asyncio.create_task(ask(reward, "os._exit"))
+        queued = asyncio.create_task(ask(reward, "log", log=str(log)))
         await asyncio.sleep(0.1)
         queued.cancel()
         assert await running == 1.0
         assert await ask(reward, "2.0") == 2.0
-        assert reward.stats().failures["crashed"] == 0
+    assert not log.exists()
 
 
 # -- construction ---------------------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ def test_a_batch_of_256_cheap_rewards_takes_a_tenth_of_a_second(reward: AsyncRew
             seconds.append(time.perf_counter() - started)
         return min(seconds)
 
-    assert asyncio.run(best_of(20)) < 0.1
+    assert asyncio.run(best_of(20)) < REWARD_BATCH_SECONDS
 
 
 def _workers(reward: AsyncRewardWrapper) -> list[psutil.Process]:

@@ -13,7 +13,7 @@ import pytest
 from archon.rl.datasets import get_gsm8k_rl_dataset
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold, get_reward_fn, gold_answer
 from archon.rl.rewards.gsm8k import gsm8k_reward, parse_number
-from archon.rl.rewards.math_verify import answers_equal, math_verify_reward
+from archon.rl.rewards.math_verify import _parse, answers_equal, math_verify_reward
 from archon.schema.errors import RewardError
 
 EQUAL = [
@@ -115,6 +115,8 @@ def test_exact_match_wants_the_exact_text() -> None:
 
 def test_math_verify_scores_outside_the_main_thread() -> None:
     """math-verify's own time-outs use SIGALRM, which fails there; elsewhere that made every reward 0."""
+    answers_equal.cache_clear()
+    _parse.cache_clear()
     scores: list[float] = []
     direct = threading.Thread(
         target=lambda: scores.append(math_verify_reward("", r"\boxed{2\sqrt{3}}", [], [], answer="√12"))
