@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,11 +22,12 @@ def check_rl(config: RLConfig) -> list[str]:
     from archon.rl.workflows import resolve_workflow
 
     check_run_dir(config.run_dir, resume=config.resume)
-    found = check_model("actor", config.actor, config.bootstrap)
-    if config.ref is not None:
-        found += check_model("ref", config.ref, config.bootstrap)
-    tokenizer, lines = check_tokenizer(config.tokenizer or config.actor.path, config.bootstrap)
-    found += lines
+    with blank_checkpoint(config.bootstrap, config.actor.path) as made:
+        found = check_model("actor", config.actor, made)
+        if config.ref is not None:
+            found += check_model("ref", config.ref, made)
+        tokenizer, line = check_tokenizer(config.tokenizer or config.actor.path, made)
+    found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
         found += check_data(name, data, "rl", tokenizer)
     reward = get_reward_fn(config.reward)
@@ -34,12 +38,26 @@ def check_rl(config: RLConfig) -> list[str]:
 def check_sft(config: SFTConfig) -> list[str]:
     """Check an SFT run, as `check_rl` does."""
     check_run_dir(config.run_dir, resume=config.resume)
-    found = check_model("model", config.model, config.bootstrap)
-    tokenizer, lines = check_tokenizer(config.tokenizer or config.model.path, config.bootstrap)
-    found += lines
+    with blank_checkpoint(config.bootstrap, config.model.path) as made:
+        found = check_model("model", config.model, made)
+        tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, made)
+    found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
         found += check_data(name, data, "sft", tokenizer)
     return found
+
+
+@contextmanager
+def blank_checkpoint(bootstrap: BootstrapConfig | None, path: str) -> Iterator[dict[str, str]]:
+    """Where to read config and tokenizer of a checkpoint that a bootstrap has yet to make: {its path: a folder}."""
+    if bootstrap is None or Path(path).exists():
+        yield {}
+        return
+    from archon.rl.bootstrap import write_blank
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_blank(bootstrap, Path(folder))
+        yield {path: folder}
 
 
 def check_run_dir(path: str | Path, *, resume: bool) -> None:
@@ -56,7 +74,7 @@ def check_run_dir(path: str | Path, *, resume: bool) -> None:
         raise ConfigError(f"run directory {path} already holds a run; set resume=true or choose another run_dir")
 
 
-def check_model(name: str, config: EngineConfig, bootstrap: BootstrapConfig | None) -> list[str]:
+def check_model(name: str, config: EngineConfig, made: Mapping[str, str]) -> list[str]:
     """Layout, device and config of a model; its weights are not read."""
     from archon.engine import resolve_device
     from archon.hf_io import read_hf_config
@@ -64,22 +82,19 @@ def check_model(name: str, config: EngineConfig, bootstrap: BootstrapConfig | No
     from archon.parallel.layout import parse_layout
 
     parse_layout(config.layout).dims(resolve_device(config.device).type).require_implemented()
-    if bootstrap is not None and not Path(config.path).exists():
-        return [f"{name}: {config.path} does not exist; the bootstrap will make it"]
-    found = inspect_checkpoint(config.path, read_hf_config(config.path))
+    found = inspect_checkpoint(config.path, read_hf_config(made.get(config.path, config.path)))
     if found.refused:
         raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
-    return [f"{name}: {found.family}, {found.parameters:,} parameters"]
+    origin = ", to be made by the bootstrap" if config.path in made else ""
+    return [f"{name}: {found.family}, {found.parameters:,} parameters{origin}"]
 
 
-def check_tokenizer(path: str, bootstrap: BootstrapConfig | None) -> tuple[Any, list[str]]:
-    """The tokenizer, or None where a bootstrap will make it."""
+def check_tokenizer(path: str, made: Mapping[str, str]) -> tuple[Any, str]:
+    """The tokenizer, and what to say of it."""
     from archon.hf_io import load_tokenizer
 
-    if bootstrap is not None and not Path(path).exists():
-        return None, ["tokenizer: the bootstrap will make it"]
-    tokenizer = load_tokenizer(path)
-    return tokenizer, [f"tokenizer: {len(tokenizer):,} tokens"]
+    tokenizer = load_tokenizer(made.get(path, path))
+    return tokenizer, f"tokenizer: {len(tokenizer):,} tokens"
 
 
 def check_data(name: str, config: DatasetConfig | None, kind: Literal["rl", "sft"], tokenizer: Any) -> list[str]:
@@ -88,7 +103,5 @@ def check_data(name: str, config: DatasetConfig | None, kind: Literal["rl", "sft
 
     if config is None:
         return []
-    if tokenizer is None and (kind == "sft" or config.max_length is not None):
-        return [f"{name}: {config.path}, not read: its rows need the tokenizer that the bootstrap will make"]
     rows = load_rows(config, kind, tokenizer)
     return [f"{name}: {len(rows):,} rows" + (f", {rows.n_filtered:,} too long" if rows.n_filtered else "")]

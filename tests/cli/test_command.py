@@ -6,12 +6,15 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from archon.metrics import read_jsonl
 from archon.models import get_supported_model_types
+
+RECIPES = Path(__file__).resolve().parents[2] / "rl" / "recipes"
 
 
 def test_help_lists_the_commands(archon):
@@ -143,6 +146,13 @@ def test_a_dry_run_prints_the_config_checks_it_and_creates_nothing(archon, comma
     assert yaml.safe_load(done.out)["seed"] == 5
     assert "qwen3, 16,064 parameters" in done.out and "# train_data: 64 rows" in done.out
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_of_the_demo_checks_what_its_bootstrap_would_make(archon, tmp_path):
+    done = archon("rl", "--config", RECIPES / "arithmetic_cpu.yaml", f"run_dir={tmp_path / 'run'}", "--dry-run")
+    assert done.code == 0, done.err
+    assert "to be made by the bootstrap" in done.out and "# eval_data: 1,000 rows" in done.out
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
