@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,20 +33,62 @@ class GeneratorStats:
     shared_prompts: int = 0  # answers whose prompt another one had read
 
 
-@dataclass
-class _Sampled:
-    """Sequences that sample in this step, each from one row of `hidden`."""
+class _SlotParams:
+    """Sampling parameters by slot, so that a step looks them up at once."""
 
-    sequences: list[Sequence] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
+    def __init__(self, max_slots: int) -> None:
+        self.temperature = np.ones(max_slots)
+        self.greedy = np.zeros(max_slots, dtype=bool)
+        self.top_p = np.ones(max_slots)
+        self.top_k = np.zeros(max_slots, dtype=np.int64)
+        self.seed = np.zeros(max_slots, dtype=np.uint64)
+        self.min_new_tokens = np.zeros(max_slots, dtype=np.int64)
+
+    def fill(self, sequence: Sequence) -> None:
+        slot, g = sequence.slot, sequence.request.gconfig
+        self.temperature[slot], self.greedy[slot], self.top_p[slot] = g.temperature, g.greedy, g.top_p
+        self.top_k[slot], self.seed[slot], self.min_new_tokens[slot] = g.top_k or 0, sequence.seed, g.min_new_tokens
+
+    def params(self, sequences: list[Sequence]) -> SamplingParams:
+        slots = [sequence.slot for sequence in sequences]
+        index = np.array([len(sequence.output) for sequence in sequences])
+        early = np.flatnonzero(index < self.min_new_tokens[slots])
+        return SamplingParams(
+            temperature=self.temperature[slots],
+            greedy=self.greedy[slots],
+            top_p=self.top_p[slots],
+            top_k=self.top_k[slots],
+            seed=self.seed[slots],
+            index=index.astype(np.uint64),
+            banned=[(row, sorted(sequences[row].stop_ids)) for row in early.tolist() if sequences[row].stop_ids],
+        )
+
+
+class _Sampled:
+    """Sequences that sample in this step, each from one row of the joined `hidden` [rows, dim]."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self.rows: list[int] = []
+        self.hidden: list[Tensor] = []
+        self.n_rows = 0
+        self._last: Tensor | None = None
+
+    def add_rows(self, sequences: list[Sequence], hidden: Tensor) -> None:
+        """One row each."""
+        self.sequences += sequences
+        self.rows += range(self.n_rows, self.n_rows + len(sequences))
+        self.hidden.append(hidden)
+        self.n_rows += len(sequences)
 
     def add(self, sequence: Sequence, hidden: Tensor) -> None:
-        """Several sequences that fork from one prompt share its row."""
-        if not self.hidden or self.hidden[-1] is not hidden:
-            self.hidden.append(hidden)
-        self.sequences.append(sequence)
-        self.rows.append(len(self.hidden) - 1)
+        """One hidden state [dim]; sequences that fork from one prompt, one after the other, share its row."""
+        if hidden is self._last:
+            self.sequences.append(sequence)
+            self.rows.append(self.n_rows - 1)
+        else:
+            self.add_rows([sequence], hidden[None])
+            self._last = hidden
 
 
 class Generator:
@@ -78,6 +121,7 @@ class Generator:
         self.seed, self.eos_token_ids, self.tokenizer = seed, eos_token_ids, tokenizer
         self.max_slots, self.prefill_tokens = max_slots, prefill_tokens
         self.scheduler = self._new_scheduler()
+        self.slots = _SlotParams(max_slots)
         self.stats = GeneratorStats()
         self.version = 0
         self.submitted = 0
@@ -119,7 +163,7 @@ class Generator:
             stop_strings=self._stop_strings(request),
             on_done=on_done,
         )
-        pages = self.scheduler.most_pages(sequence)
+        pages = self.scheduler.pages_for(sequence.most_cached)
         if pages > self.cache.n_pages:
             raise RolloutError(
                 f"request {request.rid}: {len(prompt)} prompt tokens and up to {limit} new ones need {pages} pages"
@@ -132,7 +176,8 @@ class Generator:
         return sequence
 
     def _request_seed(self) -> int:
-        return int(np.random.SeedSequence([self.seed, self.submitted]).generate_state(1, np.uint64)[0])
+        digest = hashlib.blake2b(f"{self.seed} {self.submitted}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
     def _stop_strings(self, request: ModelRequest) -> StopStrings | None:
         if not request.gconfig.stop:
@@ -164,6 +209,8 @@ class Generator:
     def step(self) -> None:
         """One forward: read what is due, add a token to every sequence that is ready, call back those that end."""
         step = self.scheduler.plan()
+        for sequence in step.admitted:
+            self.slots.fill(sequence)
         sampled = _Sampled()
         self._fork(step.forks, sampled)
         if step.decode or step.chunks:
@@ -174,11 +221,9 @@ class Generator:
 
     def _forward(self, step: Step, sampled: _Sampled) -> None:
         decode, chunks = step.decode, step.chunks
-        width = max((len(sequence.pages) for sequence in decode), default=1)
-        pages = np.zeros((len(decode), width), dtype=np.int64)
-        for row, sequence in enumerate(decode):
-            pages[row, : len(sequence.pages)] = sequence.pages
         lengths = np.array([sequence.total for sequence in decode], dtype=np.int64)
+        width = self.scheduler.pages_for(int(lengths.max(initial=1)))
+        pages = self.scheduler.page_table[[sequence.slot for sequence in decode], :width]
         tokens = [(sequence.output or sequence.prompt)[-1] for sequence in decode]
         parts = []
         for chunk in chunks:
@@ -190,10 +235,8 @@ class Generator:
 
         for sequence in decode:
             sequence.computed += 1
-        sampled.sequences += decode
-        sampled.rows += range(len(sampled.hidden), len(sampled.hidden) + len(decode))
-        sampled.hidden += hidden[: len(decode)].unbind()
         first = len(decode)
+        sampled.add_rows(decode, hidden[:first])
         for chunk in chunks:
             self._read_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
             first += chunk.stop - chunk.start
@@ -222,13 +265,13 @@ class Generator:
     def _sample(self, sampled: _Sampled) -> None:
         head = self.model.output
         assert head is not None
-        logits = head(torch.stack(sampled.hidden))
-        count = len(sampled.sequences)
+        logits = head(torch.cat(sampled.hidden))
+        if len(sampled.sequences) != sampled.n_rows:
+            logits = logits.index_select(0, torch.tensor(sampled.rows, device=self.device))
         block = max(1, _MAX_SAMPLED_ELEMENTS // logits.shape[-1])
-        for first in range(0, count, block):
-            sequences = sampled.sequences[first : first + block]
-            rows = torch.tensor(sampled.rows[first : first + block], device=self.device)
-            tokens, logprobs = sample(logits.index_select(0, rows), _sampling_params(sequences))
+        for first, part in enumerate(logits.split(block)):
+            sequences = sampled.sequences[first * block : first * block + block]
+            tokens, logprobs = sample(part, self.slots.params(sequences))
             for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
                 sequence.append(token, logprob, self.version)
                 if sequence.stop_reason is not None:
@@ -266,21 +309,3 @@ class Generator:
         """
         self.scheduler.restart()
         self.version = version
-
-
-def _sampling_params(sequences: list[Sequence]) -> SamplingParams:
-    configs = [sequence.request.gconfig for sequence in sequences]
-    banned = [
-        (row, sorted(sequence.stop_ids))
-        for row, sequence in enumerate(sequences)
-        if len(sequence.output) < configs[row].min_new_tokens and sequence.stop_ids
-    ]
-    return SamplingParams(
-        temperature=np.array([c.temperature for c in configs]),
-        greedy=np.array([c.greedy for c in configs]),
-        top_p=np.array([c.top_p for c in configs]),
-        top_k=np.array([c.top_k or 0 for c in configs], dtype=np.int64),
-        seed=np.array([sequence.seed for sequence in sequences], dtype=np.uint64),
-        index=np.array([len(sequence.output) for sequence in sequences], dtype=np.uint64),
-        banned=banned,
-    )

@@ -21,8 +21,7 @@ def counter_uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
     The finaliser of SplitMix64 (Steele, Lea, Flood 2014) over the seed, then over its sum with the index.
     """
-    with np.errstate(over="ignore"):
-        mixed = _splitmix64(_splitmix64(seeds.astype(np.uint64)) + indices.astype(np.uint64))
+    mixed = _splitmix64(_splitmix64(seeds.astype(np.uint64)) + indices.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

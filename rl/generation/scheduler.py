@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from archon.rl.generation.pages import PagePool
 from archon.rl.generation.sequence import Prompt, Sequence
 
@@ -38,6 +40,7 @@ class Step:
     decode: list[Sequence]
     chunks: list[Chunk]
     forks: list[Fork]
+    admitted: list[Sequence]  # got their slot in this step
 
 
 class Scheduler:
@@ -55,6 +58,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.prompts: dict[tuple[int, ...], Prompt] = {}
         self._free_slots = list(range(max_slots - 1, -1, -1))
+        # Row `slot` begins with the pages of the sequence in that slot; the columns grow with the longest one.
+        self.page_table = np.zeros((max_slots, 8), dtype=np.int64)
 
     @property
     def has_work(self) -> bool:
@@ -62,10 +67,6 @@ class Scheduler:
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
-
-    def most_pages(self, sequence: Sequence) -> int:
-        """Pages of the longest answer the request allows; its last token is never cached."""
-        return self.pages_for(len(sequence.prompt) + sequence.limit - 1)
 
     def submit(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -76,7 +77,7 @@ class Scheduler:
     def plan(self) -> Step:
         """Give every running sequence the page its next token needs, admit what fits, and choose the chunks to read."""
         self._grow()
-        forks = self._admit()
+        forks, admitted = self._admit()
         decode, chunks = [], []
         budget = self.prefill_tokens
         for sequence in self.running:
@@ -89,7 +90,7 @@ class Scheduler:
                 length = min(pending, budget)
                 budget -= length
                 chunks.append(Chunk(sequence, sequence.computed, sequence.computed + length))
-        return Step(decode, chunks, forks)
+        return Step(decode, chunks, forks, admitted)
 
     def read(self, chunk: Chunk, last_hidden: Any) -> list[Fork]:
         """A chunk has been computed; if it completes a prompt that others wait for, they fork.
@@ -127,12 +128,19 @@ class Scheduler:
             self._drop_pages(prompt)
 
     def _grow(self) -> None:
-        for sequence in list(self.running):
-            if sequence.slot < 0 or sequence.awaits_prompt:
-                continue
+        size = self.page_size
+        short = [s for s in self.running if s.total > len(s.pages) * size and not s.awaits_prompt]
+        for sequence in short:
             missing = self.pages_for(sequence.total) - len(sequence.pages)
-            if missing > 0 and self._make_room(missing, sequence):
-                sequence.pages += self.pool.take(missing)
+            if sequence.slot >= 0 and self._make_room(missing, sequence):
+                self._own(sequence, sequence.pages + self.pool.take(missing))
+
+    def _own(self, sequence: Sequence, pages: list[int]) -> None:
+        sequence.pages = pages
+        width = self.page_table.shape[1]
+        if len(pages) > width:
+            self.page_table = np.pad(self.page_table, ((0, 0), (0, max(width, len(pages) - width))))
+        self.page_table[sequence.slot, : len(pages)] = pages
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
         """Free `count` pages for `sequence`; False when it had to be preempted itself."""
@@ -146,16 +154,19 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self) -> list[Fork]:
-        forks = []
+    def _admit(self) -> tuple[list[Fork], list[Sequence]]:
+        forks: list[Fork] = []
+        admitted: list[Sequence] = []
+        if not self.waiting or not self._free_slots:
+            return forks, admitted
+        # One page to spare for each running sequence that may grow, or a new one would soon be preempted again.
+        spare = sum(self._may_grow(sequence) for sequence in self.running)
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             prompt, shared = sequence.shared, 0
             if prompt is not None and (prompt.leader is not None or prompt.last_hidden is not None):
                 shared = len(sequence.prompt) // self.page_size
             needed = self.pages_for(sequence.total) - shared
-            # One page to spare for each running sequence that may grow, or this one would soon be preempted again.
-            spare = sum(len(other.pages) < self.most_pages(other) for other in self.running)
             if self.running and self.pool.n_free < needed + spare:
                 break
             if not self.running and self.pool.n_free < needed:
@@ -164,8 +175,10 @@ class Scheduler:
                 continue
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
-            sequence.pages = self.pool.take(needed)
+            self._own(sequence, self.pool.take(needed))
             self.running.append(sequence)
+            admitted.append(sequence)
+            spare += self._may_grow(sequence, shared)
             if prompt is None:
                 continue
             if prompt.last_hidden is not None:
@@ -175,7 +188,11 @@ class Scheduler:
                 prompt.followers.append(sequence)
             else:
                 prompt.leader = sequence
-        return forks
+        return forks, admitted
+
+    def _may_grow(self, sequence: Sequence, shared: int = 0) -> bool:
+        """Whether it may need more pages than it owns and those it will share."""
+        return (len(sequence.pages) + shared) * self.page_size < sequence.most_cached
 
     def _fork(self, sequence: Sequence, prompt: Prompt) -> Fork:
         """`sequence` owns private pages only; put the prompt's full pages, which nobody writes to, before them."""
@@ -183,7 +200,7 @@ class Scheduler:
         full = length // self.page_size
         copy = (prompt.pages[full], sequence.pages[0]) if length % self.page_size else None
         self.pool.share(prompt.pages[:full])
-        sequence.pages = prompt.pages[:full] + sequence.pages
+        self._own(sequence, prompt.pages[:full] + sequence.pages)
         sequence.computed = length
         sequence.awaits_prompt = False
         return Fork(sequence, prompt, copy)

@@ -48,16 +48,13 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt = self.request.input_ids
+        self.total = len(self.prompt)  # tokens so far, prompt and answer
+        self.most_cached = self.total + self.limit - 1  # the last token of the longest answer is never cached
 
     @property
     def leads(self) -> bool:
         """Whether this sequence is reading a prompt that others may share."""
         return self.shared is not None and self.shared.leader is self
-
-    @property
-    def total(self) -> int:
-        """Tokens so far, prompt and answer."""
-        return len(self.prompt) + len(self.output)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Tokens start … stop − 1 of prompt and answer."""
@@ -70,6 +67,7 @@ class Sequence:
         """Add a sampled token and settle `stop_reason` if it was the last."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
+        self.total += 1
         self.output.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)

@@ -107,7 +107,7 @@ def test_rope_that_would_turn_cached_keys_is_refused(scaling: dict[str, object],
         config |= {"max_position_embeddings": 32, "rope_parameters": {"rope_theta": 1e4, **scaling}}
         model = Qwen3Model(Qwen3ModelArgs.from_hf_config(config | {"initializer_range": 0.3})).to(dtype)
         model.init_weights()
-        return model, make_engine(model, max_seq_len=64)
+        return model, make_engine(model, max_seq_len=64, prefill_tokens=10)
 
     model, engine = engine_with(torch.float64)
     short, long = prompts(limit - 12, limit + 4)

@@ -67,13 +67,10 @@ def test_inverse_cumulative_equals_a_plain_loop(vocab: int) -> None:
     got = invert_cumulative(probs, uniform).tolist()
     for row, u, token in zip(probs.tolist(), uniform.tolist(), got, strict=True):
         running, target = 0.0, u * math.fsum(row)
-        wanted = next(i for i, p in enumerate(row) if p > 0 and ((running := running + p) > target or i == last(row)))
+        possible = [i for i, p in enumerate(row) if p > 0]
+        wanted = next(i for i in possible if (running := running + row[i]) > target or i == possible[-1])
         assert token == wanted
         assert row[token] > 0
-
-
-def last(row: list[float]) -> int:
-    return max(i for i, p in enumerate(row) if p > 0)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
