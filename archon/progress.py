@@ -86,7 +86,8 @@ class Progress:
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold")
-        names = list(dict.fromkeys(name for _, shown in self._rows for name in shown))
+        present = dict.fromkeys(name for _, shown in self._rows for name in shown)
+        names = [name for name in self.columns or present if name in present]
         for heading in ["step", *names]:
             table.add_column(heading, justify="right", no_wrap=True)
         for step, shown in self._rows:
