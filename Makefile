@@ -48,4 +48,5 @@ format: setup
 	.venv/bin/ruff format .
 
 bench: setup
+	.venv/bin/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	.venv/bin/python -m benchmarks
