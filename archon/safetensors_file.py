@@ -237,7 +237,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kill_at_tensor:
         dtype = DTYPE_NAMES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}  # type: ignore[dict-item]
         offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:

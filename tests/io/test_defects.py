@@ -1,0 +1,388 @@
+"""One defect, one line that names the file and the key; and no weight touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import archon
+from archon.hf_io import load_hf_weights, read_hf_config
+from archon.hf_reader import HFCheckpoint, match_parameters
+from archon.models import get_model_spec
+from archon.schema.errors import CheckpointError, ConfigError, UnknownModelError, UserError
+from tests.io.tiny_checkpoints import config_with, edit_header, make_checkpoint, write_checkpoint
+
+SHARD = "model-00002-of-00003.safetensors"
+KEY = "model.layers.1.self_attn.k_proj.weight"  # stands in SHARD; its shape is [10, 24]
+Entry = dict[str, Any]
+
+
+def in_header(change: Callable[[dict[str, Entry]], Any]) -> Callable[[Path], None]:
+    """A defect of the shard's header; `change` edits it in place, or gives back what replaces it."""
+
+    def damage(folder: Path) -> None:
+        def edit(header: dict[str, Entry]) -> Any:
+            return change(header) or header
+
+        edit_header(folder / SHARD, edit)
+
+    return damage
+
+
+def in_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / "model.safetensors.index.json"
+        index = json.loads(file.read_text())
+        file.write_text(json.dumps(change(index) or index))
+
+    return damage
+
+
+def in_shard(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / SHARD)
+        change(weights)
+        save_file(weights, folder / SHARD)
+
+    return damage
+
+
+def in_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / SHARD).write_bytes(change((folder / SHARD).read_bytes()))
+
+    return damage
+
+
+def length_of(content: bytes) -> int:
+    return int.from_bytes(content[:8], "little")
+
+
+def renamed(header: dict[str, Entry]) -> dict[str, Entry]:
+    return {(KEY.replace("k_proj", "K_proj") if k == KEY else k): v for k, v in header.items()}
+
+
+def duplicated(header: dict[str, Entry]) -> str:
+    text = json.dumps(header)
+    return text[:-1] + ", " + json.dumps({KEY: header[KEY]})[1:]
+
+
+def overlapping(header: dict[str, Entry]) -> None:
+    begin, end = header[KEY]["data_offsets"]
+    header[KEY]["data_offsets"] = [begin - 4, end - 4] if begin else [begin + 4, end + 4]
+
+
+def add(name: str, shape: list[int]) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda weights: weights.update({name: torch.zeros(shape)})
+
+
+def list_in_index(name: str) -> Callable[[Path], None]:
+    return in_index(lambda index: index["weight_map"].update({name: SHARD}))
+
+
+def both(*damages: Callable[[Path], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for one in damages:
+            one(folder)
+
+    return damage
+
+
+# name: (defect, what the message must name)
+DEFECTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "truncated by a byte": (in_bytes(lambda b: b[:-1]), (SHARD, "truncated")),
+    "truncated in the header": (in_bytes(lambda b: b[:40]), (SHARD, "truncated")),
+    "truncated to nothing": (in_bytes(lambda b: b""), (SHARD, "truncated")),
+    "a byte too many": (in_bytes(lambda b: b + b"\0"), (SHARD, "overwritten")),
+    "header is not JSON": (in_bytes(lambda b: b[:9] + b"\x93" + b[10:]), (SHARD, "not JSON")),
+    "header is a list": (in_header(lambda h: "[1, 2]"), (SHARD, "not a JSON object")),
+    "header length one short": (in_bytes(lambda b: (length_of(b) - 1).to_bytes(8, "little") + b[8:]), (SHARD, "JSON")),
+    "header length one long": (in_bytes(lambda b: (length_of(b) + 1).to_bytes(8, "little") + b[8:]), (SHARD, "JSON")),
+    "header length beyond the file": (in_bytes(lambda b: (10**6).to_bytes(8, "little") + b[8:]), (SHARD, "1000000")),
+    "header length of 10 GB": (in_bytes(lambda b: (10**10).to_bytes(8, "little") + b[8:]), (SHARD, "10000000000")),
+    "header length of 2^64 - 1": (in_bytes(lambda b: b"\xff" * 8 + b[8:]), (SHARD, str(2**64 - 1))),
+    "header nested too deep": (in_header(lambda h: "[" * 100_000), (SHARD, "not JSON")),
+    "header with an endless number": (in_header(lambda h: '{"a": ' + "9" * 5000 + "}"), (SHARD, "impossible number")),
+    "header with NaN": (in_header(lambda h: '{"a": NaN}'), (SHARD, "impossible number")),
+    "key twice in a header": (in_header(duplicated), (SHARD, KEY, "twice")),
+    "metadata is not strings": (in_header(lambda h: h.update(__metadata__={"a": {}})), (SHARD, "__metadata__")),
+    "wrong dtype string": (in_header(lambda h: h[KEY].update(dtype="FLOAT")), (SHARD, KEY, "FLOAT")),
+    "dtype of another width": (in_header(lambda h: h[KEY].update(dtype="F64")), (SHARD, KEY, "[10, 24] of F64")),
+    "integers in place of weights": (in_header(lambda h: h[KEY].update(dtype="I32")), (SHARD, KEY, "int32")),
+    "shape of another size": (in_header(lambda h: h[KEY].update(shape=[10, 25])), (SHARD, KEY, "[10, 25]")),
+    "shape of the same size": (
+        in_header(lambda h: h[KEY].update(shape=[24, 10])),
+        (SHARD, KEY, "[24, 10]", "[10, 24]"),
+    ),
+    "negative shape": (in_header(lambda h: h[KEY].update(shape=[-10, -24])), (SHARD, KEY, "[-10, -24]")),
+    "shape of booleans": (in_header(lambda h: h[KEY].update(shape=[True, 240])), (SHARD, KEY, "shape")),
+    "offsets overlap": (in_header(overlapping), (SHARD, "byte")),
+    "offsets beyond the file": (
+        in_header(lambda h: h[KEY].update(data_offsets=[10**9, 10**9 + 960])),
+        (SHARD, "hole"),
+    ),
+    "offsets backwards": (in_header(lambda h: h[KEY].update(data_offsets=[960, 0])), (SHARD, KEY, "-960 bytes")),
+    "offsets are not numbers": (in_header(lambda h: h[KEY].update(data_offsets=["0", "960"])), (SHARD, KEY, "'960'")),
+    "offsets are missing": (in_header(lambda h: h[KEY].__delitem__("data_offsets")), (SHARD, KEY, "data_offsets")),
+    "entry with a field too many": (in_header(lambda h: h[KEY].update(stride=[1, 2])), (SHARD, KEY, "nothing else")),
+    "entry is not an object": (in_header(lambda h: h.update({KEY: 3})), (SHARD, KEY)),
+    "key renamed in a header": (in_header(renamed), (SHARD, KEY, "missing")),
+    "key renamed everywhere": (
+        both(
+            in_header(renamed),
+            in_index(lambda i: i["weight_map"].update({KEY.replace("k_proj", "K_proj"): i["weight_map"].pop(KEY)})),
+        ),
+        (SHARD, KEY.replace("k_proj", "K_proj"), "unknown"),
+    ),
+    "key missing in a shard": (in_shard(lambda w: w.__delitem__(KEY)), (SHARD, KEY, "missing")),
+    "key missing everywhere": (
+        both(in_shard(lambda w: w.__delitem__(KEY)), in_index(lambda i: i["weight_map"].__delitem__(KEY))),
+        (KEY, "missing"),
+    ),
+    "extra key in a shard": (in_shard(add("model.extra.weight", [2])), (SHARD, "model.extra.weight", "not listed")),
+    "extra key everywhere": (
+        both(in_shard(add("model.extra.weight", [2])), list_in_index("model.extra.weight")),
+        (SHARD, "model.extra.weight", "unknown"),
+    ),
+    "a layer too many": (
+        both(
+            in_shard(add("model.layers.2.mlp.up_proj.weight", [35, 24])),
+            list_in_index("model.layers.2.mlp.up_proj.weight"),
+        ),
+        (SHARD, "model.layers.2.mlp.up_proj.weight"),
+    ),
+    "layer number with a leading zero": (
+        both(
+            in_shard(add("model.layers.01.mlp.up_proj.weight", [35, 24])),
+            list_in_index("model.layers.01.mlp.up_proj.weight"),
+        ),
+        (SHARD, "model.layers.01.mlp.up_proj.weight"),
+    ),
+    "key in two shards": (in_shard(add("model.embed_tokens.weight", [61, 24])), (SHARD, "model.embed_tokens.weight")),
+    "a value head in an actor": (
+        both(in_shard(add("score.weight", [1, 24])), list_in_index("score.weight")),
+        (SHARD, "score.weight"),
+    ),
+    "shard missing": (lambda f: (f / SHARD).unlink(), ("index.json", SHARD, "does not exist")),
+    "shard is a folder": (lambda f: ((f / SHARD).unlink(), (f / SHARD).mkdir()), (SHARD, "not a regular file")),
+    "shard is a pipe": (lambda f: ((f / SHARD).unlink(), os.mkfifo(f / SHARD)), (SHARD, "not a regular file")),
+    "index points nowhere": (
+        in_index(lambda i: i["weight_map"].update({KEY: "model-00009-of-00003.safetensors"})),
+        ("index.json", KEY, "model-00009-of-00003.safetensors"),
+    ),
+    "index points to another shard": (
+        in_index(lambda i: i["weight_map"].update({KEY: "model-00001-of-00003.safetensors"})),
+        ("model-00001-of-00003.safetensors", KEY, SHARD),
+    ),
+    "index forgets a key": (in_index(lambda i: i["weight_map"].__delitem__(KEY)), (SHARD, KEY, "not listed")),
+    "index without weight_map": (in_index(lambda i: {"metadata": {}}), ("index.json", "weight_map")),
+    "index is not JSON": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{"),
+        ("index.json", "not JSON"),
+    ),
+    "index leads up": (
+        in_index(lambda i: i["weight_map"].update({KEY: "../model.safetensors"})),
+        ("index.json", KEY, "../model.safetensors"),
+    ),
+    "index is absolute": (
+        in_index(lambda i: i["weight_map"].update({KEY: "/etc/model.safetensors"})),
+        ("index.json", KEY, "/etc/model.safetensors"),
+    ),
+    "index leads into a folder": (
+        in_index(lambda i: i["weight_map"].update({KEY: "sub/model.safetensors"})),
+        ("index.json", KEY, "sub/model.safetensors"),
+    ),
+    "index names another kind of file": (
+        in_index(lambda i: i["weight_map"].update({KEY: "config.json"})),
+        ("index.json", KEY, "config.json"),
+    ),
+    "index names a number": (in_index(lambda i: i["weight_map"].update({KEY: 3})), ("index.json", KEY)),
+    "both a single file and an index": (
+        lambda f: shutil.copy(f / SHARD, f / "model.safetensors"),
+        ("index.json", "model.safetensors", "both"),
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_every_defect_is_an_error_that_names_file_and_key(tmp_path: Path, defect: str) -> None:
+    folder, _ = make_checkpoint(tmp_path, shards=3)
+    assert KEY in load_file(folder / SHARD)
+    config = read_hf_config(folder)
+    spec = get_model_spec("qwen3")
+    model = spec.model_class(spec.model_args_class.from_hf_config(config))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    damage, names = DEFECTS[defect]
+    damage(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load_hf_weights(model, spec.state_dict_adapter_class(config), folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(str(folder))
+    for name in names:
+        assert name in message
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_flipping_any_header_byte_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
+    """What a flip may leave alone is the free text of __metadata__."""
+    folder, _ = make_checkpoint(tmp_path, num_hidden_layers=1)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    config = read_hf_config(folder)
+    spec = get_model_spec("qwen3")
+    adapter = spec.state_dict_adapter_class(config)
+    with torch.device("meta"):
+        model = spec.model_class(spec.model_args_class.from_hf_config(config))
+    with HFCheckpoint(folder) as checkpoint:
+        entries = checkpoint.entries
+    refused = 0
+    for position in range(8 + length_of(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= (0x01, 0x02, 0x10, 0x20, 0x80)[position % 5]
+        file.write_bytes(flipped)
+        refusal = None
+        try:
+            with HFCheckpoint(folder) as checkpoint:
+                match_parameters(checkpoint, model, adapter)
+        except CheckpointError as error:
+            refusal = str(error)
+        assert str(folder) in refusal if refusal else checkpoint.entries == entries, position
+        refused += refusal is not None
+    assert refused > 0.95 * length_of(content)
+
+
+# The folder and its config
+
+
+def assert_refused(match: str, path: Path | str, kind: type[UserError] = CheckpointError) -> None:
+    with pytest.raises(kind, match=match) as caught:
+        archon.load_model(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_path(tmp_path: Path) -> None:
+    assert_refused("nowhere: it does not exist", tmp_path / "nowhere")
+
+
+def test_name_of_the_hub_is_told_from_a_path() -> None:
+    assert_refused("Qwen/Qwen3-0.6B: it does not exist.*hf download Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+
+
+def test_path_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert_refused("it is a file; expected the folder", tmp_path / "file")
+
+
+def test_not_a_checkpoint(tmp_path: Path) -> None:
+    assert_refused("it is not a checkpoint: it holds no config.json", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "config.json: it is not JSON"),
+        ("[]", "config.json: expected a JSON object, got list"),
+        ("{}", "config.json: model_type is None"),
+        ('{"model_type": 3}', "config.json: model_type is 3"),
+        ("\xff", "config.json: it is not JSON"),
+    ],
+)
+def test_config_that_is_none(tmp_path: Path, text: str, match: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    assert_refused(match, tmp_path)
+
+
+def test_unknown_family(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config_with(model_type="gpt2"), {})
+    assert_refused("model_type 'gpt2' is not supported; supported are", tmp_path, UnknownModelError)
+
+
+def test_dtype_that_is_none(tmp_path: Path) -> None:
+    folder, weights = make_checkpoint(tmp_path)
+    write_checkpoint(folder, config_with(torch_dtype="int8"), weights)
+    assert_refused("'dtype' is 'int8'", folder, ConfigError)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config_with(), {})
+    (tmp_path / "model.safetensors").unlink()
+    assert_refused("holds no weights: neither model.safetensors nor", tmp_path)
+
+
+def test_checkpoint_of_another_family(tmp_path: Path) -> None:
+    folder, weights = make_checkpoint(tmp_path)
+    write_checkpoint(folder, config_with(model_type="qwen2", head_dim=None), weights)
+    assert_refused(r"model.safetensors: .*q_proj|k_norm|shape", folder)
+
+
+# Hostile files
+
+
+class Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model.pt"])
+def test_pickled_weights_are_refused_and_not_run(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path / "in", config_with(), {})
+    (tmp_path / "in" / "model.safetensors").unlink()
+    (tmp_path / "in" / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    assert_refused(
+        "pickled" if name != "model.safetensors" else "model.safetensors: its header claims", tmp_path / "in"
+    )
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_link_that_leads_out_of_the_checkpoint_is_refused(tmp_path: Path, shards: int) -> None:
+    folder, _ = make_checkpoint(tmp_path / "in", shards)
+    file = folder / ("model.safetensors" if shards == 1 else SHARD)
+    (tmp_path / "elsewhere").mkdir()
+    outside = shutil.move(file, tmp_path / "elsewhere" / "weights.safetensors")
+    file.symlink_to(outside)
+    assert_refused(f"{file.name}: it is a link to {outside}, outside the checkpoint", folder)
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    """models--org--name/snapshots/<commit>/* are links to models--org--name/blobs/<hash>."""
+    folder, _ = make_checkpoint(tmp_path / "snapshots" / "0123abc", 3)
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        shutil.move(file, tmp_path / "blobs" / str(number))
+        file.symlink_to(Path("..", "..", "blobs", str(number)))
+    archon.load_model(folder)
+    (tmp_path / "linked").symlink_to(folder)
+    archon.load_model(tmp_path / "linked")
+
+
+def test_dangling_link(tmp_path: Path) -> None:
+    folder, _ = make_checkpoint(tmp_path, 3)
+    (folder / SHARD).unlink()
+    (folder / SHARD).symlink_to(folder / "gone.safetensors")
+    assert_refused(f"{SHARD}, which does not exist", folder)
+
+
+def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    folder, _ = make_checkpoint(tmp_path)
+    config = read_hf_config(folder)
+    spec = get_model_spec("qwen3")
+    model = spec.model_class(spec.model_args_class.from_hf_config(config))
+    with HFCheckpoint(folder) as checkpoint:
+        targets = match_parameters(checkpoint, model, spec.state_dict_adapter_class(config))
+        os.truncate(folder / "model.safetensors", 4000)
+        with pytest.raises(CheckpointError, match=r"model.safetensors: it ends within key '.*'; was it changed"):
+            checkpoint.read(targets)
