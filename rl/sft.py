@@ -58,6 +58,7 @@ class SFTTrainer:
         self.step = 0
         self.total_steps = 0
         self._saved_step: int | None = None
+        self._stepping = False
         self._loss = CrossEntropyLoss()
 
     def train(self) -> dict[str, float]:
@@ -74,18 +75,22 @@ class SFTTrainer:
                 if not ensure_checkpoint(config.bootstrap, config.model.path, runner):
                     return {}
             self.open()
+            stack.callback(self.save)  # also when an error or Ctrl-C ends the run
             with runner.progress("sft", self.total_steps, start=self.step, columns=COLUMNS) as progress:
                 while self.step < self.total_steps and not runner.stop_requested:
                     metrics = self.train_step()
                     self.step += 1
-                    if self.step == self.total_steps or due(self.step, config.eval_every):
-                        metrics |= self.evaluate()
-                    runner.metrics.write(self.step, metrics)
+                    self._stepping = False
+                    try:
+                        if self.step == self.total_steps or due(self.step, config.eval_every):
+                            metrics |= self.evaluate()
+                    finally:
+                        runner.metrics.write(self.step, metrics)
                     progress.update(self.step, metrics)
                     if due(self.step, config.checkpoint.every):
                         self.save()
-            self.save()
             if self.step == self.total_steps:
+                self.save()
                 self.engine.save(runner.directory.export)
         return metrics
 
@@ -113,6 +118,7 @@ class SFTTrainer:
     def train_step(self) -> dict[str, float]:
         """One optimiser step on the next rows."""
         seconds: dict[str, float] = {}
+        self._stepping = True
         with timed(seconds, "step"):
             batch = padded_batch(self.loader.next_batch())
             metrics = self.engine.train_batch(batch, self._loss, loss_token_count)
@@ -137,9 +143,12 @@ class SFTTrainer:
         return {f"eval/{name}": value / weight for name, value in sorted(sums.items())}
 
     def save(self) -> None:
-        """Checkpoint everything a bitwise resume needs, unless this step's checkpoint is there already."""
+        """Checkpoint everything a bitwise resume needs.
+
+        Nothing is written when this step's checkpoint is there already, or when an error struck inside a step.
+        """
         assert self.runner is not None
-        if self._saved_step == self.step:
+        if self._saved_step == self.step or self._stepping:
             return
         state = {"engine": self.engine.state_dict(), "rows": self.loader.state_dict()}
         fingerprint = model_fingerprint(self.engine.model.args)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from archon.checkpoint import load_latest, model_fingerprint, save_state
 from archon.engine import ArchonEngine
 from archon.hf_io import load_tokenizer
+from archon.metrics import read_jsonl
 from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
 from archon.rl.data import PromptStream, load_rows
@@ -55,6 +56,7 @@ class RLTrainer:
         self.runner = runner
         self.step = 0
         self._saved_step: int | None = None
+        self._updating = False
 
     def train(
         self,
@@ -75,6 +77,7 @@ class RLTrainer:
             if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner):
                 return {}
             stack.enter_context(self.opened(workflow, eval_workflow))
+            stack.callback(self.save)  # also when an error or Ctrl-C ends the run
             with runner.progress("rl", config.total_steps, start=self.step, columns=COLUMNS) as progress:
                 metrics = self.evaluate() if self.step == 0 else {}
                 if metrics:
@@ -83,15 +86,17 @@ class RLTrainer:
                 while self.step < config.total_steps and not runner.stop_requested:
                     metrics = self.train_step()
                     self.step += 1
-                    if self.step == config.total_steps or due(self.step, config.evaluation.every):
-                        metrics |= self.evaluate()
-                    runner.metrics.write(self.step, metrics)
+                    self._updating, self._cursor = False, self.prompts.state_dict()
+                    try:
+                        if self.step == config.total_steps or due(self.step, config.evaluation.every):
+                            metrics |= self.evaluate()
+                    finally:
+                        runner.metrics.write(self.step, metrics)
                     progress.update(self.step, metrics)
                     if due(self.step, config.checkpoint.every):
                         self.save()
-            self.save()
             if self.step == config.total_steps:
-                self.export()
+                self.finish()
         return metrics
 
     def train_step(self) -> dict[str, float]:
@@ -103,15 +108,16 @@ class RLTrainer:
         if batch:
             if not self._gate_passed:
                 self._pass_gate(batch)
+            advantages = self.update.advantages(batch.trajectories, self.step)
+            if self.runner is not None:
+                n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
+                write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer)
+            self._updating = True
             with timed(seconds, "update"):
-                advantages = self.update.advantages(batch.trajectories, self.step)
                 metrics |= self.update.train(batch.trajectories, advantages, self.step)
             with timed(seconds, "push"):
                 self.engine.version += 1
                 self.generator.update_weights(self.engine.model, version=self.engine.version)
-            if self.runner is not None:
-                n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
-                write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer)
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         metrics["skipped_update"] = float(not batch)
         return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
@@ -142,14 +148,30 @@ class RLTrainer:
         return metrics
 
     def save(self) -> None:
-        """Checkpoint everything a bitwise resume needs, unless this step's checkpoint is there already."""
+        """Checkpoint everything a bitwise resume needs.
+
+        A step that an error ended before its update is as if it had not begun: its prompts are trained on after a
+        resume. Nothing is written when this step's checkpoint is there already, or when the error struck inside the
+        update, which leaves weights that belong to no step.
+        """
         assert self.runner is not None
-        if self._saved_step == self.step:
+        if self._saved_step == self.step or self._updating:
             return
-        state = {"engine": self.engine.state_dict(), "prompts": self.prompts.state_dict()}
+        state = {"engine": self.engine.state_dict(), "prompts": self._cursor}
         fingerprint = model_fingerprint(self.engine.model.args)
         save_state(self.runner.directory.checkpoints, self.step, state, self.config.checkpoint.keep, fingerprint)
         self._saved_step = self.step
+
+    def finish(self) -> None:
+        """Save, export, and say what the run has brought on the held-out prompts."""
+        assert self.runner is not None
+        self.save()
+        self.export()
+        rewards = [r for r in read_jsonl(self.runner.directory.metrics) if "eval/reward" in r]
+        for name, what in (("eval/reward", "sampled"), ("eval/greedy_reward", "greedy")):
+            if len(rewards) > 1 and name in rewards[0]:
+                before, after = rewards[0][name], rewards[-1][name]
+                self.runner.log(f"held-out reward, {what}: {before:.3f} before, {after:.3f} after")
 
     def export(self) -> None:
         """Write the policy as a Hugging Face checkpoint; with `verify_export`, check its logits in transformers."""
@@ -191,6 +213,7 @@ class RLTrainer:
         rows = load_rows(config.train_data, "rl", self.tokenizer)
         held_out = load_rows(config.eval_data, "rl", self.tokenizer) if config.eval_data else []
         self.prompts = PromptStream(rows, config.seed)
+        self._cursor = self.prompts.state_dict()
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
         if config.rollout.gold_checked != 0:
             for checked in filter(None, (rows, held_out)):
@@ -232,17 +255,17 @@ class RLTrainer:
             **config.generator.model_dump(exclude={"memory_gib"}),
         )
         trained = resolve_workflow(workflow, reward_fn=reward, gconfig=config.gconfig, tokenizer=self.tokenizer)
-        temperature, log = config.gconfig.temperature, self.runner.log if self.runner else print
+        temperature = config.gconfig.temperature
         self.rollout = Rollout(
             self.generator,
             trained,
             seed=config.seed,
             check=lambda gconfig: check_replayable(gconfig, temperature),
-            log=log,
+            log=self._log,
         )
         evaluated = {"": eval_workflow} if eval_workflow else self._evaluated(trained)
         self.evaluations = {
-            prefix: Rollout(self.generator, item, seed=config.seed, log=log) for prefix, item in evaluated.items()
+            prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in evaluated.items()
         }
 
     def _evaluated(self, trained: RolloutWorkflow) -> dict[str, RolloutWorkflow]:
@@ -266,7 +289,11 @@ class RLTrainer:
             self._saved_step = self.step
             self.engine.load_state_dict(state["engine"])
             self.prompts.load_state_dict(state["prompts"])
+            self._cursor = state["prompts"]
             self.runner.rewind(self.step)
+
+    def _log(self, message: str) -> None:
+        (self.runner.log if self.runner else print)(message)
 
     def _pass_gate(self, batch: RolloutBatch) -> None:
         """Refuse to train unless the first batch's importance ratio is 1 up to rounding."""
@@ -275,3 +302,4 @@ class RLTrainer:
         difference = self.update.logprob_difference(batch.trajectories)
         check_gate(difference, limit)
         self._gate_passed = True
+        self._log(f"first-step ratio gate: mean |Δ logprob| {difference:.1e}, limit {limit:.1e}")

@@ -150,5 +150,5 @@ def test_run_from_nothing_ends_with_an_export_that_transformers_computes_alike(
 
 def test_bpe_without_a_dataset_names_the_missing_field(runner: Runner, tmp_path: Path) -> None:
     config = BootstrapConfig.parse({"tokenizer": {"kind": "bpe"}})
-    with pytest.raises(ConfigError, match="bootstrap.tokenizer.train_data is not set"):
+    with pytest.raises(ConfigError, match=r"bootstrap.tokenizer.train_data is not set"):
         ensure_checkpoint(config, tmp_path / "model", runner)

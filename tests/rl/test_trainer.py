@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.checkpoint import load_latest
 from archon.metrics import read_jsonl
 from archon.rl import RLTrainer, RLVRWorkflow
 from archon.rl.config import RLConfig
+from archon.rl.context import workflow_context
 from archon.rl.replay import GATE_LIMITS, check_gate, gate_limit
+from archon.rl.rollout import WorkflowError
 from archon.rl.types import InferenceEngine
 from archon.runner import Runner
 from archon.schema.errors import ConfigError, RewardError, RolloutError
@@ -149,8 +152,6 @@ class StopsAtStep(RLVRWorkflow):
     """Sends this process SIGTERM in the step that trains prompt 12 and lets the step go on."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
-        from archon.rl.context import workflow_context
-
         if workflow_context.get().task_id == 12 and not workflow_context.get().is_eval:
             os.kill(os.getpid(), signal.SIGTERM)
         return await super().arun_episode(engine, data)
@@ -247,3 +248,47 @@ def test_progress_and_configuration_are_written_down(rl_config: MakeConfig, caps
     RLTrainer(config).train()
     assert "rl 2/2  reward" in capsys.readouterr().out
     assert json.loads((Path(config.run_dir) / "versions.json").read_text())["torch"] == torch.__version__
+
+
+class BreaksAtPrompt15(RLVRWorkflow):
+    """Fails for good from the third step on."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        if workflow_context.get().task_id >= 12:
+            raise OSError("the environment is gone")
+        return await super().arun_episode(engine, data)
+
+
+def test_error_that_ends_the_run_loses_nothing_trained_and_no_prompt(rl_config: MakeConfig, tmp_path: Path) -> None:
+    whole_config = rl_config(run_dir=str(tmp_path / "whole"))
+    whole = RLTrainer(whole_config)
+    whole.train()
+    config = rl_config(run_dir=str(tmp_path / "broken"), resume=True)
+    with pytest.raises(WorkflowError, match="the environment is gone"):
+        RLTrainer(config).train(workflow=BreaksAtPrompt15)
+    resumed = RLTrainer(config)
+    resumed.train()
+    assert prompts_trained(config) == prompts_trained(whole_config)
+    assert records(config) == records(whole_config)
+    expected = weights(whole)
+    assert all(tensor.equal(expected[name]) for name, tensor in weights(resumed).items())
+
+
+def test_error_inside_an_update_saves_no_half_updated_weights(rl_config: MakeConfig) -> None:
+    config = rl_config(checkpoint={"every": 1})
+    trainer = RLTrainer(config)
+    with Runner(config.run_dir, config) as runner:
+        trainer.runner = runner
+        train_step = trainer.train_step
+
+        def fails_in_the_push() -> dict[str, float]:
+            if trainer.step == 2:
+                trainer.generator.update_weights = None  # type: ignore[method-assign, assignment]
+            return train_step()
+
+        trainer.train_step = fails_in_the_push  # type: ignore[method-assign]
+        with pytest.raises(TypeError):
+            trainer.train()
+    found = load_latest(Path(config.run_dir) / "checkpoints")
+    assert found is not None
+    assert found[0] == 2
