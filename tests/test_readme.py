@@ -1,0 +1,107 @@
+"""What the README shows is run here as it stands."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tolerances import PARITY_FP32
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+
+def shown(name: str, page: Path = README) -> str:
+    """The Python block behind `<!-- test: name -->`."""
+    found = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert found, f"{page} shows no block named {name}"
+    return found[1]
+
+
+def test_the_plain_loop_trains_a_checkpoint_that_transformers_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    Qwen3ForCausalLM(config).save_pretrained("checkpoint")
+    code, names = shown("plain-loop"), dict[str, object]()
+    assert len(code.strip().splitlines()) <= 20
+
+    exec(compile(code, str(README), "exec"), names)
+
+    before = AutoModelForCausalLM.from_pretrained("checkpoint")
+    after = AutoModelForCausalLM.from_pretrained("trained")
+    document = torch.tensor([[1, 2, 3, 4, 5]])
+    with torch.no_grad():
+        ours = names["model"](document, torch.arange(5)[None], torch.tensor([0, 5], dtype=torch.int32), 5)
+        theirs = after(document).logits
+        first = before(document).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=PARITY_FP32 * float(theirs.abs().max()))
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits[0, :-1], document[0, 1:])
+
+    assert loss(theirs) < loss(first) - 0.1
+
+
+def test_the_reward_of_the_rl_guide_scores_through_the_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from archon.rl import AsyncRewardWrapper
+
+    (tmp_path / "guide_rewards.py").write_text(shown("reward", ROOT / "rl" / "README.md"))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with AsyncRewardWrapper("guide_rewards.close_enough", max_workers=1) as reward:
+        score = asyncio.run(reward("2+2=", "4", [1], [2], answer="4"))
+
+    assert float(score) == pytest.approx(1.1)
+    assert score.parts == {"right": 1.0, "short": pytest.approx(0.1)}
+
+
+def test_the_workflow_of_the_rl_guide_returns_trajectories_that_are_accepted() -> None:
+    from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+    from archon.rl import GenerationHyperparameters, InProcessEngine
+    from archon.rl.bootstrap import make_tokenizer
+    from archon.rl.config import TokenizerRecipe
+    from archon.rl.rollout import Prompt, Rollout
+
+    names: dict[str, object] = {}
+    exec(compile(shown("workflow", ROOT / "rl" / "README.md"), "rl/README.md", "exec"), names)
+    tokenizer = make_tokenizer(TokenizerRecipe(kind="characters", alphabet="0123456789+=", chat_template="plain"))
+    args = Qwen3ModelArgs(
+        dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=16, vocab_size=len(tokenizer)
+    )
+    torch.manual_seed(0)
+    model = Qwen3Model(args)
+    model.init_weights()
+    model.init_buffers("cpu")
+    workflow = names["ShorterIsBetter"](GenerationHyperparameters(n_samples=3, max_new_tokens=4), tokenizer)
+    rollout = Rollout(InProcessEngine.from_model(model, tokenizer, max_slots=4), workflow)
+    prompts = [Prompt(index, {"prompt": "1+1="}) for index in range(2)]
+
+    batch = asyncio.run(rollout.collect(lambda n: prompts[:n], 2, 0))
+
+    lengths = batch.trajectories["loss_mask"].sum(1)
+    assert batch.trajectories["rewards"].tolist() == (-lengths).tolist()
+
+
+def test_every_file_and_recipe_that_the_readme_names_is_there() -> None:
+    text = README.read_text()
+    paths = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r"--config (\S+\.yaml)", text)
+
+    assert paths
+    assert [path for path in paths if not (README.parent / path).exists()] == []
