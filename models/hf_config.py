@@ -186,9 +186,10 @@ def _read_rope(config: Mapping[str, Any], max_seq_len: int) -> tuple[float, Rope
     kind = kinds.pop()
     if kinds or kind not in _ROPE_REQUIRED:
         refuse(f"{source}.rope_type", kind, f"expected one of {', '.join(_ROPE_REQUIRED)}, given once")
-    theta = scaling.pop("rope_theta", None)
-    if theta is None:
-        theta = config.get("rope_theta")
+    outer, inner = config.get("rope_theta"), scaling.pop("rope_theta", None)
+    if outer is not None and inner is not None and outer != inner:
+        refuse("rope_theta", outer, f"it contradicts the {inner!r} of {source}; keep one")
+    theta = inner if inner is not None else outer
     theta = DEFAULT_THETA if theta is None else check_kind("rope_theta", theta, float)
     if theta <= 1:
         refuse("rope_theta", theta, "expected a number above 1")

@@ -57,8 +57,8 @@ def random_config(seed: int) -> Any:
         "tie_word_embeddings": rng.random() < 0.5,
         "max_position_embeddings": rng.choice([16, 32, 64]),
         "rope_parameters": random_rope(rng, kind, head_dim),
-        # Large enough that attention is far from uniform, small enough that it does not saturate: at 0.2, a tensor whose
-        # gradient cancels puts transformers itself 3e-5 away from its own float64 value.
+        # Large enough that attention is far from uniform, small enough that it does not saturate: at 0.2, a tensor
+        # whose gradient cancels puts transformers itself 3e-5 away from its own float64 value.
         "initializer_range": 0.13,
     }
     if family == "qwen3":

@@ -1,0 +1,203 @@
+"""Attention backends against the definition: per document, causal, windowed, with grouped heads."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from archon.models.attention import sdpa
+from archon.models.attention.backend import resolve_backend
+from archon.models.attention.meta import PackedAttention
+from archon.schema.errors import ConfigError
+from tests.models.reference import relative
+from tests.tolerances import FLASH_BF16, FORMULA_FP64
+
+SCALE = 0.4
+REAL_VARLEN = varlen.varlen_attn
+PACKS = [[300, 300, 17, 1, 64, 65, 200], [1100], [5, 5], [1]]
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], left: int, scale: float = SCALE, causal: bool = True
+) -> Tensor:
+    """softmax(q k' scale) v within each document; token i sees i - left .. i, or all before it where left < 0."""
+    outs = []
+    for q_, k_, v_ in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        k_, v_ = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k_, v_))
+        i, j = torch.arange(len(q_)).unsqueeze(1), torch.arange(len(q_))
+        seen = ((j <= i) | (not causal)) & ((j >= i - left) | (left < 0))
+        scores = torch.einsum("qhd,khd->hqk", q_, k_) * scale
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v_))
+    return torch.cat(outs)
+
+
+def draw(total: int, dtype: torch.dtype = torch.float64, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
+    return [torch.randn(total, h, 8, dtype=dtype, requires_grad=True) for h in (heads, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("lengths", PACKS, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 2, 63, 64, 65, 299, 300, 5000])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_sdpa_and_its_gradients_equal_the_definition(lengths: list[int], window: int | None, kv_heads: int) -> None:
+    qkv = draw(sum(lengths), kv_heads=kv_heads)
+    expected = definition(*qkv, lengths, -1 if window is None else window - 1)
+    actual = sdpa.sdpa_attention(*qkv, tuple(lengths), window=window, scale=SCALE)
+    assert relative(actual, expected) <= FORMULA_FP64
+
+    weight = torch.randn_like(expected)
+    gradients = zip(*(torch.autograd.grad(x, qkv, weight) for x in (actual, expected)), strict=True)
+    for ours, theirs in gradients:
+        if theirs.abs().max() > FORMULA_FP64:  # with a window of 1 scores do not matter
+            assert relative(ours, theirs) <= FORMULA_FP64
+        else:
+            assert ours.abs().max() <= FORMULA_FP64
+
+
+def test_documents_do_not_see_each_other() -> None:
+    lengths = (3, 200, 5)
+    q, k, v = (x.detach() for x in draw(208))
+    before = sdpa.sdpa_attention(q, k, v, lengths, window=None, scale=SCALE)
+    for x in (q, k, v):
+        x[3:203] = torch.randn_like(x[3:203])
+    after = sdpa.sdpa_attention(q, k, v, lengths, window=None, scale=SCALE)
+    assert torch.equal(before[:3], after[:3])
+    assert torch.equal(before[203:], after[203:])
+
+
+def test_empty_documents_are_nothing() -> None:
+    q, k, v = draw(7)
+    with_empty = sdpa.sdpa_attention(q, k, v, (0, 3, 0, 4), window=None, scale=SCALE)
+    assert torch.equal(with_empty, sdpa.sdpa_attention(q, k, v, (3, 4), window=None, scale=SCALE))
+
+
+def test_lengths_that_do_not_cover_the_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="documents of 6 tokens in all, but 7 tokens"):
+        sdpa.sdpa_attention(*draw(7), (3, 3), window=None, scale=SCALE)
+
+
+def test_auto_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    resolve_backend.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert resolve_backend("auto", torch.device("cpu"), torch.float32) == "sdpa"
+        assert resolve_backend("auto", torch.device("cuda", 0), torch.bfloat16) == "varlen"
+        assert resolve_backend("auto", torch.device("cuda", 0), torch.float32) == "sdpa"
+    assert "attention backend: sdpa (auto, cpu, torch.float32)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("attn_type", "device", "dtype", "why"),
+    [
+        ("varlen", "cpu", torch.bfloat16, "CUDA only and the model is on cpu"),
+        ("flash", "cpu", torch.bfloat16, "CUDA only and the model is on cpu"),
+        ("varlen", "cuda", torch.float32, "the model computes in float32"),
+        ("flash", "cuda", torch.bfloat16, r"flash-attn is not installed .*archon-engine\[flash\]"),
+        ("eager", "cpu", torch.float32, "expected one of auto, sdpa, varlen, flash"),
+    ],
+)
+def test_an_impossible_backend_is_an_error(attn_type: Any, device: str, dtype: torch.dtype, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        resolve_backend(attn_type, torch.device(device), dtype)
+
+
+def reference_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """The interface of flash-attn 2's `flash_attn_varlen_func`, its documented preconditions, and its meaning."""
+    assert q.dtype == k.dtype == v.dtype
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert q.dim() == k.dim() == v.dim() == 3
+    assert k.shape == v.shape
+    assert q.shape[1] % k.shape[1] == 0
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert isinstance(max_seqlen_q, int)
+    assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+    assert (dropout_p, softcap, alibi_slopes, return_attn_probs, block_table) == (0.0, 0.0, None, False, None)
+    assert not causal or window_size[1] in (-1, 0)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    lengths = cu_seqlens_q.diff().tolist()
+    return definition(q.float(), k.float(), v.float(), lengths, window_size[0], scale, causal).to(q.dtype)
+
+
+def reference_varlen(*args: Any, **kwargs: Any) -> Tensor:
+    """torch's `varlen_attn`: the call is bound to its real signature, and carried out by the definition."""
+    call = inspect.signature(REAL_VARLEN).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    assert given["window_size"][1] == 0, "causal"
+    assert given["enable_gqa"] or given["query"].shape[1] == given["key"].shape[1]
+    lengths = given["cu_seq_q"].diff().tolist()
+    qkv = (given[name].float() for name in ("query", "key", "value"))
+    return definition(*qkv, lengths, given["window_size"][0], given["scale"]).to(given["query"].dtype)
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func = reference_flash  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_kernels_are_called_by_their_contract(backend: Any, window: int | None, kv_heads: int) -> None:
+    lengths = (9, 1, 30)
+    qkv = draw(40, torch.bfloat16, kv_heads=kv_heads)
+    meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
+    meta.backend = backend
+    actual = meta.attend(0, *qkv, window=window, scale=SCALE)
+    expected = sdpa.sdpa_attention(*(x.float() for x in qkv), lengths, window=window, scale=SCALE)
+    assert actual.dtype == torch.bfloat16
+    assert relative(actual.float(), expected) <= FLASH_BF16
+
+
+def test_lengths_are_read_from_the_device_once_and_only_when_needed() -> None:
+    meta = PackedAttention(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
+    assert "lengths" not in vars(meta)
+    assert meta.lengths == (2, 3)
+    assert meta.lengths is meta.lengths
+    assert PackedAttention(meta.cu_seqlens, 3, lengths=(2, 3)).lengths == (2, 3)
+    assert meta.document_lengths(torch.zeros(5)).tolist() == [2, 2, 3, 3, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_gpu_backends_equal_the_definition(backend: Any, window: int | None) -> None:
+    lengths, dtype = [300, 17, 1, 64], torch.float32 if backend == "sdpa" else torch.bfloat16
+    qkv = [torch.randn(382, h, 64, dtype=dtype, device="cuda", requires_grad=True) for h in (4, 2, 2)]
+    meta = PackedAttention(torch.tensor([0, 300, 317, 318, 382], dtype=torch.int32, device="cuda"), 300, backend)
+    actual = meta.attend(0, *qkv, window=window, scale=SCALE)
+    exact = [x.detach().cpu().double().requires_grad_() for x in qkv]
+    expected = definition(*exact, lengths, -1 if window is None else window - 1)
+    assert relative(actual.cpu().double(), expected) <= FLASH_BF16
+    weight = torch.randn_like(expected)
+    ours = torch.autograd.grad(actual, qkv, weight.to("cuda", dtype))
+    for a, b in zip(ours, torch.autograd.grad(expected, exact, weight), strict=True):
+        assert relative(a.cpu().double(), b) <= 2 * FLASH_BF16

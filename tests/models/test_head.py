@@ -1,0 +1,166 @@
+"""The head against its formulas: log-probabilities, entropies, weighted loss, and their gradients in every tiling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from archon.models import token_scores as tiles
+from archon.models.head import LMHead
+from tests.models.reference import relative
+from tests.tolerances import FORMULA_FP64, HEAD_BF16, HEAD_FP32
+
+T, D, V = 13, 6, 23
+
+
+@pytest.fixture(params=[(1024, 2048), (5, 7), (13, 1), (1, 23)], ids=str)
+def _tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns = request.param
+    monkeypatch.setattr(tiles, "CPU_ROWS", rows)
+    monkeypatch.setattr(tiles, "CPU_COLUMNS", columns)
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    """log p(label) and entropy from whole logits; 0 where the label is -100."""
+    scale = temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature
+    logp = (F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)) / scale).log_softmax(-1)
+    kept = labels != -100
+    logprobs = logp.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return torch.where(kept, logprobs, 0), torch.where(kept, -(logp.exp() * logp).sum(1), 0)
+
+
+def case(dtype: torch.dtype = torch.float64) -> tuple[LMHead, Tensor, Tensor]:
+    head = LMHead(D, V).to(dtype)
+    torch.nn.init.normal_(head.weight)
+    labels = torch.randint(0, V, (T,))
+    labels[[3, 7]] = -100
+    return head, torch.randn(T, D, dtype=dtype, requires_grad=True), labels
+
+
+TEMPERATURES = [1.0, 0.7, torch.linspace(0.5, 2.0, T, dtype=torch.float64)]
+
+
+@pytest.mark.usefixtures("_tiling")
+@pytest.mark.parametrize("temperature", TEMPERATURES, ids=["one", "number", "per token"])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_scores_and_gradients_equal_the_formula(temperature: float | Tensor, entropy: bool) -> None:
+    head, hidden, labels = case()
+    logprob_weight, entropy_weight = torch.randn(2, T, dtype=torch.float64)
+    expected_logprobs, expected_entropy = plain(hidden, head.weight, labels, temperature)
+    expected = (expected_logprobs * logprob_weight).sum()
+
+    scores = head(hidden, labels, temperature, entropy=entropy)
+    actual = (scores.logprobs * logprob_weight).sum()
+    if entropy:
+        actual, expected = (
+            actual + (scores.entropy * entropy_weight).sum(),
+            expected + (expected_entropy * entropy_weight).sum(),
+        )
+        torch.testing.assert_close(scores.entropy, expected_entropy, rtol=0, atol=FORMULA_FP64)
+    else:
+        assert scores.entropy is None
+
+    torch.testing.assert_close(scores.logprobs, expected_logprobs, rtol=0, atol=FORMULA_FP64)
+    for ours, theirs in zip(*(torch.autograd.grad(x, (hidden, head.weight)) for x in (actual, expected)), strict=True):
+        assert relative(ours, theirs) <= FORMULA_FP64
+
+
+@pytest.mark.usefixtures("_tiling")
+@pytest.mark.parametrize("temperature", TEMPERATURES, ids=["one", "number", "per token"])
+def test_weighted_loss_and_gradients_equal_the_formula(temperature: float | Tensor) -> None:
+    head, hidden, labels = case()
+    weights = torch.randn(T, dtype=torch.float64)
+    weights[5] = 0
+    expected_logprobs, _ = plain(hidden, head.weight, labels, temperature)
+    expected = -(expected_logprobs * weights).sum()
+
+    result = head.loss_sum(hidden, labels, weights, temperature)
+
+    torch.testing.assert_close(result.loss, expected, rtol=FORMULA_FP64, atol=0)
+    torch.testing.assert_close(
+        result.logprobs[weights != 0], expected_logprobs[weights != 0], rtol=0, atol=FORMULA_FP64
+    )
+    assert not result.logprobs.requires_grad
+    gradients = (torch.autograd.grad(3 * x, (hidden, head.weight)) for x in (result.loss, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert relative(ours, theirs) <= FORMULA_FP64
+
+
+@pytest.mark.usefixtures("_tiling")
+def test_gradcheck() -> None:
+    head, hidden, labels = case()
+    weight = head.weight.detach().clone().requires_grad_()
+    kept = labels.clamp(min=0)
+    assert torch.autograd.gradcheck(lambda h, w: tiles.token_scores(h, w, kept, 0.8), (hidden, weight))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, HEAD_FP32), (torch.bfloat16, HEAD_BF16)])
+@pytest.mark.usefixtures("_tiling")
+def test_softmax_runs_in_float32_whatever_the_dtype(dtype: torch.dtype, tolerance: float) -> None:
+    head, hidden, labels = case(dtype)
+    scores = head(hidden, labels)
+    assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
+    logprobs, entropy = plain(hidden, head.weight, labels, 1.0)
+    torch.testing.assert_close(scores.logprobs, logprobs, rtol=0, atol=HEAD_FP32)
+    torch.testing.assert_close(scores.entropy, entropy, rtol=0, atol=HEAD_FP32)
+
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, head.weight))
+    expected = sum(x.sum() for x in plain(exact_hidden, exact_weight, labels, 1.0))
+    gradients = torch.autograd.grad(scores.logprobs.sum() + scores.entropy.sum(), (hidden, head.weight))
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, (exact_hidden, exact_weight)), strict=True):
+        assert ours.dtype == dtype
+        assert relative(ours.double(), theirs) <= tolerance
+
+
+def test_extreme_logits_stay_finite() -> None:
+    head, hidden, labels = case(torch.float32)
+    scores = head(hidden * 1e4, labels)
+    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    for tensor in (*scores, hidden.grad, head.weight.grad):
+        assert tensor.isfinite().all()
+    assert (scores.entropy >= 0).all()
+
+
+def test_ignored_labels_have_no_score_no_gradient_and_no_cost() -> None:
+    head, hidden, labels = case()
+    labels[:] = -100
+    scores = head(hidden, labels)
+    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    assert not any(x.abs().max() for x in (*scores, hidden.grad, head.weight.grad))
+    poisoned = torch.full_like(hidden, torch.nan)
+    assert head(poisoned, labels).logprobs.abs().max() == 0
+
+
+@pytest.mark.parametrize("label", [-1, V])
+def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    head, hidden, labels = case()
+    labels[0] = label
+    with pytest.raises(ValueError, match=r"labels lie in .* expected 0 \.\. 22"):
+        head(hidden, labels)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), torch.zeros(T)])
+def test_a_temperature_that_is_not_positive_is_refused(temperature: float | Tensor) -> None:
+    head, hidden, labels = case()
+    with pytest.raises(ValueError, match="temperature is"):
+        head(hidden, labels, temperature)
+
+
+def test_the_weighted_loss_refuses_a_second_backward_pass() -> None:
+    head, hidden, labels = case()
+    loss = head.loss_sum(hidden, labels, torch.ones(T)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        loss.backward()
+
+
+def test_without_gradient_the_weighted_loss_is_the_same() -> None:
+    head, hidden, labels = case()
+    weights = torch.rand(T, dtype=torch.float64)
+    with_gradient = head.loss_sum(hidden, labels, weights)
+    with torch.no_grad():
+        without = head.loss_sum(hidden, labels, weights)
+    torch.testing.assert_close(without.loss, with_gradient.loss, rtol=FORMULA_FP64, atol=0)
+    torch.testing.assert_close(without.logprobs, with_gradient.logprobs, rtol=0, atol=FORMULA_FP64)

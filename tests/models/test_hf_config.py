@@ -1,0 +1,241 @@
+"""Configs are read strictly: every field is mapped, known to be without effect, or refused by name and value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, Qwen2Config, Qwen3Config
+
+from archon.models import RopeConfig, get_model_spec
+from archon.models.hf_config import NO_EFFECT
+from archon.models.qwen2 import Qwen2ModelArgs
+from archon.models.qwen3 import Qwen3ModelArgs
+from archon.schema.errors import ConfigError, UserError
+
+CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
+PARAMETERS = {
+    row[0]: row[1:] for row in (line.split("\t") for line in (CONFIGS / "PARAMETERS.tsv").read_text().splitlines())
+}
+DENSE = [name for name, (model_type, _) in PARAMETERS.items() if model_type in ("qwen2", "qwen3")]
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 80,
+    "vocab_size": 99,
+    "max_position_embeddings": 640,
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((CONFIGS / name / "config.json").read_text())
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    return SMALL | changes
+
+
+def test_all_dense_qwen_configs_are_there() -> None:
+    assert len(DENSE) == 10
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_published_configs_give_published_parameter_counts(name: str) -> None:
+    config, (model_type, count) = read(name), PARAMETERS[name]
+    adapter = get_model_spec(model_type).state_dict_adapter_class(config)
+    total = 0
+    for shape in adapter.native_shapes.values():
+        size = 1
+        for extent in shape:
+            size *= extent
+        total += size
+    assert total == int(count)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_config_object_and_its_dictionary_read_alike(name: str) -> None:
+    args_class = get_model_spec(PARAMETERS[name][0]).model_args_class
+    from_file = args_class.from_hf_config(read(name))
+    from_object = args_class.from_hf_config(AutoConfig.from_pretrained(CONFIGS / name))
+    assert from_file == from_object
+
+
+@pytest.mark.parametrize("name", [name for name, (model_type, _) in PARAMETERS.items() if model_type == "qwen3_moe"])
+def test_another_familys_config_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="'model_type' is 'qwen3_moe'; this family reads qwen3"):
+        Qwen3ModelArgs.from_hf_config(read(name))
+
+
+@pytest.mark.parametrize("config", [Qwen2Config(), Qwen3Config()], ids=["qwen2", "qwen3"])
+def test_defaults_are_those_of_transformers(config: Any) -> None:
+    sizes = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    args_class = get_model_spec(config.model_type).model_args_class
+    bare = {name: getattr(config, name) for name in sizes}
+    assert args_class.from_hf_config(bare | {"num_key_value_heads": 32}) == args_class.from_hf_config(config)
+
+
+def test_fields_are_mapped() -> None:
+    args = Qwen3ModelArgs.from_hf_config(
+        small(rms_norm_eps=1e-5, hidden_act="gelu", attention_bias=True, tie_word_embeddings=True, rope_theta=5e5)
+        | {"initializer_range": 0.03, "pad_token_id": 7}
+    )
+    assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads, args.head_dim) == (48, 4, 6, 2, 16)
+    assert (args.hidden_dim, args.vocab_size, args.max_seq_len, args.norm_eps) == (80, 99, 640, 1e-5)
+    assert (args.hidden_act, args.attention_bias, args.attention_out_bias, args.qk_norm) == ("gelu", True, True, True)
+    assert (args.tie_word_embeddings, args.rope_theta, args.initializer_range) == (True, 5e5, 0.03)
+    assert (args.pad_token_id, args.is_critic, args.attn_type) == (7, False, "auto")
+
+
+def test_qwen2_has_biases_on_queries_keys_and_values_only() -> None:
+    args = Qwen2ModelArgs.from_hf_config(small(model_type="qwen2", head_dim=None, num_key_value_heads=None))
+    assert (args.attention_bias, args.attention_out_bias, args.qk_norm) == (True, False, False)
+    assert (args.head_dim, args.n_kv_heads) == (8, 6)
+
+
+def test_keyword_arguments_override_the_config() -> None:
+    args = Qwen3ModelArgs.from_hf_config(small(), is_critic=True, attn_type="sdpa", n_layers=4, norm_eps=0.1)
+    assert (args.is_critic, args.attn_type, args.norm_eps) == (True, "sdpa", 0.1)
+    with pytest.raises(ConfigError, match="has no field 'norm_epsilon'; did you mean 'norm_eps'"):
+        Qwen3ModelArgs.from_hf_config(small(), norm_epsilon=0.1)
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 160}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **YARN}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "type": "yarn", **YARN}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **YARN}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 160},
+    ],
+)
+def test_old_and_new_rope_styles_read_alike(changes: dict[str, Any]) -> None:
+    args = Qwen3ModelArgs.from_hf_config(small(**changes))
+    assert args.rope_theta == 5e5
+    assert args.rope_scaling == RopeConfig("yarn", factor=4.0, original_max_seq_len=160)
+
+
+def test_the_original_context_defaults_to_the_context() -> None:
+    args = Qwen3ModelArgs.from_hf_config(small(rope_scaling={"type": "yarn", "factor": 2.0}))
+    assert args.rope_scaling.original_max_seq_len == 640
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "layers"),
+    [
+        ({}, None, (None,) * 4),
+        ({"sliding_window": 8, "max_window_layers": 1}, None, (None,) * 4),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, 8, (None, None, None, 8)),
+        ({"use_sliding_window": True, "sliding_window": 8}, 8, (None,) * 4),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None, (None,) * 4),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            8,
+            (8, None, 8, None),
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_sliding_windows_read_as_in_transformers(
+    changes: dict[str, Any], window: int | None, layers: tuple[int | None, ...], family: str
+) -> None:
+    config = small(model_type=family, **changes)
+    args = get_model_spec(family).model_args_class.from_hf_config(config)
+    assert (args.sliding_window, args.layer_windows) == (window, layers)
+    reference = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}[family](**config)
+    expected = [reference.sliding_window if kind == "sliding_attention" else None for kind in reference.layer_types]
+    assert list(layers) == expected
+
+
+def test_an_unknown_field_is_refused_with_its_value() -> None:
+    with pytest.raises(ConfigError, match=r"'softcap' is 30.0; archon does not know this field"):
+        Qwen3ModelArgs.from_hf_config(small(softcap=30.0))
+    with pytest.raises(ConfigError, match=r"'hiden_act' is 'silu'.* did you mean 'hidden_act'"):
+        Qwen3ModelArgs.from_hf_config(small(hiden_act="silu"))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"attention_dropout": 0.1}, "'attention_dropout' is 0.1"),
+    ({"hidden_act": "xielu"}, "hidden_act is 'xielu'"),
+    ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
+    ({"use_mrope": True}, "'use_mrope' is True"),
+    ({"is_encoder_decoder": True}, "'is_encoder_decoder' is True"),
+    ({"add_cross_attention": True}, "'add_cross_attention' is True"),
+    ({"quantization_config": {"bits": 4}}, "'quantization_config' is"),
+    ({"auto_map": {"AutoModel": "x.Y"}}, "'auto_map' is"),
+    ({"pruned_heads": {"0": [1]}}, "'pruned_heads' is"),
+    ({"per_layer_config": {"0": {}}}, "'per_layer_config' is"),
+    ({"hidden_size": "48"}, "'hidden_size' is '48'; expected type int"),
+    ({"hidden_size": 48.0}, "'hidden_size' is 48.0; expected type int"),
+    ({"hidden_size": True}, "'hidden_size' is True; expected type int"),
+    ({"hidden_size": None}, "'hidden_size' is None"),
+    ({"hidden_size": 0}, "'hidden_size' is 0; expected at least 1"),
+    ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
+    ({"tie_word_embeddings": 1}, "'tie_word_embeddings' is 1"),
+    ({"num_key_value_heads": 4}, "n_kv_heads is 4, which does not divide n_heads 6"),
+    ({"head_dim": 7}, "head_dim is 7; rotary"),
+    ({"pad_token_id": 99}, "pad_token_id is 99"),
+    ({"pad_token_id": -1}, "'pad_token_id' is -1"),
+    ({"rope_theta": 0.5}, "'rope_theta' is 0.5"),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, "rope_type' is 'mrope'"),
+    ({"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}}, "rope_type'"),
+    ({"rope_scaling": {"type": "linear"}}, "'rope_scaling' lacks 'factor'"),
+    ({"rope_scaling": {"type": "linear", "factor": None}}, "'rope_scaling' lacks 'factor'"),
+    ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'rope_scaling.factor' is '2'"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}, "'rope_scaling.beta_fast' is 32"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 3.0}}, "'rope_scaling.alpha' is 3.0"),
+    ({"rope_scaling": {"type": "default", "factor": 2.0}}, "'rope_scaling.factor' is 2.0"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": None}}, "'rope_scaling.truncate' is None"),
+    ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "'rope_scaling' lacks 'low_freq_factor'"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor has 1 entries"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}}, "short_factor' is 1.0"),
+    ({"rope_scaling": ["yarn"]}, r"'rope_scaling' is \['yarn'\]"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "'rope_parameters.partial_rotary_factor' is 0.5"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 3.0}},
+        "'rope_scaling' is .* contradicts rope_parameters",
+    ),
+    ({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "'rope_theta' is 10000.0"),
+    ({"use_sliding_window": True, "sliding_window": 0}, "'sliding_window' is 0"),
+    ({"use_sliding_window": 1}, "'use_sliding_window' is 1"),
+    ({"layer_types": ["full_attention"]}, "'layer_types' is"),
+    ({"layer_types": "full"}, "'layer_types' is 'full'"),
+    ({"layer_types": ["chunked_attention"] * 4}, "'layer_types' is"),
+    ({"layer_types": ["sliding_attention"] * 4}, "'layer_types' is .* use_sliding_window or sliding_window is off"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_cannot_be_honoured_is_refused_by_field_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        Qwen3ModelArgs.from_hf_config(small(**changes))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'intermediate_size' is missing"):
+        Qwen3ModelArgs.from_hf_config({k: v for k, v in SMALL.items() if k != "intermediate_size"})
+
+
+def test_what_is_no_config_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a transformers config or a dictionary, got str"):
+        Qwen3ModelArgs.from_hf_config("Qwen/Qwen3-4B")
+
+
+def test_fields_without_effect_change_nothing() -> None:
+    assert Qwen3ModelArgs.from_hf_config(
+        small(**dict.fromkeys(NO_EFFECT - {"model_type"}, "anything"))
+    ) == Qwen3ModelArgs.from_hf_config(SMALL)

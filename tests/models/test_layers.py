@@ -1,0 +1,101 @@
+"""Norms, rotation and gated networks: the hand-written functions against their plain twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+
+from archon.models.layers import fused
+from archon.models.layers.feed_forward import ACTIVATIONS, FeedForward
+from archon.models.layers.norm import RMSNorm
+from archon.schema.errors import ConfigError
+from tests.models.reference import relative
+from tests.tolerances import FORMULA_FP32, FORMULA_FP64
+
+
+def angles(tokens: int, half: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.randn(tokens, 1, half, dtype=dtype)
+    return angle.cos(), angle.sin()
+
+
+CASES = {
+    "rms_norm": lambda t: (
+        fused.rms_norm,
+        fused.plain_rms_norm,
+        (torch.randn(5, 3, 8, dtype=t), torch.randn(8, dtype=t)),
+        (1e-6,),
+    ),
+    "rms_norm of a matrix": lambda t: (
+        fused.rms_norm,
+        fused.plain_rms_norm,
+        (torch.randn(5, 8, dtype=t), torch.randn(8, dtype=t)),
+        (1e-2,),
+    ),
+    "rotate": lambda t: (fused.rotate, fused.plain_rotate, (torch.randn(5, 3, 8, dtype=t),), angles(5, 4, t)),
+    "rotate a slice": lambda t: (
+        fused.rotate,
+        fused.plain_rotate,
+        (torch.randn(5, 6, 8, dtype=t)[:, 1:4],),
+        angles(5, 4, t),
+    ),
+    "swiglu": lambda t: (
+        fused.swiglu,
+        fused.plain_swiglu,
+        (torch.randn(5, 8, dtype=t), torch.randn(5, 8, dtype=t)),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, FORMULA_FP64), (torch.float32, FORMULA_FP32)])
+@pytest.mark.parametrize("name", CASES)
+def test_fused_functions_and_gradients_equal_their_plain_twins(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    function, twin, inputs, rest = CASES[name](dtype)
+    inputs = [x.requires_grad_() for x in inputs]
+    actual, expected = function(*inputs, *rest), twin(*inputs, *rest)
+    assert relative(actual, expected) <= tolerance
+    weight = torch.randn_like(expected)
+    for ours, theirs in zip(*(torch.autograd.grad(y, inputs, weight) for y in (actual, expected)), strict=True):
+        assert relative(ours, theirs) <= tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradcheck(name: str) -> None:
+    function, _, inputs, rest = CASES[name](torch.float64)
+    assert torch.autograd.gradcheck(lambda *x: function(*x, *rest), [x.requires_grad_() for x in inputs])
+
+
+def test_the_norm_rounds_where_transformers_rounds() -> None:
+    x, weight = torch.randn(50, 64, dtype=torch.bfloat16) * 3, torch.randn(64, dtype=torch.bfloat16)
+    differing = fused.rms_norm(x, weight, 1e-6) != fused.plain_rms_norm(x, weight, 1e-6)
+    assert differing.float().mean() <= 0.01, "only where the two sums of squares straddle a rounding boundary"
+
+
+def test_compiled_code_takes_the_plain_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("a hand-written function was traced")
+
+    for function in (fused._RMSNorm, fused._Rotate, fused._SwiGLU):
+        monkeypatch.setattr(function, "apply", never)
+    for name, make in CASES.items():
+        function, twin, inputs, rest = make(torch.float64)
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        assert relative(compiled(*inputs, *rest), twin(*inputs, *rest)) <= FORMULA_FP64, name
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_those_transformers_has_by_the_name(name: str) -> None:
+    x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
+    assert relative(ACTIVATIONS[name](x), ACT2FN[name](x)) <= FORMULA_FP64
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hidden_act is 'swoosh'; supported are silu"):
+        FeedForward(4, 8, "swoosh")
+
+
+def test_roles_are_declared() -> None:
+    network = FeedForward(4, 8, "silu")
+    assert (network.w1.role, network.w2.role, network.w3.role) == ("column", "row", "column")
+    assert RMSNorm(4, 1e-6).role == "norm"

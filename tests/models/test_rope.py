@@ -1,0 +1,71 @@
+"""Rotary frequencies are transformers' own, bit by bit, for each document's own length."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from archon.models.layers.rope import RotaryEmbedding
+from archon.models.qwen3 import Qwen3ModelArgs
+from tests.models.reference import ROPE_KINDS, random_config
+
+SEEDS = range(1, 120, 2)
+
+
+def build(config: Any) -> RotaryEmbedding:
+    args = Qwen3ModelArgs.from_hf_config(config)
+    return RotaryEmbedding(args.rope_scaling, args.rope_theta, args.head_dim, args.max_seq_len)
+
+
+@pytest.mark.parametrize("kind", ROPE_KINDS)
+def test_cos_and_sin_equal_transformers_bitwise_at_any_position(kind: str) -> None:
+    configs = [random_config(seed) for seed in SEEDS]
+    chosen = [config for config in configs if config.rope_parameters["rope_type"] == kind]
+    assert len(chosen) >= 8
+    rng = random.Random(0)
+    for config in chosen:
+        rope = build(config)
+        for length in (1, 7, 16, 17, 33, 64, 65, rng.randrange(66, 40_000)):
+            positions = torch.arange(length)
+            cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1), positions.unsqueeze(0))
+            ours = rope(positions, torch.float32, torch.full((length,), length))
+            half = config.head_dim // 2
+            assert torch.equal(ours[0].squeeze(1), cos[0, :, :half])
+            assert torch.equal(ours[1].squeeze(1), sin[0, :, :half])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_each_packed_document_is_scaled_by_its_own_length(kind: str) -> None:
+    config = next(c for c in map(random_config, SEEDS) if c.rope_parameters["rope_type"] == kind)
+    rope, lengths = build(config), (5, 100, 16, 65, 100, 300)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    packed = rope(positions, torch.float32, torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths)))
+    alone = [rope(torch.arange(length), torch.float32, torch.full((length,), length)) for length in lengths]
+    for ours, parts in zip(packed, zip(*alone, strict=True), strict=True):
+        assert torch.equal(ours, torch.cat(parts))
+    assert not torch.equal(alone[0][0], alone[5][0][:5]), "the lengths are meant to matter"
+
+
+def test_frequencies_survive_a_change_of_dtype_of_the_model() -> None:
+    rope = build(random_config(1))
+    before = rope(torch.arange(50), torch.float32)
+    after = rope.to(torch.bfloat16).to_empty(device="cpu")(torch.arange(50), torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_float64_model_gets_float64_angles() -> None:
+    rope = build(random_config(1))
+    cos, sin = rope(torch.arange(1000), torch.float64)
+    assert cos.dtype == torch.float64
+    torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos), rtol=0, atol=1e-15)
+
+
+def test_length_dependent_kinds_say_so() -> None:
+    for seed in SEEDS[:12]:
+        config = random_config(seed)
+        kind = config.rope_parameters["rope_type"]
+        assert build(config).config.depends_on_length == (kind in ("dynamic", "longrope"))

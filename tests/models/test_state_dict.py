@@ -1,0 +1,192 @@
+"""Every Hugging Face key and every parameter is accounted for exactly once, both ways."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen2ForSequenceClassification, Qwen3ForSequenceClassification
+
+from archon.models import BaseArchonModel, BaseModelArgs, BaseStateDictAdapter, NativeTarget, get_model_spec
+from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
+from archon.schema.errors import CheckpointError
+from tests.models.reference import HF_CLASSES, build_pair, random_config
+from tests.models.test_hf_config import DENSE, read
+
+SEEDS = range(12)
+TIED, UNTIED = (
+    next(s for s in range(1, 40, 2) if random_config(s).tie_word_embeddings == tied) for tied in (True, False)
+)
+
+
+def hf_state(seed: int) -> tuple[Any, dict[str, torch.Tensor], BaseStateDictAdapter]:
+    reference, _, adapter = build_pair(random_config(seed))
+    return random_config(seed), {name: p.detach() for name, p in reference.named_parameters()}, adapter
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_parameter_maps_to_hugging_face_and_back_bitwise(seed: int) -> None:
+    _, state, adapter = hf_state(seed)
+    native = adapter.from_hf(state)
+    assert sorted(native) == sorted(adapter.native_names())
+    back = adapter.to_hf(native)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    assert adapter.hf_shapes() == {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_published_models_have_the_parameters_transformers_has(name: str) -> None:
+    config = read(name)
+    config_class, model_class = HF_CLASSES[config["model_type"]]
+    with torch.device("meta"):
+        reference = model_class(config_class(**config))
+    adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
+    assert adapter.hf_shapes() == {name: tuple(p.shape) for name, p in reference.named_parameters()}
+    for hf_name in adapter.hf_shapes():
+        target = adapter.hf_to_native(hf_name)
+        assert target.index is None
+        meta = torch.empty(adapter.native_shapes[target.name], device="meta")
+        assert [hf for hf, _ in adapter.convert_single_to_hf(target.name, meta)] == [hf_name]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.layers.0.self_attn.q_proj.weights",
+        "model.layers.99.self_attn.q_proj.weight",
+        "model.layers.00.self_attn.q_proj.weight",
+        "model.layers.0.mlp.gate_proj.bias",
+        "layers.0.self_attn.q_proj.weight",
+        "score.weight",
+    ],
+)
+def test_an_unknown_key_is_refused_by_name(key: str) -> None:
+    _, state, adapter = hf_state(UNTIED)
+    with pytest.raises(CheckpointError, match=f"unknown key '{key}'"):
+        adapter.from_hf(state | {key: torch.zeros(1)})
+
+
+def test_a_missing_key_is_named() -> None:
+    _, state, adapter = hf_state(UNTIED)
+    del state["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"keys missing: 'model.layers.1.mlp.up_proj.weight'"):
+        adapter.from_hf(state)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes() -> None:
+    config, state, adapter = hf_state(UNTIED)
+    state["model.norm.weight"] = torch.ones(3)
+    with pytest.raises(
+        CheckpointError, match=rf"'model.norm.weight' has shape \(3,\), expected \({config.hidden_size},\)"
+    ):
+        adapter.from_hf(state)
+
+
+def test_old_exports_rotary_buffers_are_skipped() -> None:
+    _, state, adapter = hf_state(UNTIED)
+    key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    assert adapter.hf_to_native(key) == NativeTarget(None)
+    assert adapter.from_hf(state | {key: torch.zeros(4)}).keys() == adapter.from_hf(state).keys()
+
+
+def test_a_tied_checkpoint_may_repeat_its_embedding_only_bitwise() -> None:
+    _, state, adapter = hf_state(TIED)
+    assert adapter.hf_to_native("lm_head.weight") == NativeTarget("tok_embeddings.weight", must_equal=True)
+    embedding = state["model.embed_tokens.weight"]
+    assert "output.weight" not in adapter.from_hf(state | {"lm_head.weight": embedding.clone()})
+    changed = embedding.clone()
+    changed[0, 0] = torch.nextafter(changed[0, 0], torch.tensor(9.0))
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from the embedding it is tied to"):
+        adapter.from_hf(state | {"lm_head.weight": changed})
+
+
+def test_a_tied_model_exports_one_tensor_for_both() -> None:
+    _, state, adapter = hf_state(TIED)
+    model = Qwen3Model(adapter.args)
+    exported = adapter.to_hf(model.state_dict())
+    assert "output.weight" in model.state_dict()
+    assert exported.keys() == state.keys()
+
+
+def test_export_wants_every_parameter_and_nothing_else() -> None:
+    _, state, adapter = hf_state(UNTIED)
+    native = adapter.from_hf(state)
+    with pytest.raises(CheckpointError, match=r"parameters missing from the export: 'norm.weight'"):
+        adapter.to_hf({name: tensor for name, tensor in native.items() if name != "norm.weight"})
+    with pytest.raises(CheckpointError, match=r"'extra.weight' is not part of this model"):
+        adapter.to_hf(native | {"extra.weight": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"'norm.weight' has shape \(2,\)"):
+        adapter.to_hf(native | {"norm.weight": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("hf_class", [Qwen2ForSequenceClassification, Qwen3ForSequenceClassification])
+def test_a_critic_has_the_keys_of_a_sequence_classifier_of_one_label(hf_class: Any) -> None:
+    config = random_config(0 if "2" in hf_class.__name__ else 1)
+    config.num_labels = 1
+    state = dict(hf_class(config).named_parameters())
+    adapter = get_model_spec(config.model_type).state_dict_adapter_class(config, is_critic=True)
+    native = adapter.from_hf(state)
+    assert native["score.weight"].shape == (1, config.hidden_size)
+    assert "output.weight" not in native
+    back = adapter.to_hf(native)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    with pytest.raises(CheckpointError, match=r"unknown key 'lm_head.weight': this critic"):
+        adapter.hf_to_native("lm_head.weight")
+
+
+@pytest.mark.parametrize("seed", [TIED, UNTIED])
+def test_a_critic_from_an_actor_skips_the_head_and_expects_no_score(seed: int) -> None:
+    config, state, _ = hf_state(seed)
+    with pytest.raises(CheckpointError, match=r"lm_head|score"):
+        Qwen3StateDictAdapter(config, is_critic=True).from_hf(state)
+    adapter = Qwen3StateDictAdapter(config, is_critic=True, init_score=True)
+    native = adapter.from_hf(state)
+    assert set(adapter.native_names()) - set(native) == {"score.weight"}
+    assert set(adapter.loadable_names()) == set(native)
+    assert adapter.hf_to_native("lm_head.weight") == NativeTarget(None)
+    with pytest.raises(CheckpointError, match=r"unknown key 'score.weight'"):
+        adapter.hf_to_native("score.weight")
+
+
+def test_the_folder_is_named_in_errors() -> None:
+    adapter = Qwen3StateDictAdapter(random_config(UNTIED), "/checkpoints/mine")
+    with pytest.raises(CheckpointError, match="unknown key 'x' in /checkpoints/mine"):
+        adapter.hf_to_native("x")
+
+
+class StackedModel(BaseArchonModel):
+    """A family whose blocks hold one parameter for several Hugging Face tensors."""
+
+    args_class: ClassVar[type[BaseModelArgs]] = Qwen3ModelArgs
+
+    def build_block(self, layer: int) -> nn.Module:
+        block = nn.Module()
+        block.experts = nn.Parameter(torch.empty(3, 5, 2))
+        return block
+
+
+class StackedAdapter(BaseStateDictAdapter):
+    model_class = StackedModel
+    from_hf_map: ClassVar = {
+        "embed": "tok_embeddings.weight",
+        "norm": "norm.weight",
+        "head": "output.weight",
+        "layers.{}.experts.{}.up": "layers.{}.experts",
+    }
+
+
+def test_a_stacked_parameter_is_one_tensor_here_and_one_for_each_expert_there() -> None:
+    adapter = StackedAdapter(random_config(UNTIED))
+    shapes = adapter.hf_shapes()
+    assert shapes["layers.1.experts.2.up"] == (5, 2)
+    state = {name: torch.randn(shape) for name, shape in reversed(shapes.items())}
+    native = adapter.from_hf(state)
+    assert torch.equal(native["layers.1.experts"][2], state["layers.1.experts.2.up"])
+    assert adapter.hf_to_native("layers.0.experts.2.up") == NativeTarget("layers.0.experts", 2)
+    back = adapter.to_hf(native)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    with pytest.raises(CheckpointError, match=r"unknown key 'layers.0.experts.3.up'"):
+        adapter.hf_to_native("layers.0.experts.3.up")
