@@ -38,3 +38,11 @@ GENERATED_LOGPROB_FP32 = 1e-5
 GENERATED_LOGPROB_FP64 = 1e-11
 # A chi-square test of sampled tokens fails a correct sampler once in this many runs; the seed is fixed, so it never does.
 CHI_SQUARE_P = 1e-4
+
+# The chunked head in float32 against whole logits, absolute log-probabilities and relative gradients: a few ulps of
+# logits of size 10.
+HEAD_FP32 = 5e-6
+# Its gradients in bfloat16 against float64 of the same weights: 8 bits on the logits and 8 on the result.
+HEAD_BF16 = 2e-2
+# Attention kernels in bfloat16 against the definition in float32 of the same inputs: results of size one, 8 bits each.
+FLASH_BF16 = 1e-2
