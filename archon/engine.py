@@ -25,9 +25,10 @@ from archon.engine_state import (
 )
 from archon.loss import LossFn, LossWeightFn
 from archon.models import get_model_spec
+from archon.models.attention.backend import resolve_backend
 from archon.models.base import BaseArchonModel
 from archon.models.state_dict import BaseStateDictAdapter
-from archon.optim import LRSchedule, build_optimizer, clip_gradients, gradient_norm
+from archon.optim import LRSchedule, build_optimizer, check_schedule, clip_gradients, gradient_norm
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import full_tensor
 from archon.parallel.layout import parse_layout
@@ -82,6 +83,10 @@ class ArchonEngine:
         self.device = resolve_device(config.device)
         self.parallel_dims = parse_layout(config.layout).dims(self.device.type)
         self.parallel_dims.require_implemented()
+        compute = getattr(torch, config.dtype)
+        resolve_backend(config.attn_type, self.device, compute)
+        if config.optimizer:
+            check_schedule(config.scheduler, total_steps)
         if config.deterministic:
             use_deterministic_algorithms(self.device)
         hf_config = hf_io.read_hf_config(config.path)
@@ -90,7 +95,6 @@ class ArchonEngine:
         self.adapter = spec.state_dict_adapter_class(
             hf_config, str(config.path), is_critic=config.is_critic, init_score=config.init_score
         )
-        compute = getattr(torch, config.dtype)
         # Weights that are never updated need no wider masters than the computation uses.
         masters = torch.promote_types(compute, torch.float32) if config.optimizer else compute
         with torch.device("meta"):

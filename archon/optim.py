@@ -74,24 +74,31 @@ def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerCo
         return (step + 1) / config.warmup_steps
     if config.kind == "constant":
         return 1.0
-    assert total_steps is not None  # LRSchedule refuses a decaying schedule without an end
+    assert total_steps is not None  # check_schedule refuses a decaying schedule without an end
     progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
     if config.kind == "linear":
         return 1.0 - (1.0 - config.min_lr_ratio) * progress
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def check_schedule(config: SchedulerConfig, total_steps: int | None) -> None:
+    """Refuse a decaying schedule without an end, or with no step left between warm-up and end."""
+    if config.kind == "constant":
+        return
+    if total_steps is None:
+        raise ConfigError(f"scheduler.kind = {config.kind} needs total_steps; give it to initialize(total_steps=…)")
+    if config.warmup_steps >= total_steps:
+        raise ConfigError(
+            f"scheduler.warmup_steps = {config.warmup_steps} leaves none of the {total_steps} steps to decay in; "
+            "lower it"
+        )
+
+
 class LRSchedule:
     """Sets the learning rate of an optimiser by `learning_rate_factor`; `step` moves on to the next optimiser step."""
 
     def __init__(self, optimizer: Optimizer, peak_lr: float, config: SchedulerConfig, total_steps: int | None) -> None:
-        if total_steps is None and config.kind != "constant":
-            raise ConfigError(f"scheduler.kind = {config.kind} needs total_steps; give it to initialize(total_steps=…)")
-        if total_steps is not None and config.kind != "constant" and config.warmup_steps >= total_steps:
-            raise ConfigError(
-                f"scheduler.warmup_steps = {config.warmup_steps} leaves none of the {total_steps} steps to decay in; "
-                "lower it"
-            )
+        check_schedule(config, total_steps)
         self._optimizer = optimizer
         self._peak_lr = peak_lr
         self._config = config

@@ -46,7 +46,7 @@ class MetricSums:
 
 def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[PackedBatch, list[PackedBatch]]:
     """The whole batch as one pack and its micro-batches; a token outside the vocabulary is a `BatchError`."""
-    packed = batch if isinstance(batch, PackedBatch) else pack(batch)
+    packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
     low, high = packed.tokens.aminmax()
     if low < 0 or high >= vocab_size:
         wrong = int(low if low < 0 else high)

@@ -125,3 +125,9 @@ class EngineConfig(StrictModel):
     compile: bool | Literal["auto"] = Field("auto", description="torch.compile each block; auto: CUDA only")
     deterministic: bool = Field(False, description="refuse kernels whose result depends on timing")
     seed: int = Field(0, description="seed for initial weights and dropout-free randomness of the engine")
+
+    @model_validator(mode="after")
+    def _only_a_critic_has_a_score(self) -> EngineConfig:
+        if self.init_score and not self.is_critic:
+            raise ValueError("init_score = true makes a critic from an actor; set is_critic = true as well")
+        return self

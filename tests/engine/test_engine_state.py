@@ -223,12 +223,13 @@ def test_hf_weights_are_every_parameter_by_its_hugging_face_name(tmp_path: Path)
         ({"layout": "d2t2"}, LayoutError, "runs one process, got a layout of 4"),
         ({"layout": "q2"}, LayoutError, "'q' is not one of"),
         ({"scheduler": {"kind": "cosine"}}, ConfigError, "cosine needs total_steps"),
-        ({"attn_type": "varlen", "device": "cpu"}, ConfigError, "varlen"),
+        ({"attn_type": "varlen", "device": "cpu"}, ConfigError, "attn_type 'varlen' is impossible here"),
+        ({"init_score": True}, ValueError, "set is_critic = true as well"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, config: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
-        make_engine(tmp_path, **config).forward_batch(sft_batch())
+        make_engine(tmp_path, **config)
 
 
 def test_an_export_loads_back_bitwise(tmp_path: Path) -> None:
