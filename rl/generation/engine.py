@@ -13,7 +13,15 @@ from archon.models.attention.paged import PagedCache
 from archon.models.base import BaseArchonModel
 from archon.rl.generation.generator import Generator, GeneratorStats
 from archon.rl.generation.memory import choose_page_count
-from archon.rl.generation.replica import WeightMode, WeightSource, build_replica, copy_weights, fingerprint
+from archon.rl.generation.replica import (
+    WeightMode,
+    WeightSource,
+    build_replica,
+    copy_weights,
+    fingerprint,
+    own_weights,
+    share_weights,
+)
 from archon.rl.generation.sequence import Sequence
 from archon.rl.types import ModelRequest, ModelResponse
 from archon.schema.errors import RolloutError
@@ -190,20 +198,21 @@ class InProcessEngine:
     def update_weights(self, meta: WeightSource, *, version: int | None = None) -> None:
         """Replace the weights by those of a model, or of an iterator of (native name, tensor).
 
+        Weights shared with a model stay shared when that model is given; an iterator's are copied, and owned from then
+        on. What was copied is proven by a fingerprint of both sides.
         Takes effect between two tokens. Unfinished answers keep their tokens, logprobs and versions; their cache is
         computed again with the new weights. `version` defaults to the next one. When the update fails, every
         unfinished request fails with it and the engine refuses requests until an update succeeds.
         """
         try:
-            if not self._aliased:
-                self._fingerprint = copy_weights(self._generator.model, meta)
-            else:
+            if self._aliased and isinstance(meta, torch.nn.Module):
+                share_weights(self._generator.model, meta)
                 self._fingerprint = None
-                sent = fingerprint(meta)
-                if sent != self.fingerprint:
-                    raise RolloutError(
-                        f"weight update: the generator shares weights {self.fingerprint:016x}, got {sent:016x}"
-                    )
+            else:
+                if self._aliased:
+                    own_weights(self._generator.model)
+                    self._aliased = False
+                self._fingerprint = copy_weights(self._generator.model, meta)
         except BaseException as error:
             self._damaged, self._fingerprint = str(error), None
             self._generator.fail(error)

@@ -207,6 +207,31 @@ def test_stop_strings_end_the_answer() -> None:
     assert stopped.stop_reason == "stop"
 
 
+def test_stop_strings_do_not_end_the_answer_before_min_new_tokens() -> None:
+    engine = make_engine(tokenizer=CharTokenizer())
+    wanted = {"greedy": True, "ignore_eos": True, "max_new_tokens": 20}
+    prompt = prompts(5)[0]
+    (free,) = engine.generate([request(prompt, **wanted)])
+    pieces = sorted({CharTokenizer().decode([token]) for token in free.output_tokens})
+    early, late = engine.generate([request(prompt, stop=pieces, min_new_tokens=n, **wanted) for n in (0, 9)])
+    assert (early.output_len, late.output_len) == (1, 10)
+    assert early.stop_reason == late.stop_reason == "stop"
+
+
+def test_prompts_are_read_within_the_budget_of_a_step() -> None:
+    engine = make_engine(prefill_tokens=10, max_slots=4)
+    model, sizes = engine._generator.model, []
+    hidden_states = model.hidden_states
+
+    def watched(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(tokens))
+        return hidden_states(tokens, *rest)
+
+    model.hidden_states = watched
+    engine.generate([request(p, max_new_tokens=1) for p in prompts(8, 7, 30, 3)])
+    assert sizes == [10, 10, 10, 10, 8]
+
+
 def test_max_tokens_counts_the_prompt() -> None:
     (answer,) = make_engine().generate([request(prompts(7)[0], max_tokens=10, max_new_tokens=20)])
     assert (answer.output_len, answer.stop_reason) == (3, "length")

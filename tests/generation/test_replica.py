@@ -1,73 +1,115 @@
-"""The generator's weights: copied or shared, laid out for decoding, accounted for by name, proven by a fingerprint."""
+"""The generator's weights: copied or shared, accounted for by name, proven by a fingerprint."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from archon.models import BaseArchonModel
 from archon.rl.generation import fingerprint
 from archon.rl.generation.replica import build_replica, copy_weights
 from archon.schema.errors import RolloutError
 from tests.generation.models import make_engine, make_model, prompts, request
+from tests.tolerances import PARITY_FP32
 
 
 def clone(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def fresh(source: BaseArchonModel) -> BaseArchonModel:
+    """The same weights in a model that a test may change."""
+    model = type(source)(source.args).to(source.norm.weight.dtype)
+    model.load_state_dict(source.state_dict())
+    return model
+
+
+def storages(model: nn.Module) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_snapshot_holds_the_weights_and_not_the_tensors(family: str) -> None:
     model = make_model(family=family)
-    replica, aliased = build_replica(model)
-    assert not aliased
-    mine = dict(replica.named_parameters())
-    assert list(mine) == [name for name, _ in model.named_parameters()]
+    replica, shared = build_replica(model, mode="snapshot")
+    assert not shared
+    assert list(storages(replica)) == list(storages(model))
     for name, parameter in model.named_parameters():
-        assert torch.equal(mine[name], parameter)
-        assert mine[name].data_ptr() != parameter.data_ptr()
-    assert mine["layers.0.attention.wq.weight"].t().is_contiguous(), "decoding wants [in, out] storage on a CPU"
+        assert torch.equal(dict(replica.named_parameters())[name], parameter)
+        assert storages(replica)[name] != parameter.data_ptr()
     assert not replica.training
-    assert replica.tok_embeddings.weight.is_contiguous() == (family == "qwen2"), "a tied embedding is also the head"
 
 
-def test_weights_already_stored_for_decoding_are_shared() -> None:
-    model = make_model()
-    stored = type(model)(model.args)
-    for module in stored.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
-    stored.tok_embeddings.weight = stored.output.weight
-    replica, aliased = build_replica(stored)
-    assert aliased
-    shared = dict(replica.named_parameters())
-    assert all(shared[name].data_ptr() == p.data_ptr() for name, p in stored.named_parameters())
-
-
-def test_sharing_can_be_asked_for_and_needs_equal_dtypes() -> None:
-    model = make_model()
-    replica, aliased = build_replica(model, mode="alias")
-    assert aliased
-    assert replica.tok_embeddings.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_weights_are_shared_where_dtypes_match_and_the_model_is_not_wrapped(family: str) -> None:
+    model = make_model(family=family)
+    replica, shared = build_replica(model)
+    assert shared
+    assert storages(replica) == storages(model)
+    assert not any(parameter.requires_grad for parameter in replica.parameters())
+    assert not build_replica(model, dtype=torch.bfloat16)[1]
     with pytest.raises(RolloutError, match="or of another dtype"):
         build_replica(model, mode="alias", dtype=torch.bfloat16)
 
 
-def test_an_update_of_shared_weights_changes_the_answers() -> None:
-    source = make_model()
-    model = type(source)(source.args)
-    model.load_state_dict(source.state_dict())
-    engine = make_engine(model, weights="alias")
+def test_a_wrapped_model_is_copied_and_never_run() -> None:
+    model = fresh(make_model())
+    model.layers["1"] = checkpoint_wrapper(model.layers["1"])
+    model.layers["1"].forward = None
+    replica, shared = build_replica(model)
+    assert not shared
+    assert fingerprint(replica) == fingerprint(model) == fingerprint(make_model())
+    wanted = request(prompts(6)[0], seed=2, max_new_tokens=8)
+    (one,), (other,) = (make_engine(m).generate([wanted]) for m in (model, make_model()))
+    assert one.output_tokens == other.output_tokens
+
+
+@pytest.mark.parametrize("mode", ["alias", "snapshot"])
+def test_an_update_changes_the_answers(mode: Any) -> None:
+    model = fresh(make_model())
+    engine = make_engine(model, weights=mode)
     wanted = request(prompts(6)[0], seed=2, max_new_tokens=12)
     (before,) = engine.generate([wanted])
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.3)
+            # A trainer that moves its weights away and back has other tensors afterwards.
+            parameter.data = parameter.data * 1.3
     engine.update_weights(model)
     (after,) = engine.generate([wanted])
     assert before.output_tokens != after.output_tokens
     assert set(after.output_versions) == {1}
     assert engine.fingerprint == fingerprint(model)
+    assert (storages(engine._generator.model) == storages(model)) == (mode == "alias")
+
+
+def test_weights_from_an_iterator_never_end_up_in_the_trainer() -> None:
+    model = fresh(make_model())
+    engine = make_engine(model, weights="alias")
+    before = fingerprint(model)
+    engine.update_weights((name, parameter * 2) for name, parameter in model.named_parameters())
+    assert fingerprint(model) == before != engine.fingerprint
+
+
+def test_shared_weights_of_another_model_are_refused() -> None:
+    engine = make_engine(weights="alias")
+    with pytest.raises(RolloutError, match="only one side has 'layers"):
+        engine.update_weights(make_model(family="qwen2"))
+    with pytest.raises(RolloutError, match=r"expected \(\d+, 24\) torch.float32 on cpu"):
+        engine.update_weights(make_model(hidden_size=32))
+
+
+def test_linears_of_the_replica_compute_what_the_model_computes() -> None:
+    """The replica's faster product, with and without bias, and on a slice of rows."""
+    model = make_model(family="qwen2")
+    replica, _ = build_replica(model)
+    x = torch.randn(9, 24)
+    for name in ("layers.0.attention.wq", "layers.0.feed_forward.w1", "output"):
+        wanted = model.get_submodule(name)(x[2:7])
+        torch.testing.assert_close(replica.get_submodule(name)(x[2:7]), wanted, rtol=0, atol=PARITY_FP32)
 
 
 def test_a_replica_of_another_dtype_has_the_fingerprint_of_the_cast_weights() -> None:
@@ -79,7 +121,7 @@ def test_a_replica_of_another_dtype_has_the_fingerprint_of_the_cast_weights() ->
 
 def test_wrapped_names_are_understood() -> None:
     model = make_model()
-    replica, _ = build_replica(model)
+    replica, _ = build_replica(model, mode="snapshot")
     wrapped = [
         (name.replace("layers.0.", "layers.0._checkpoint_wrapped_module._orig_mod."), p)
         for name, p in model.named_parameters()
@@ -93,7 +135,9 @@ def test_every_weight_is_accounted_for_by_name() -> None:
     name = "layers.1.attention.wk.weight"
 
     def update(changed: dict[str, torch.Tensor] | list[tuple[str, torch.Tensor]]) -> None:
-        copy_weights(build_replica(model)[0], changed.items() if isinstance(changed, dict) else changed)
+        copy_weights(
+            build_replica(model, mode="snapshot")[0], changed.items() if isinstance(changed, dict) else changed
+        )
 
     with pytest.raises(RolloutError, match=f"1 weights were not sent, such as '{name}'"):
         update({key: value for key, value in weights.items() if key != name})
