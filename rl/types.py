@@ -267,15 +267,3 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
     if bool((checked["loss_mask"].bool() & ~checked["attention_mask"]).any()):
         raise RolloutError(f"{source}: 'loss_mask' of shape {shape} is 1 where 'attention_mask' is 0")
     return checked
-
-
-def check_replayable(gconfig: GenerationHyperparameters) -> None:
-    """Refuse sampling that the trainer cannot replay: its logprobs are those of the full, temperature-scaled softmax.
-
-    Raises `RolloutError` naming every offending field.
-    """
-    wanted = {"greedy": False, "top_p": 1.0, "top_k": None, "min_new_tokens": 0}
-    given = {name: getattr(gconfig, name) for name in wanted}
-    wrong = [f"{name}={given[name]} (expected {wanted[name]})" for name in wanted if given[name] != wanted[name]]
-    if wrong:
-        raise RolloutError(f"sampling for training must be replayable by the trainer: {', '.join(wrong)}")

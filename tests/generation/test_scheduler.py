@@ -111,6 +111,20 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     assert [len(s.output) for s in (old, young, later)] == [7, 7, 2]
 
 
+def test_a_kept_prompt_gives_way_to_a_request_that_needs_its_pages() -> None:
+    scheduler = Scheduler(n_pages=4, page_size=2, max_slots=1, prefill_tokens=100)
+    prompt = [1, 2, 3, 4]
+    first, large, again = make_sequence(prompt, 1), make_sequence([5] * 7, 2), make_sequence(prompt, 1)
+    for sequence in (first, large, again):
+        scheduler.submit(sequence)
+    rng = random.Random(0)
+    run_step(scheduler, rng)
+    assert scheduler.pool.n_free == 2, "the prompt is kept for the third request"
+    for _ in range(3):
+        run_step(scheduler, rng)
+    assert [s.stop_reason for s in (first, large, again)] == ["length"] * 3
+
+
 def test_followers_survive_the_abort_of_their_leader() -> None:
     scheduler = Scheduler(n_pages=50, page_size=4, max_slots=4, prefill_tokens=3)
     group = [make_sequence([1, 2, 3, 4, 5, 6, 7], 2) for _ in range(3)]
