@@ -6,27 +6,27 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from archon.schema.config import ActivationCheckpointConfig
 
-# Costly to compute and small to keep, compared with what lies between them. Attention and grouped GEMM have one
-# operator a backend; those that this build of torch lacks are left out.
-_KEPT_OPS = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::_grouped_mm",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "torch_attn::_varlen_attn",
-    "flash_attn::_flash_attn_varlen_forward",
-    "archon::packed_sdpa",
+# Costly to compute and small to keep, compared with what lies between them. Attention has one operator a backend.
+# Batched products are left out: in a decoder they are the inside of attention written out, which its backward makes
+# again anyway.
+_KEPT_OPS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::_grouped_mm",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_varlen_forward",
+        "archon::packed_sdpa",
+    }
 )
 
 
@@ -70,15 +70,6 @@ def _keep_ops_context() -> Any:
 
 
 def _keep_ops_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _kept_ops() else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@cache
-def _kept_ops() -> frozenset[Any]:
-    kept: set[Any] = set()
-    for name in _KEPT_OPS:
-        space, op = name.split("::")
-        packet = getattr(getattr(torch.ops, space), op, None)
-        if packet is not None:
-            kept.update(getattr(packet, overload) for overload in packet.overloads())
-    return frozenset(kept)
+    # By name, since attention operators exist only once their library has been imported.
+    kept = op.name().partition(".")[0] in _KEPT_OPS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -110,6 +110,10 @@ def test_first_fit_decreasing_is_near_the_fewest_micro_batches(lengths: list[int
     assert best <= len(first_fit_decreasing(lengths, limit)) <= math.floor(11 / 9 * best + 6 / 9)
 
 
+def test_long_documents_are_placed_first() -> None:
+    assert first_fit_decreasing([2, 2, 2, 8, 8, 8], 10) == [[0, 3], [1, 4], [2, 5]]
+
+
 def test_a_document_longer_than_a_micro_batch_names_length_and_limit() -> None:
     _, batch = make([4, 11, 3])
     with pytest.raises(BatchError, match=r"document 1 has 11 tokens, more than max_tokens_per_mb = 10.*at least 11"):

@@ -23,7 +23,7 @@ from archon.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.schema.errors import ConfigError
-from tests.engine.tiny import assert_gradients_close, engine_gradients, make_engine, sft_batch
+from tests.engine.tiny import LENGTHS, assert_gradients_close, engine_gradients, make_engine, sft_batch
 from tests.tolerances import BF16_COMPUTE, REORDER_FP32
 
 SFT = CrossEntropyLoss()
@@ -165,10 +165,12 @@ def test_recompute_policies_give_the_same_gradients(tmp_path: Path, policy: dict
     plain = make_engine(tmp_path, dtype=dtype)
     engine = make_engine(tmp_path, dtype=dtype, activation_checkpoint=policy)
     assert [n for n, _ in engine.model.named_modules()] == [n for n, _ in plain.model.named_modules()]
-    expected, grads = engine_gradients(plain, sft_batch(), SFT, loss_token_count)
-    loss, actual = engine_gradients(engine, sft_batch(), SFT, loss_token_count)
-    assert loss == expected
-    assert all(torch.equal(actual[name], grads[name]) for name in grads)
+    for lengths in (LENGTHS, [150, 9]):  # short documents and long ones attend by different kernels
+        batch = sft_batch(lengths)
+        expected, grads = engine_gradients(plain, batch, SFT, loss_token_count, max_tokens=160)
+        loss, actual = engine_gradients(engine, batch, SFT, loss_token_count, max_tokens=160)
+        assert loss == expected
+        assert all(torch.equal(actual[name], grads[name]) for name in grads)
 
 
 def test_each_recompute_policy_keeps_less_than_the_one_before(tmp_path: Path) -> None:
@@ -225,10 +227,10 @@ def compiled_engine(
 
 def check_compiled(engine: ArchonEngine, plain: ArchonEngine) -> None:
     """The same gradients over ragged batches, from one compilation for ten layers and all batches."""
-    for lengths in ([13, 5, 5, 2], [7, 30], [3] * 9, [2, 2, 40]):
+    for lengths in ([13, 5, 5, 2], [7, 130], [3] * 9, [2, 2, 40]):
         batch = sft_batch(lengths, seed=len(lengths))
-        expected, grads = engine_gradients(plain, batch, SFT, loss_token_count)
-        loss, actual = engine_gradients(engine, batch, SFT, loss_token_count)
+        expected, grads = engine_gradients(plain, batch, SFT, loss_token_count, max_tokens=160)
+        loss, actual = engine_gradients(engine, batch, SFT, loss_token_count, max_tokens=160)
         if engine.config.dtype == "float32":
             assert loss == pytest.approx(expected, rel=REORDER_FP32)
             assert_gradients_close(actual, grads, REORDER_FP32)
