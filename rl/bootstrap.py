@@ -3,19 +3,29 @@ SFT."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from archon.engine import ArchonEngine
-from archon.rl.config import BootstrapConfig, SFTConfig, TokenizerRecipe, WarmupConfig
+from archon.hf_io import load_tokenizer
+from archon.models import get_model_spec
+from archon.rl.config import BootstrapConfig, SFTConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
 from archon.rl.data import load_rows
-from archon.rl.sft import run_sft
+from archon.rl.evaluation import evaluate
+from archon.rl.generation import InProcessEngine
+from archon.rl.rewards import AsyncRewardWrapper
+from archon.rl.rollout import Prompt, Rollout
+from archon.rl.sft import SFTTrainer
+from archon.rl.types import GenerationHyperparameters
+from archon.rl.workflows import RLVRWorkflow
 from archon.runner import Runner
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
@@ -75,8 +85,16 @@ def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTra
     )
 
 
-def ensure_checkpoint(config: BootstrapConfig, path: str | Path, runner: Runner) -> bool:
+def ensure_checkpoint(
+    config: BootstrapConfig, path: str | Path, runner: Runner, like: EngineConfig | None = None
+) -> bool:
     """Make the checkpoint `path` unless it is there; False when a signal ended the warm-up, which goes on next time.
+
+    Args:
+        config: what to make.
+        path: where.
+        runner: of the run it is made for; says what is going on.
+        like: device, dtype and kernels to make it with; the defaults when not given.
 
     Raises `ConfigError` when something else stands at `path`, or a checkpoint made with other values.
     """
@@ -99,7 +117,8 @@ def ensure_checkpoint(config: BootstrapConfig, path: str | Path, runner: Runner)
         (blank / RECORD).write_text(json.dumps(wanted))
     elif json.loads((blank / RECORD).read_text()) != wanted:
         raise ConfigError(f"{workshop} holds an unfinished checkpoint with other `bootstrap` values; remove it")
-    model = EngineConfig(path=str(blank), init_from_scratch=True, seed=config.seed)
+    changes = {"path": str(blank), "init_from_scratch": True, "seed": config.seed}
+    model = (like or EngineConfig(path=str(blank))).model_copy(update=changes)
     if config.warmup is None:
         engine = ArchonEngine(model)
         engine.initialize()
@@ -116,23 +135,56 @@ def ensure_checkpoint(config: BootstrapConfig, path: str | Path, runner: Runner)
 
 
 def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> bool:
-    """Fine-tune the blank model; False when a signal ended it early. The signal is raised again for the caller's
-    handler."""
-    changes = {"optimizer": config.optimizer, "scheduler": config.scheduler}
+    """Fine-tune the blank model; False when a signal ended it early, which is then raised again for who called."""
     sft = SFTConfig(
         run_dir=str(run_dir),
         resume=True,
         seed=model.seed,
         total_steps=config.total_steps,
         batch_size=config.batch_size,
-        model=model.model_copy(update=changes),
+        model=model.model_copy(update={"optimizer": config.optimizer, "scheduler": config.scheduler}),
         train_data=config.train_data,
     )
-    with Runner(run_dir, sft, resume=True) as inner:
-        run_sft(sft, inner)
+    with ExitStack() as stack:
+        inner = stack.enter_context(Runner(run_dir, sft, resume=True))
+        probe = None
+        if config.target is not None:
+            probe = stack.enter_context(RewardProbe(config.target, load_tokenizer(model.path), model.seed))
+        SFTTrainer(sft, inner, probe).train()
     if inner.exit_code:
         signal.raise_signal(inner.exit_code - 128)
     return inner.exit_code == 0
+
+
+class RewardProbe:
+    """Measures the reward of sampled held-out answers during a warm-up, and says when it is enough."""
+
+    def __init__(self, config: WarmupTarget, tokenizer: Any, seed: int) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self._seed = seed
+        self._reward = AsyncRewardWrapper(config.reward)
+        rows = load_rows(config.eval_data, "rl", tokenizer)
+        self._prompts = [Prompt(i, row) for i, row in enumerate(rows)]
+        gconfig = GenerationHyperparameters(max_new_tokens=config.max_new_tokens)
+        self._workflow = RLVRWorkflow(self._reward, gconfig, tokenizer)
+        self._generator: InProcessEngine | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reward.close()
+
+    def __call__(self, engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
+        if step % self.config.every:
+            return {}, False
+        if self._generator is None:
+            self._generator = InProcessEngine.from_model(engine.model, self.tokenizer, max_slots=256)
+        self._generator.update_weights(engine.model, version=step)
+        rollout = Rollout(self._generator, self._workflow, seed=self._seed)
+        measured = asyncio.run(evaluate(rollout, self._prompts))
+        return {"eval/reward": measured["reward"]}, measured["reward"] >= self.config.at_least
 
 
 def write_blank(config: BootstrapConfig, path: Path) -> None:
@@ -140,6 +192,7 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    get_model_spec(config.model_type)  # refuses a family that could not be trained
     recipe = config.tokenizer
     texts = training_texts(recipe) if recipe.kind == "bpe" else ()
     tokenizer = make_tokenizer(recipe, texts)

@@ -141,10 +141,22 @@ class TokenizerRecipe(StrictModel):
     )
 
 
+class WarmupTarget(StrictModel):
+    """Ends a warm-up early: where reinforcement is to take over, whatever the machine's rounding made of the way
+    there."""
+
+    reward: str = Field(description="name or dotted path of the reward function")
+    at_least: float = Field(description="held-out reward of one sampled answer a prompt, at which the warm-up ends")
+    eval_data: DatasetConfig = Field(description="held-out prompts")
+    every: int = Field(25, ge=1, description="steps between measurements")
+    max_new_tokens: int = Field(16, ge=1, description="length limit of an answer, in tokens")
+
+
 class WarmupConfig(StrictModel):
     """Supervised warm-up of a made checkpoint."""
 
-    total_steps: int = Field(200, ge=1, description="optimiser steps")
+    total_steps: int = Field(200, ge=1, description="optimiser steps, at most")
+    target: WarmupTarget | None = Field(None, description="reward that ends it early")
     batch_size: int = Field(64, ge=1, description="rows an optimiser step")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW of the warm-up")
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="schedule of the warm-up")

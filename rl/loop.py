@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,3 +19,18 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - started
+
+
+@contextmanager
+def long_lived_objects_frozen() -> Iterator[None]:
+    """Keep what exists now out of garbage collection inside the block.
+
+    A rollout makes thousands of short-lived objects a step. Each full collection they cause would walk over everything
+    that transformers and the data have loaded, which was a tenth of a small rollout's time.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,25 +40,32 @@ def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": column("input_ids"), "attention_mask": mask, "loss_mask": column("loss_mask")}
 
 
+Probe = Callable[[ArchonEngine, int], tuple[dict[str, float], bool]]
+"""(engine, steps done) to extra metrics, and whether training has reached what it is for; called after every step."""
+
+
 class SFTTrainer:
     """Fine-tunes one model. `SFTTrainer(config).train()` is the whole run.
 
     Args:
         config: the run.
         runner: the run directory and what surrounds it; made, and closed, by `train` when not given.
+        probe: measures something of its own, and may end the run before its last step.
     """
 
     engine: ArchonEngine
     loader: RowLoader
     held_out: RowDataset | None
 
-    def __init__(self, config: SFTConfig, runner: Runner | None = None) -> None:
+    def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
         self.config = config
         self.runner = runner
+        self.probe = probe
         self.step = 0
         self.total_steps = 0
         self._saved_step: int | None = None
         self._stepping = False
+        self._enough = False
         self._loss = CrossEntropyLoss()
 
     def train(self) -> dict[str, float]:
@@ -72,27 +79,35 @@ class SFTTrainer:
                 # Imported here: it warms its checkpoint up with this trainer.
                 from archon.rl.bootstrap import ensure_checkpoint
 
-                if not ensure_checkpoint(config.bootstrap, config.model.path, runner):
+                if not ensure_checkpoint(config.bootstrap, config.model.path, runner, config.model):
                     return {}
             self.open()
             stack.callback(self.save)  # also when an error or Ctrl-C ends the run
             with runner.progress("sft", self.total_steps, start=self.step, columns=COLUMNS) as progress:
-                while self.step < self.total_steps and not runner.stop_requested:
+                while not self.finished and not runner.stop_requested:
                     metrics = self.train_step()
                     self.step += 1
                     self._stepping = False
                     try:
-                        if self.step == self.total_steps or due(self.step, config.eval_every):
+                        if self.probe is not None:
+                            measured, self._enough = self.probe(self.engine, self.step)
+                            metrics |= measured
+                        if self.finished or due(self.step, config.eval_every):
                             metrics |= self.evaluate()
                     finally:
                         runner.metrics.write(self.step, metrics)
                     progress.update(self.step, metrics)
                     if due(self.step, config.checkpoint.every):
                         self.save()
-            if self.step == self.total_steps:
+            if self.finished:
                 self.save()
                 self.engine.save(runner.directory.export)
         return metrics
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done, or the probe has found what it was looking for."""
+        return self._enough or self.step >= self.total_steps
 
     def open(self) -> None:
         """Load tokenizer, rows and model, and go on from the newest checkpoint where the configuration asks for it."""
@@ -113,6 +128,7 @@ class SFTTrainer:
             self._saved_step = self.step
             self.engine.load_state_dict(state["engine"])
             self.loader.load_state_dict(state["rows"])
+            self._enough = state["enough"]
             self.runner.rewind(self.step)
 
     def train_step(self) -> dict[str, float]:
@@ -150,7 +166,7 @@ class SFTTrainer:
         assert self.runner is not None
         if self._saved_step == self.step or self._stepping:
             return
-        state = {"engine": self.engine.state_dict(), "rows": self.loader.state_dict()}
+        state = {"engine": self.engine.state_dict(), "rows": self.loader.state_dict(), "enough": self._enough}
         fingerprint = model_fingerprint(self.engine.model.args)
         save_state(self.runner.directory.checkpoints, self.step, state, self.config.checkpoint.keep, fingerprint)
         self._saved_step = self.step

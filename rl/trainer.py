@@ -17,7 +17,7 @@ from archon.rl.datasets import encode_prompt
 from archon.rl.evaluation import evaluate
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.rl.generation import InProcessEngine
-from archon.rl.loop import due, timed
+from archon.rl.loop import due, long_lived_objects_frozen, timed
 from archon.rl.replay import check_gate, check_replayable, gate_limit
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold
 from archon.rl.rollout import Prompt, Rollout, RolloutBatch
@@ -74,7 +74,7 @@ class RLTrainer:
             if self.runner is None:
                 self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
             runner = self.runner
-            if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner):
+            if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner, config.actor):
                 return {}
             stack.enter_context(self.opened(workflow, eval_workflow))
             stack.callback(self.save)  # also when an error or Ctrl-C ends the run
@@ -202,7 +202,8 @@ class RLTrainer:
             self._open_models()
             self._resume()
             self._open_rollouts(reward, workflow or config.workflow, eval_workflow)
-            yield self
+            with long_lived_objects_frozen():
+                yield self
 
     def _reward(self) -> AsyncRewardWrapper:
         rollout = self.config.rollout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ import pytest
 import torch
 
 from archon.hf_io import load_model, load_tokenizer
-from archon.rl import RLTrainer
-from archon.rl.bootstrap import ensure_checkpoint, make_tokenizer
+from archon.metrics import read_jsonl
+from archon.rl import RLTrainer, SFTTrainer
+from archon.rl.bootstrap import ensure_checkpoint, make_tokenizer, warm_up, write_blank
 from archon.rl.config import BootstrapConfig, RLConfig, SFTConfig, TokenizerRecipe
 from archon.rl.datasets import encode_prompt, get_custom_dataset
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.runner import Runner
+from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 
 MakeConfig = Callable[..., RLConfig]
@@ -152,3 +156,55 @@ def test_bpe_without_a_dataset_names_the_missing_field(runner: Runner, tmp_path:
     config = BootstrapConfig.parse({"tokenizer": {"kind": "bpe"}})
     with pytest.raises(ConfigError, match=r"bootstrap.tokenizer.train_data is not set"):
         ensure_checkpoint(config, tmp_path / "model", runner)
+
+
+def test_warm_up_ends_where_the_target_reward_is_reached(
+    bootstrap: Callable[..., BootstrapConfig], runner: Runner, tmp_path: Path
+) -> None:
+    """`constant` pays 1.0 for anything: reached at the first measurement, at step 2 of 5; 1.5 is never reached."""
+    for at_least, steps in ((1.0, 2), (1.5, 5)):
+        warmup = bootstrap().model_dump()["warmup"]
+        warmup["target"] = {
+            "reward": "tests.rl.rewards_for_tests.constant",
+            "at_least": at_least,
+            "every": 2,
+            "eval_data": {"path": "arithmetic", "split": "test", "limit": 5},
+        }
+        config = bootstrap(warmup=warmup)
+        assert config.warmup is not None
+        blank = tmp_path / f"blank {steps}"
+        write_blank(config, blank)
+        model = EngineConfig(path=str(blank), init_from_scratch=True)
+        run = tmp_path / f"run {steps}"
+        assert warm_up(config.warmup, model, run)
+        rows = read_jsonl(run / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, steps + 1))
+        assert [row["step"] for row in rows if "eval/reward" in row] == [step for step in (2, 4) if step <= steps]
+        assert warm_up(config.warmup, model, run)  # finished: nothing is trained again
+        assert read_jsonl(run / "metrics.jsonl") == rows
+
+
+def test_signal_in_the_warm_up_ends_the_run_and_the_next_one_goes_on(
+    bootstrap: Callable[..., BootstrapConfig], rl_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = rl_config(
+        actor={"path": str(tmp_path / "model"), "optimizer": {"lr": 1e-3}},
+        bootstrap=bootstrap().model_dump(),
+        total_steps=1,
+    )
+    train_step, taken = SFTTrainer.train_step, []
+
+    def signalled(trainer: SFTTrainer) -> dict[str, float]:
+        taken.append(trainer.step)
+        if len(taken) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(trainer)
+
+    monkeypatch.setattr(SFTTrainer, "train_step", signalled)
+    with Runner(config.run_dir, config) as outer:
+        assert RLTrainer(config, outer).train() == {}
+        assert outer.exit_code == 128 + signal.SIGTERM
+    assert not (tmp_path / "model").exists()
+    RLTrainer(config).train()
+    assert taken == [0, 1, 2, 3, 4]
+    assert (tmp_path / "model" / "model.safetensors").is_file()
