@@ -1,0 +1,93 @@
+"""Real Hugging Face checkpoints of Qwen3 with random weights, made by transformers, for every side to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+# Fields of config.json by the name used in records. `26M` is the model of the CPU figures; the others have the shapes
+# of the released Qwen3 models; `2.43GB` is a model that is 2.43 GB in bfloat16.
+SHAPES: dict[str, dict[str, Any]] = {
+    "26M": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 4096,
+        "max_position_embeddings": 4096,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+    },
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "2.43GB": {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 32, "num_attention_heads": 16},
+}
+_COMMON = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    # No token ends an answer: the lengths of a benchmark are its own.
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def shape(name: str) -> dict[str, Any]:
+    """All fields of the config that differ from transformers' defaults."""
+    return {**_COMMON, **SHAPES[name]}
+
+
+def make_checkpoint(
+    folder: Path, name: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0, shards: int = 1
+) -> Path:
+    """Write the model `name` of `SHAPES` with random weights into `folder` and return it.
+
+    Embeddings are normal(0, 0.02) as before pre-training. Norms are spread around 1, and the matrices of the layers are
+    large enough for the layers to matter: with 0.02 throughout, a tied model repeats its last token for ever.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(**shape(name))
+    config.dtype = dtype
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            model = Qwen3ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(1.0, 0.05)
+            elif ".layers." in name:
+                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    # A shard is closed before the tensor that would overflow it, so aim a little above an equal share.
+    model.save_pretrained(folder, max_shard_size=int(size / shards * 1.05) if shards > 1 else size + 1)
+    return folder
+
+
+def parameters_of(config: dict[str, Any]) -> int:
+    """Parameters of a Qwen3 with tied embeddings."""
+    dim, head_dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    attention = 2 * dim * head_dim * (heads + kv_heads) + 2 * head_dim
+    layer = attention + 3 * dim * config["intermediate_size"] + 2 * dim
+    return config["vocab_size"] * dim + config["num_hidden_layers"] * layer + dim

@@ -1,0 +1,284 @@
+"""Greedy generation, side by side: archon's in-process engine against transformers' `generate` and continuous batching.
+
+The Qwen3 of 26 million parameters in float32. Even: 32 prompts, 128 new tokens each. Ragged: 128 prompts, answers of 16
+to 256 tokens, at most 32 at once. Every answer's length is forced, so that all sides do the same work; prompts are of
+one length, which spares transformers its padding. `generate` takes the ragged prompts 32 at a time, in their order, and
+ends a batch when its longest answer ends; of its static and its dynamic cache only the faster is timed.
+
+    python -m benchmarks.generate
+    python -m benchmarks.generate --case ragged --quick
+    python -m benchmarks.generate --shape 4B            # on a GPU: bfloat16, 128 prompts, 128 new tokens each
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.checkpoints import make_checkpoint, shape
+from benchmarks.harness import Sides, say
+
+ARCHON = "archon"
+STATIC, DYNAMIC = "transformers generate (static cache)", "transformers generate (dynamic cache)"
+CONTINUOUS = "transformers continuous batching"
+AIMS = {"even": ">= 1.4", "ragged": ">= 2.2", "gpu": ">= 10"}
+PROMPT_LENGTH = 32
+TIE = 1e-5  # float32 logits of different kernels differ by about 1e-6 of the largest
+
+Generate = Callable[[], list[list[int]]]
+
+
+def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """Load the checkpoint into a side and generate once; the parent compares the tokens."""
+    prompts = make_prompts(options)
+    make = {ARCHON: archon, STATIC: transformers, DYNAMIC: transformers, CONTINUOUS: continuous}[side]
+    generate = make(side, prompts, options)
+    start = time.perf_counter()
+    tokens = generate()
+    seconds = time.perf_counter() - start
+    got = [len(answer) for answer in tokens]
+    if got != options["lengths"]:
+        raise RuntimeError(f"answers of {got[:5]}… tokens came back, asked for {options['lengths'][:5]}…")
+
+    def run() -> dict[str, Any]:
+        generate()
+        return {}
+
+    return {"tokens": tokens, "seconds": seconds}, run
+
+
+def make_prompts(options: dict[str, Any]) -> list[list[int]]:
+    """Random prompts of one length, the same for every side."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2)
+    vocab = shape(options["model"])["vocab_size"]
+    return torch.randint(vocab, (len(options["lengths"]), PROMPT_LENGTH), generator=generator).tolist()
+
+
+def archon(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Generate:
+    """`InProcessEngine.generate` with as many slots as the others have rows."""
+    import torch
+
+    from archon import load_model
+    from archon.rl import GenerationHyperparameters, ModelRequest
+    from archon.rl.generation import InProcessEngine
+
+    model = load_model(options["checkpoint"], device=options["device"], dtype=getattr(torch, options["dtype"]))
+    longest = PROMPT_LENGTH + max(options["lengths"])
+    engine = InProcessEngine.from_model(model, max_slots=options["slots"], max_seq_len=longest)
+    sampling = [
+        GenerationHyperparameters(greedy=True, ignore_eos=True, max_new_tokens=length) for length in options["lengths"]
+    ]
+
+    def generate() -> list[list[int]]:
+        requests = [ModelRequest(prompt, gconfig) for prompt, gconfig in zip(prompts, sampling, strict=True)]
+        return [response.output_tokens for response in engine.generate(requests)]
+
+    return generate
+
+
+def transformers(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Generate:
+    """`generate`, batch by batch; a row is done at its own length, a batch when all its rows are."""
+    import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    from benchmarks.peers import transformers_model
+
+    model = transformers_model(options["checkpoint"], device=options["device"], dtype=options["dtype"]).eval()
+    size, lengths = options["slots"], options["lengths"]
+
+    class EnoughTokens(StoppingCriteria):
+        """Says of each row whether it has its forced length."""
+
+        def __init__(self, wanted: Any) -> None:
+            self.wanted = wanted
+
+        def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+            return input_ids.shape[1] - PROMPT_LENGTH >= self.wanted
+
+    def batch(first: int) -> list[list[int]]:
+        wanted = lengths[first : first + size]
+        ids = torch.tensor(prompts[first : first + size], device=options["device"])
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max(wanted),
+            pad_token_id=0,
+            cache_implementation="static" if side == STATIC else "dynamic",
+            stopping_criteria=StoppingCriteriaList([EnoughTokens(torch.tensor(wanted, device=options["device"]))]),
+        )
+        return [row[:length] for row, length in zip(out[:, PROMPT_LENGTH:].tolist(), wanted, strict=True)]
+
+    return lambda: [answer for first in range(0, len(prompts), size) for answer in batch(first)]
+
+
+def continuous(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> Generate:
+    """transformers' continuous batching; its manager is kept between runs, so that only generation is timed."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from benchmarks.peers import transformers_model
+
+    model = transformers_model(options["checkpoint"], device=options["device"], dtype=options["dtype"]).eval()
+    page = 32
+    pages = -(-(PROMPT_LENGTH + max(options["lengths"]) + 1) // page)
+    sizes = {
+        "page_size": page,
+        "num_blocks": (options["slots"] + 1) * pages,
+        "max_requests_per_batch": options["slots"],
+    }
+    if options["device"] == "cuda":
+        sizes = {"max_requests_per_batch": options["slots"]}
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, max_new_tokens=max(options["lengths"]), eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(**sizes, max_batch_tokens=options["slots"] * PROMPT_LENGTH),
+    )
+    manager.start()
+
+    def generate() -> list[list[int]]:
+        order = {
+            manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1): index
+            for index, (prompt, length) in enumerate(zip(prompts, options["lengths"], strict=True))
+        }
+        answers: list[list[int]] = [[] for _ in prompts]
+        left = len(prompts)
+        while left:
+            result = manager.get_result(timeout=1)
+            if result is None:
+                if not manager.is_running():
+                    raise RuntimeError("transformers' generation thread has ended")
+            elif result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(result.error)
+                answers[order[result.request_id]] = list(result.generated_tokens)
+                left -= 1
+        return answers
+
+    return generate
+
+
+def measure(case: str, options: dict[str, Any], rounds: int, keep: bool) -> None:
+    """One case: the same tokens from every side first, then time."""
+    total = sum(options["lengths"])
+    what = f"{len(options['lengths'])} prompts, {total} new tokens, {options['dtype']}"
+    say(f"generate.{case}: {options['model']}, {what}")
+    record = harness.new_record("generate", case, options["threads"])
+    record.setup = {"model": shape(options["model"]), "prompt_length": PROMPT_LENGTH}
+    record.setup |= {key: options[key] for key in ("lengths", "slots", "dtype")}
+    with Sides("benchmarks.generate", [ARCHON, STATIC, DYNAMIC, CONTINUOUS], options) as sides:
+        ours = sides.facts(ARCHON)["tokens"]
+        theirs = {name: sides.facts(name)["tokens"] for name in sides.workers if name != ARCHON}
+        for name, tokens in theirs.items():
+            record.notes += compare(name, ours, tokens, options)
+            record.checks.append(harness.Check(what="greedy tokens", peer=name, difference=0.0, tolerance=0.0))
+        record.notes += keep_faster_cache(sides)
+        runs = sides.alternate(rounds, warmup=0)
+    rates = {side: [total / run["seconds"] for run in results] for side, results in runs.items()}
+    for side, values in rates.items():
+        record.sides[side] = harness.spread(values, "tok/s", runs[side])
+    peers = {side: values for side, values in rates.items() if side != ARCHON}
+    aim = AIMS["gpu" if options["device"] == "cuda" else case]
+    better = max(peers, key=lambda side: record.sides[side].median, default=None)
+    for side, values in peers.items():
+        record.ratios[f"archon / {side}"] = harness.ratio(rates[ARCHON], values, aim if side == better else None)
+    record.missing = sides.missing
+    harness.finish(record, keep)
+
+
+def keep_faster_cache(sides: Sides) -> list[str]:
+    """End the slower of transformers' two caches, by the pass that was checked; a note on it."""
+    seconds = {side: sides.facts(side)["seconds"] for side in (STATIC, DYNAMIC) if side in sides.workers}
+    if len(seconds) < 2:
+        return []
+    faster, slower = sorted(seconds, key=seconds.__getitem__)
+    sides.close(slower)
+    took = f"{seconds[slower]:.1f} s in its first pass, {faster} {seconds[faster]:.1f} s"
+    return [f"{slower} was checked but not timed: {took}"]
+
+
+def compare(peer: str, ours: list[list[int]], theirs: list[list[int]], options: dict[str, Any]) -> list[str]:
+    """Demand equal answers, or a near tie of two tokens where an answer first differs; notes on the latter.
+
+    Greedy decoding takes the larger of two logits, and in float32 rounding decides between two that differ by less than
+    its error. In bfloat16 that is common, and only the share of equal tokens is told.
+    """
+    firsts = [
+        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), None)
+        for x, y in zip(ours, theirs, strict=True)
+    ]
+    differing = [(row, first) for row, first in enumerate(firsts) if first is not None]
+    say(f"  greedy tokens: archon and {peer} agree in {len(ours) - len(differing)} of {len(ours)} answers")
+    if not differing:
+        return []
+    if options["dtype"] != "float32":
+        equal = sum(len(answer) if first is None else first for answer, first in zip(ours, firsts, strict=True))
+        share = equal / sum(map(len, ours))
+        return [f"bfloat16: {share:.0%} of the tokens come before archon and {peer} first differ in an answer"]
+    widest = max(tie_width(row, first, ours, theirs, options) for row, first in differing)
+    if widest > TIE:
+        raise harness.BenchmarkError(
+            f"greedy tokens of archon and {peer} differ by more than a near tie; nothing is timed"
+        )
+    return [
+        f"{len(differing)} of {len(ours)} answers of {peer} differ after a near tie (relative {widest:.0e} in float64)"
+    ]
+
+
+def tie_width(row: int, first: int, ours: list[list[int]], theirs: list[list[int]], options: dict[str, Any]) -> float:
+    """|a - b| / max |logit| in float64 between the logits of two tokens that were chosen at the same place."""
+    import torch
+
+    from benchmarks.peers import transformers_model
+
+    model = transformers_model(options["checkpoint"], dtype="float64").eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([make_prompts(options)[row] + ours[row][:first]])).logits[0, -1]
+    return ((logits[ours[row][first]] - logits[theirs[row][first]]).abs() / logits.abs().max()).item()
+
+
+def case_lengths(case: str, quick: bool) -> list[int]:
+    """Answer lengths in tokens; ragged ones spread evenly over their range, in a fixed random order."""
+    import random
+
+    if case != "ragged":
+        return [16 if quick else 128] * (4 if quick else 32 if case == "even" else 128)
+    count, low, high = (12, 4, 24) if quick else (128, 16, 256)
+    lengths = [low + round(i * (high - low) / (count - 1)) for i in range(count)]
+    random.Random(0).shuffle(lengths)
+    return lengths
+
+
+def main() -> None:
+    """Parse, make the checkpoint, measure."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--case", choices=["even", "ragged"], help="one case only")
+    parser.add_argument("--shape", choices=["0.6B", "1.7B", "4B"], help="on a GPU: a model of this shape, in bfloat16")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return harness.serve(prepare, arguments.worker)
+    keep = not (arguments.quick or arguments.no_record)
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"threads": arguments.threads, "slots": 4 if arguments.quick else 32}
+        if arguments.shape:
+            made = make_checkpoint(Path(folder), arguments.shape, dtype="bfloat16", device="cuda")
+            case = f"gpu-{arguments.shape}"
+            lengths = case_lengths(case, arguments.quick)
+            options |= {"checkpoint": str(made), "model": arguments.shape, "device": "cuda", "dtype": "bfloat16"}
+            measure(case, {**options, "slots": len(lengths), "lengths": lengths}, arguments.rounds, keep)
+            return None
+        model = "tiny" if arguments.quick else "26M"
+        made = make_checkpoint(Path(folder), model)
+        options |= {"checkpoint": str(made), "model": model, "device": "cpu", "dtype": "float32"}
+        for case in [arguments.case] if arguments.case else ["even", "ragged"]:
+            lengths = case_lengths(case, arguments.quick)
+            measure(case, {**options, "lengths": lengths}, arguments.rounds, keep)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""What every benchmark shares: sides in processes of their own, alternating runs, and the record that is kept.
+
+Each side (archon, or a peer) lives in a worker process, so that its memory is its own and one library's patches never
+reach another. The workers stand ready at the same time and the parent lets them run in turn, one at a time. The parent
+imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.memory import anonymous_bytes
+from benchmarks.record import Check, Machine, Ratio, Record, Spread
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "transformers", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")
+
+
+class BenchmarkError(RuntimeError):
+    """The sides did not compute the same thing, or archon itself could not run: nothing is timed."""
+
+
+class Worker:
+    """A side in a process of its own, driven by lines of JSON.
+
+    Args:
+        module: the benchmark, as `benchmarks.train_step`; it is run with `--worker SIDE`.
+        side: name of the side.
+        options: whatever its `prepare` needs, JSON-able.
+
+    After the constructor exactly one of `facts` (what the side says of itself, for the checks) and `missing` (why it
+    cannot run) is set.
+    """
+
+    def __init__(self, module: str, side: str, options: Mapping[str, Any]) -> None:
+        self.side = side
+        self.facts: dict[str, Any] | None = None
+        self.missing: str | None = None
+        # Read by OpenMP and MKL when they are loaded, and by torch from them.
+        threads = str(options["threads"])
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, "--worker", side],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._complaints: list[str] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+        answer = self._ask(dict(options))
+        if "ready" in answer:
+            self.facts = answer["ready"]
+        else:
+            self.missing = answer["error"]
+            self.close()
+
+    def run(self, **request: Any) -> dict[str, Any]:
+        """One run: its seconds, its memory, and what the side adds. Raises BenchmarkError when it fails."""
+        answer = self._ask({"run": True, **request})
+        if "error" in answer:
+            raise BenchmarkError(f"{self.side}: {answer['error']}")
+        return answer
+
+    def run_watched(self, **request: Any) -> dict[str, Any]:
+        """An untimed run, watched from here: adds `anonymous_peak_bytes`, the peak of its RssAnon above its start."""
+        start = anonymous_bytes(self._process.pid)
+        peak, done = start, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(0.001):
+                peak = max(peak, anonymous_bytes(self._process.pid))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            answer = self.run(**request)
+        finally:
+            done.set()
+            watcher.join()
+        return {**answer, "anonymous_peak_bytes": peak - start}
+
+    def close(self) -> None:
+        """End the process; idempotent."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._complaints.append(line.rstrip())
+            del self._complaints[:-40]
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            return json.loads(line)
+        code = self._process.wait()
+        reason = "killed, most likely for memory" if code == -9 else f"exit code {code}"
+        return {"error": f"worker ended ({reason}): {' | '.join(self._complaints[-3:])}"}
+
+
+class Sides:
+    """The workers of one benchmark, closed together.
+
+    Args:
+        module: the benchmark.
+        names: the sides. Those named archon… must run, the others may be missing.
+        options: for all of them.
+    """
+
+    def __init__(self, module: str, names: Sequence[str], options: Mapping[str, Any]) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.missing: dict[str, str] = {}
+        for name in names:
+            worker = Worker(module, name, options)
+            if worker.missing is None:
+                self.workers[name] = worker
+                say(f"  {name}: ready")
+            else:
+                self.drop(name, worker.missing)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """What a side that runs said of itself."""
+        facts = self.workers[name].facts
+        assert facts is not None
+        return facts
+
+    def drop(self, name: str, reason: str) -> None:
+        """Leave a side out and keep the reason; archon's cannot be left out."""
+        say(f"  {name}: MISSING, {reason}")
+        if name.startswith("archon"):
+            raise BenchmarkError(f"{name} cannot run: {reason}")
+        self.missing[name] = reason
+        self.close(name)
+
+    def close(self, name: str) -> None:
+        """End one side."""
+        worker = self.workers.pop(name, None)
+        if worker is not None:
+            worker.close()
+
+    def alternate(self, rounds: int, warmup: int = 1, **request: Any) -> dict[str, list[dict[str, Any]]]:
+        """Let the sides run in turn, `rounds` times each after `warmup` untimed ones.
+
+        Every round starts with another side, so that none always runs in the wake of the same neighbour. A peer that
+        fails is dropped with its reason.
+        """
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self.workers}
+        for turn in range(warmup + rounds if self.workers else 0):
+            order = list(self.workers)
+            first = turn % len(order)
+            for name in order[first:] + order[:first]:
+                try:
+                    result = self.workers[name].run(**request)
+                except BenchmarkError as error:
+                    self.drop(name, str(error))
+                    runs.pop(name)
+                    continue
+                if turn >= warmup:
+                    runs[name].append(result)
+            say(f"  {'warm-up' if turn < warmup else 'round'} {turn + 1 - (turn >= warmup) * warmup} done")
+        return runs
+
+
+def serve(
+    prepare: Callable[[str, dict[str, Any]], tuple[dict[str, Any], Callable[..., dict[str, Any]]]], side: str
+) -> None:
+    """The worker's end: read options, prepare the side, then run it whenever a line asks.
+
+    `prepare(side, options)` gives facts for the parent's checks, and a function that does one run and returns what to
+    report beside seconds and memory. Seconds it returns itself win over those of the whole call.
+    """
+    from benchmarks.memory import MemoryMeter, give_back_free_memory
+
+    # Whatever a library prints must not land among the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(message: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    options = json.loads(sys.stdin.readline())
+    try:
+        facts, run = prepare(side, options)
+    except Exception as error:
+        return answer({"error": one_line(error)})
+    give_back_free_memory()
+    answer({"ready": facts})
+    for line in sys.stdin:
+        request = json.loads(line)
+        request.pop("run")
+        meter = MemoryMeter()
+        start = time.perf_counter()
+        try:
+            result = run(**request)
+            meter.synchronize()
+            seconds = time.perf_counter() - start
+            memory = meter.read()
+            give_back_free_memory()  # so that the next run, and who watches it from outside, start from what is in use
+            answer({"seconds": seconds, "memory": memory, **result})
+        except Exception as error:
+            answer({"error": one_line(error)})
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    """The kind of an error and the start of its message, on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def relative_difference(ours: float, theirs: float) -> float:
+    """|a - b| / |b|."""
+    return abs(ours - theirs) / max(abs(theirs), 1e-30)
+
+
+def check_close(what: str, ours: float, theirs: Mapping[str, float], tolerance: float) -> list[Check]:
+    """Compare archon's number with every peer's. Raises BenchmarkError at the first that differs by more."""
+    checks = []
+    for peer, value in theirs.items():
+        difference = relative_difference(ours, value)
+        say(f"  {what}: archon {ours:.7g}, {peer} {value:.7g}, relative difference {difference:.1e}")
+        if not difference <= tolerance:
+            raise BenchmarkError(
+                f"{what} of archon and {peer} differ by {difference:.2e} > {tolerance:.0e}; nothing is timed"
+            )
+        checks.append(Check(what=what, peer=peer, difference=difference, tolerance=tolerance))
+    return checks
+
+
+def check_same(what: str, ours: Any, theirs: Mapping[str, Any]) -> list[Check]:
+    """Demand equality of archon's value with every peer's. Raises BenchmarkError at the first that differs."""
+    checks = []
+    for peer, value in theirs.items():
+        say(f"  {what}: archon and {peer} {'agree' if ours == value else 'DIFFER'}")
+        if ours != value:
+            raise BenchmarkError(f"{what} of archon and {peer} differ; nothing is timed")
+        checks.append(Check(what=what, peer=peer, difference=0.0, tolerance=0.0))
+    return checks
+
+
+def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]] = ()) -> Spread:
+    """Median, minimum and maximum of `values`, with the largest of each kind of memory that `runs` report."""
+    memory: dict[str, int] = {}
+    for run in runs:
+        for kind, size in run.get("memory", {}).items():
+            memory[kind] = max(memory.get(kind, 0), size)
+    return Spread(
+        unit=unit,
+        median=statistics.median(values),
+        min=min(values),
+        max=max(values),
+        values=list(values),
+        memory_bytes=memory,
+    )
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float], aim: str | None = None) -> Ratio:
+    """Ratio of the medians; min and max are those of the single rounds."""
+    rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
+    value = statistics.median(ours) / statistics.median(theirs)
+    return Ratio(
+        value=value, min=min(rounds), max=max(rounds), aim=aim, aim_met=None if aim is None else meets(value, aim)
+    )
+
+
+def meets(value: float, aim: str) -> bool:
+    """Whether a ratio meets an aim written as `>= 1.05` or `<= 0.4`."""
+    sign, bound = aim.split()
+    return value >= float(bound) if sign == ">=" else value <= float(bound)
+
+
+def new_record(benchmark: str, case: str, threads: int, layout: str = "one process") -> Record:
+    """A record of this command on this machine, still without numbers."""
+    versions = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    command = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
+    return Record(
+        benchmark=benchmark,
+        case=case,
+        command=shlex.join(command),
+        commit=commit(),
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        versions=versions,
+        machine=machine(),
+        threads=threads,
+        layout=layout,
+    )
+
+
+def commit() -> str:
+    """The commit of the checkout, with `+` when tracked files differ from it; `unknown` outside a checkout."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
+    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no"], cwd=ROOT, capture_output=True, text=True
+    )
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def machine() -> Machine:
+    """Processor, cores, memory and GPUs of this machine."""
+    cpu = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    gpus: list[str] = []
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        )
+        gpus = listed.stdout.strip().splitlines() if listed.returncode == 0 else []
+    except FileNotFoundError:
+        pass
+    return Machine(cpu=cpu, cores=len(os.sched_getaffinity(0)), memory_bytes=pages * size, gpus=gpus)
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def finish(record: Record, keep: bool) -> None:
+    """Print a record's numbers, and write it below benchmarks/records when `keep`."""
+    for name, side in record.sides.items():
+        say(f"  {name}: {side.median:.4g} {side.unit} (min {side.min:.4g}, max {side.max:.4g})")
+    for name, value in record.ratios.items():
+        aim = "" if value.aim is None else f", aim {value.aim}: {'met' if value.aim_met else 'MISSED'}"
+        say(f"  {name}: {value.value:.3g} (rounds {value.min:.3g} to {value.max:.3g}{aim})")
+    for name, reason in record.missing.items():
+        say(f"  {name}: MISSING, {reason}")
+    if keep:
+        say(f"  wrote {record.write().relative_to(ROOT)}")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """An argument parser with what every benchmark takes."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--threads", type=int, default=2, help="threads of each side (default 2)")
+    made.add_argument("--rounds", type=int, default=5, help="timed runs of each side, alternating (default 5)")
+    made.add_argument("--quick", action="store_true", help="small sizes, to see that it works; writes no record")
+    made.add_argument("--no-record", action="store_true", help="print only")
+    made.add_argument("--worker", metavar="SIDE", help=argparse.SUPPRESS)
+    return made

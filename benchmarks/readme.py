@@ -1,0 +1,169 @@
+"""Makes benchmarks/README.md from the records, and the same summary between markers in the top-level README.md.
+
+python -m benchmarks.readme            # write both
+python -m benchmarks.readme --check    # exit code 1 when one does not say what the records say
+python -m benchmarks.readme --print    # the summary alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.record import Ratio, Record, Spread, read_records
+
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+
+TITLES = {
+    "train_step": "A training step",
+    "head_memory": "The language-model head",
+    "generate": "Generation",
+    "load": "Loading a checkpoint",
+    "time_to_reward": "Time to reward",
+}
+INTRODUCTION = f"""# Benchmarks
+
+Made by `python -m benchmarks.readme` from the files in `records/`; a test fails when the two differ.
+
+Every comparison is a ratio measured in one run on one machine. Each side lives in a process of its own; before anything
+is timed both must have computed the same (loss and gradient norm, greedy tokens, weights, prompts). Then the sides run
+in turn, after a warm-up; numbers are medians, with minimum and maximum in brackets. A ratio is that of two medians, its
+brackets the smallest and largest of a single round. A peer that is not installed or fails is listed with its reason.
+Absolute times of a CPU say little elsewhere; an aim is what the project set itself.
+
+```
+pip install -e '.[bench]'
+pip install --no-deps torchtitan==0.3.0    # its pins are older than transformers 5 needs
+python -m benchmarks                       # everything (about 80 minutes on 2 cores), or one of:
+{chr(10).join(f"python -m benchmarks.{name}" for name in TITLES)}
+```
+"""
+
+
+def number(value: float) -> str:
+    """Three significant digits, thousands with a comma."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def spread(value: Spread) -> str:
+    return f"{number(value.median)} [{number(value.min)}–{number(value.max)}] {value.unit}"
+
+
+def ratio(value: Ratio) -> str:
+    return f"{number(value.value)}× [{number(value.min)}–{number(value.max)}]"
+
+
+def aim(value: Ratio) -> str:
+    if value.aim is None:
+        return ""
+    sign = value.aim.replace(">=", "≥").replace("<=", "≤")
+    return f"{sign} {'✓' if value.aim_met else '✗ missed'}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def memory(value: Spread) -> str:
+    """The memory of a side, by kind, in gigabytes."""
+    names = {"rss_peak": "RSS", "rss_above_start": "grew by", "allocated": "allocated", "reserved": "reserved"}
+    return ", ".join(f"{names.get(kind, kind)} {size / 1e9:.2f} GB" for kind, size in value.memory_bytes.items())
+
+
+def section(record: Record) -> str:
+    """One record in full."""
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    gpus = "".join(f", {gpu}" for gpu in record.machine.gpus)
+    how = f"{record.threads} threads, {record.layout}"
+    where = f"{record.machine.cpu}, {record.machine.cores} cores, {record.machine.memory_bytes / 2**30:.0f} GiB{gpus}"
+    parts = [
+        f"### {record.benchmark}: {record.case}",
+        f"`{record.command}` at {record.commit}, {record.date[:10]}; {where}; {how}; {versions}.",
+        table(
+            ["side", "figure", "memory"], ([name, spread(side), memory(side)] for name, side in record.sides.items())
+        ),
+    ]
+    if record.ratios:
+        rows = ([name, ratio(value), aim(value)] for name, value in record.ratios.items())
+        parts.append(table(["ratio", "measured", "aim"], rows))
+    if record.checks:
+        worst: dict[str, tuple[float, float]] = {}
+        for check in record.checks:
+            worst[check.what] = max(worst.get(check.what, (0.0, 0.0)), (check.difference, check.tolerance))
+        said = (f"{what} equal" if not limit else f"{what} within {seen:.0e}" for what, (seen, limit) in worst.items())
+        parts.append(f"Checked before timing: {'; '.join(said)}.")
+    parts += [f"Missing: {peer} ({reason})." for peer, reason in record.missing.items()]
+    parts += [f"{note[0].upper()}{note[1:]}." for note in record.notes]
+    return "\n\n".join(parts)
+
+
+def summary(records: Sequence[Record]) -> str:
+    """One line for each ratio that has an aim."""
+    rows = [
+        [TITLES.get(record.benchmark, record.benchmark), record.case, name, ratio(value), aim(value)]
+        for record in records
+        for name, value in record.ratios.items()
+        if value.aim is not None
+    ]
+    if not rows:
+        return "No records yet."
+    return table(["", "case", "ratio", "measured", "aim"], rows)
+
+
+def readme(records: Sequence[Record]) -> str:
+    """The whole of benchmarks/README.md."""
+    parts = [INTRODUCTION.rstrip(), "## Summary", summary(records)]
+    for name, title in TITLES.items():
+        of_this = [record for record in records if record.benchmark == name]
+        if of_this:
+            parts += [f"## {title}", *(section(record) for record in of_this)]
+    return "\n\n".join(parts) + "\n"
+
+
+def with_summary(text: str, records: Sequence[Record]) -> str:
+    """`text` with the summary between the markers; unchanged where it has none."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{summary(records)}\n{end}{after}" if begin and end else text
+
+
+def wanted(records: Sequence[Record]) -> dict[Path, str]:
+    """What each file should say."""
+    files = {HERE / "README.md": readme(records)}
+    top = HERE.parent / "README.md"
+    if top.exists():
+        files[top] = with_summary(top.read_text(encoding="utf-8"), records)
+    return files
+
+
+def main() -> int:
+    """Write, check or print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when a file is out of date")
+    parser.add_argument("--print", action="store_true", help="print the summary table")
+    arguments = parser.parse_args()
+    records = read_records()
+    if arguments.print:
+        print(summary(records))
+        return 0
+    stale = []
+    for path, text in wanted(records).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path)
+            if not arguments.check:
+                path.write_text(text, encoding="utf-8")
+    if arguments.check and stale:
+        print(f"out of date: {', '.join(map(str, stale))}; run python -m benchmarks.readme", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The record of a measurement: a JSON file that says what was run, where, and how the numbers spread."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from archon.schema.config import StrictModel
+
+FOLDER = Path(__file__).resolve().parent / "records"
+
+
+class Machine(StrictModel):
+    """Where it ran."""
+
+    cpu: str
+    cores: int = Field(ge=1, description="cores this process may use")
+    memory_bytes: int
+    gpus: list[str] = Field(default_factory=list, description="name and driver of each GPU")
+
+
+class Check(StrictModel):
+    """A comparison that had to hold before anything was timed."""
+
+    what: str
+    peer: str
+    difference: float = Field(description="relative; 0 where equality was demanded")
+    tolerance: float
+
+
+class Spread(StrictModel):
+    """One side's numbers over the rounds, and the memory it took."""
+
+    unit: str
+    median: float
+    min: float
+    max: float
+    values: list[float]
+    memory_bytes: dict[str, int] = Field(default_factory=dict, description="largest over the rounds, by kind")
+
+
+class Ratio(StrictModel):
+    """archon's number over a peer's: the ratio of medians, and the smallest and largest of a single round."""
+
+    value: float
+    min: float
+    max: float
+    aim: str | None = Field(None, description="such as `>= 1.05`; null where none was set")
+    aim_met: bool | None = None
+
+
+class Record(StrictModel):
+    """One case of one benchmark."""
+
+    benchmark: str
+    case: str
+    command: str
+    commit: str = Field(description="`+` at the end: tracked files differed from it")
+    date: str
+    versions: dict[str, str]
+    machine: Machine
+    threads: int
+    layout: str
+    setup: dict[str, Any] = Field(default_factory=dict, description="model, shapes and dtype")
+    checks: list[Check] = Field(default_factory=list)
+    sides: dict[str, Spread] = Field(default_factory=dict)
+    ratios: dict[str, Ratio] = Field(default_factory=dict)
+    missing: dict[str, str] = Field(default_factory=dict, description="peers that could not run, and why")
+    notes: list[str] = Field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        """Its file, one a case: a new record replaces the old one, whose history is git's."""
+        return FOLDER / f"{self.benchmark}.{self.case}.json"
+
+    def write(self) -> Path:
+        """Write the file and return its path."""
+        FOLDER.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return self.path
+
+
+def read_records() -> list[Record]:
+    """All records, in the order of their file names."""
+    return [
+        Record.parse(json.loads(path.read_text(encoding="utf-8")), source=path.name)
+        for path in sorted(FOLDER.glob("*.json"))
+    ]

@@ -1,0 +1,336 @@
+"""How soon the reward comes: archon's GRPO against TRL's, from the same checkpoint, on the same task and batch.
+
+Two-digit addition, answers scored by exact match, 32 prompts × 8 samples a step. A Qwen3 of 0.9 million parameters is
+made and fine-tuned once; then, seed after seed, each side trains from it in a process of its own, in alternating order.
+The reward is that of one sampled answer to each of 1,000 held-out prompts, measured for both sides by the same
+evaluator with the same random streams; its time does not count. TRL runs at the best of the settings tried for it:
+learning rate 5e-5, beta2 0.99; archon with what its recipe says.
+
+TRL trains for its budget; what it reaches at best is what archon is timed to, within half that budget.
+
+    python -m benchmarks.time_to_reward
+    python -m benchmarks.time_to_reward --quick
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import Sides, say
+
+ARCHON, TRL = "archon", "TRL"
+RECIPE = harness.ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"
+PROMPTS, SAMPLES = 32, 8
+SPEED_AIM, SOONER_AIM = ">= 2", ">= 2.5"
+
+Curve = list[dict[str, float]]
+
+
+class Clock:
+    """Seconds of training: what is between `start` and now, evaluations left out."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._left_out = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start - self._left_out
+
+    def leave_out(self, measure: Callable[[], float]) -> float:
+        """Run `measure` with the clock stopped."""
+        begin = time.perf_counter()
+        result = measure()
+        self._left_out += time.perf_counter() - begin
+        return result
+
+
+class Progress:
+    """The curve of a run: evaluates every so many seconds of training, and says when the budget is used up."""
+
+    def __init__(self, evaluate: Callable[[], float], budget: float, every: float) -> None:
+        self.curve: Curve = []
+        self.steps = self.trained = self.generated = 0
+        self._evaluate, self._budget, self._every = evaluate, budget, every
+        self.clock = Clock()
+        self._measure()
+
+    def step(self, trained: int, generated: int) -> bool:
+        """Count one step of so many samples; True when the budget is used up."""
+        self.steps, self.trained, self.generated = self.steps + 1, self.trained + trained, self.generated + generated
+        done = self.clock.seconds >= self._budget
+        if done or self.clock.seconds - self.curve[-1]["seconds"] >= self._every:
+            self._measure()
+        return done
+
+    def _measure(self) -> None:
+        seconds = self.clock.seconds
+        reward = self.clock.leave_out(self._evaluate)
+        self.curve.append({"seconds": seconds, "steps": self.steps, "reward": reward})
+
+    def result(self) -> dict[str, Any]:
+        seconds = self.curve[-1]["seconds"]
+        counts = {"steps": self.steps, "trained_per_second": self.trained / seconds}
+        return {
+            "curve": self.curve,
+            "training_seconds": seconds,
+            **counts,
+            "generated_per_second": self.generated / seconds,
+        }
+
+
+def rl_config(options: dict[str, Any]) -> Any:
+    """The recipe's run from the made checkpoint, on this benchmark's batch."""
+    from archon.cli.config import load_config
+    from archon.rl.config import RLConfig
+
+    overrides = {
+        "run_dir": options["folder"],
+        "seed": options["seed"],
+        "total_steps": 1_000_000,
+        "actor.path": options["checkpoint"],
+        "rollout.prompts_per_step": PROMPTS,
+        "gconfig.n_samples": SAMPLES,
+        "evaluation.greedy": "false",
+        "evaluation.max_prompts": options["held_out"],
+    }
+    return load_config(RLConfig, RECIPE, [f"{key}={value}" for key, value in overrides.items()])
+
+
+def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """Open a side at the checkpoint; the parent compares prompts and the reward before training."""
+    import logging
+
+    from archon.rl.datasets import encode_prompt
+    from archon.rl.trainer import RLTrainer
+
+    logging.disable(logging.WARNING)
+    trainer = RLTrainer(rl_config(options))
+    # The worker's life is that of the run, so nothing closes what is opened here before the process ends.
+    opened = trainer.opened()
+    opened.__enter__()
+    run = {ARCHON: archon_run, TRL: trl_run}[side](trainer, options)
+    prompts = [encode_prompt(trainer.tokenizer, row) for row in trainer.prompts.rows[:64]]
+    if side == TRL:
+        prompts = [trl_prompt_ids(trainer.tokenizer, row) for row in trl_rows(trainer)[:64]]
+    facts = {"prompts": prompts, "reward": trainer.evaluate()["eval/reward"]}
+
+    def measured() -> dict[str, Any]:
+        try:
+            return run()
+        finally:
+            opened.__exit__(None, None, None)
+
+    return facts, measured
+
+
+def archon_run(trainer: Any, options: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """`RLTrainer.train_step` until the budget is used up."""
+
+    def run() -> dict[str, Any]:
+        progress = Progress(lambda: trainer.evaluate()["eval/reward"], options["budget"][ARCHON], options["every"])
+        done = False
+        while not done:
+            metrics = trainer.train_step()
+            trainer.step += 1
+            prompts = metrics["rollout/prompts"] + metrics.get("rollout/refills", 0)
+            done = progress.step(int(metrics.get("samples", 0)), int(prompts * SAMPLES))
+        return progress.result()
+
+    return run
+
+
+def trl_rows(trainer: Any) -> list[dict[str, Any]]:
+    """archon's training rows in TRL's conversational form."""
+    return [{"prompt": row["messages"], "answer": row["answer"]} for row in trainer.prompts.rows]
+
+
+def trl_prompt_ids(tokenizer: Any, row: dict[str, Any]) -> list[int]:
+    """The ids TRL makes of a prompt."""
+    return tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def exact_match(completions: Sequence[list[dict[str, str]]], answer: Sequence[str], **_: Any) -> list[float]:
+    """TRL's form of the reward that archon's recipe names."""
+    texts = [completion[0]["content"].strip() for completion in completions]
+    return [float(text == str(gold).strip()) for text, gold in zip(texts, answer, strict=True)]
+
+
+def trl_run(evaluator: Any, options: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """GRPOTrainer with its defaults, but for what the task and a CPU need and what is known to be best for it.
+
+    Gradient checkpointing and mixed precision, on by default, would only cost it time here. `evaluator` is a trainer of
+    archon that never trains: TRL's weights are pushed to its generator to be evaluated.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    gconfig = evaluator.config.gconfig
+    config = GRPOConfig(
+        output_dir=options["folder"],
+        seed=options["seed"],
+        learning_rate=5e-5,
+        adam_beta2=0.99,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        max_steps=1_000_000,
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=gconfig.max_new_tokens,
+        temperature=gconfig.temperature,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(options["checkpoint"], dtype="float32")
+
+    def evaluate() -> float:
+        weights = evaluator.engine.adapter.from_hf({name: p.detach() for name, p in model.named_parameters()})
+        evaluator.generator.update_weights(iter(weights.items()))
+        return evaluator.evaluate()["eval/reward"]
+
+    class Watch(TrainerCallback):
+        """Counts steps, and stops when the budget is used up."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.progress = Progress(evaluate, options["budget"][TRL], options["every"])
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            samples = PROMPTS * SAMPLES
+            control.should_training_stop = self.progress.step(samples, samples)
+
+    watch = Watch()
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=exact_match,
+        args=config,
+        train_dataset=Dataset.from_list(trl_rows(evaluator)),
+        processing_class=evaluator.tokenizer,
+        callbacks=[watch],
+    )
+
+    def run() -> dict[str, Any]:
+        trainer.train()
+        return watch.progress.result()
+
+    return run
+
+
+def first_time(curve: Curve, reward: float) -> float | None:
+    """Seconds of training at the first evaluation of at least `reward`; None if there was none."""
+    return next((point["seconds"] for point in curve if point["reward"] >= reward), None)
+
+
+def measure(options: dict[str, Any], seeds: int, keep: bool) -> None:
+    """Every seed, the sides in alternating order."""
+    record = harness.new_record("time_to_reward", "arithmetic", options["threads"])
+    record.setup = {key: options[key] for key in ("budget", "every", "held_out")}
+    record.setup |= {"prompts": PROMPTS, "samples": SAMPLES, "recipe": RECIPE.name, "curves": {}}
+    results: dict[str, list[dict[str, Any]]] = {ARCHON: [], TRL: []}
+    for seed in range(seeds):
+        facts: dict[str, dict[str, Any]] = {}
+        for side in [ARCHON, TRL] if seed % 2 == 0 else [TRL, ARCHON]:
+            with Sides("benchmarks.time_to_reward", [side], {**options, "seed": seed}) as sides:
+                record.missing |= sides.missing
+                if side not in sides.workers:
+                    continue
+                facts[side] = sides.facts(side)
+                result = sides.workers[side].run()
+            results[side].append(result)
+            record.setup["curves"][f"{side}, seed {seed}"] = result["curve"]
+            rewards = [point["reward"] for point in result["curve"]]
+            say(f"  seed {seed}, {side}: {result['steps']} steps, held-out {rewards[0]:.3f} → {max(rewards):.3f}")
+        if TRL in facts:
+            # Both before training: the checkpoint, the evaluator and the prompts are the same.
+            record.checks += harness.check_same("prompts", facts[ARCHON]["prompts"], {TRL: facts[TRL]["prompts"]})
+            theirs = {TRL: facts[TRL]["reward"]}
+            record.checks += harness.check_same("reward before training", facts[ARCHON]["reward"], theirs)
+    summarise(record, results)
+    harness.finish(record, keep)
+
+
+def summarise(record: Any, results: dict[str, list[dict[str, Any]]]) -> None:
+    """Rates, rewards and, where both sides ran, how much sooner archon reached what TRL reached."""
+    for side, runs in results.items():
+        if not runs:
+            continue
+        for key in ("trained_per_second", "generated_per_second"):
+            what = f"{side}, samples {key.partition('_')[0]}"
+            record.sides[what] = harness.spread([run[key] for run in runs], "samples/s", runs)
+        rewards = [max(point["reward"] for point in run["curve"]) for run in runs]
+        record.sides[f"{side}, best held-out reward"] = harness.spread(rewards, "reward")
+        last = [run["curve"][-1]["reward"] for run in runs]
+        record.sides[f"{side}, last held-out reward"] = harness.spread(last, "reward")
+    if len(results[TRL]) != len(results[ARCHON]):
+        return
+    our_rates, their_rates = ([run["trained_per_second"] for run in results[side]] for side in (ARCHON, TRL))
+    record.ratios["archon / TRL, samples trained per second"] = harness.ratio(our_rates, their_rates, SPEED_AIM)
+    targets = [max(point["reward"] for point in run["curve"]) for run in results[TRL]]
+    ours, theirs = [], []
+    for seed, target in enumerate(targets):
+        theirs.append(first_time(results[TRL][seed]["curve"], target) or 0.0)
+        seconds = first_time(results[ARCHON][seed]["curve"], target)
+        if seconds is None:
+            seconds = results[ARCHON][seed]["training_seconds"]
+            record.notes.append(
+                f"seed {seed}: archon did not reach TRL's {target:.3f} within its budget, whose whole length is counted "
+                "as its time"
+            )
+        ours.append(seconds)
+    record.sides["archon, time to TRL's best reward"] = harness.spread(ours, "s")
+    record.sides["TRL, time to its best reward"] = harness.spread(theirs, "s")
+    # A target that both start at says nothing; less than a second of training counts as one.
+    ours, theirs = ([max(seconds, 1.0) for seconds in side] for side in (ours, theirs))
+    record.ratios["TRL / archon, time to TRL's best reward"] = harness.ratio(theirs, ours, SOONER_AIM)
+
+
+def make(options: dict[str, Any]) -> None:
+    """Make the recipe's checkpoint, warmed up by SFT."""
+    import torch
+
+    from archon.rl.bootstrap import ensure_checkpoint
+    from archon.runner import Runner
+
+    torch.set_num_threads(options["threads"])
+    config = rl_config({**options, "seed": 0})
+    assert config.bootstrap is not None
+    # Its progress lines are of no interest here.
+    with contextlib.redirect_stdout(io.StringIO()), Runner(config.run_dir, config) as runner:
+        if not ensure_checkpoint(config.bootstrap, options["checkpoint"], runner):
+            raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Parse, make the checkpoint, measure."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each side (default 3)")
+    parser.add_argument("--budget", type=float, default=360.0, help="seconds of training for TRL (default 360)")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return harness.serve(prepare, arguments.worker)
+    seeds, budget, every, held_out = arguments.seeds, arguments.budget, 10.0, 1000
+    if arguments.quick:
+        seeds, budget, every, held_out = 1, 40.0, 10.0, 200
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"threads": arguments.threads, "every": every, "held_out": held_out}
+        options |= {"checkpoint": f"{folder}/checkpoint", "folder": f"{folder}/run"}
+        options |= {"budget": {ARCHON: budget / 2, TRL: budget}}
+        say("time_to_reward: making the checkpoint")
+        make(options)
+        measure(options, seeds, not (arguments.quick or arguments.no_record))
+    return None
+
+
+if __name__ == "__main__":
+    main()
