@@ -284,8 +284,7 @@ def summarise(record: Any, results: dict[str, list[dict[str, Any]]]) -> None:
         if seconds is None:
             seconds = results[ARCHON][seed]["training_seconds"]
             record.notes.append(
-                f"seed {seed}: archon did not reach TRL's {target:.3f} within its budget, whose whole length is counted "
-                "as its time"
+                f"seed {seed}: archon did not reach TRL's {target:.3f} within its budget, which is counted as its time"
             )
         ours.append(seconds)
     record.sides["archon, time to TRL's best reward"] = harness.spread(ours, "s")
