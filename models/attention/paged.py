@@ -24,6 +24,8 @@ from archon.models.attention.meta import AttentionMeta, PackedAttention
 _QUERY_BLOCK = 128
 # A contiguous range of pages is read in place, unless more than half of it would be computed for nothing.
 _MAX_RANGE_WASTE = 2.0
+# Most sequences that one reading of a shared page serves; more of them read it again.
+_MAX_PLACES = 8
 # Stands for the maximum of no scores at all, so that exp(-inf - maximum) is 0 and not NaN.
 _LOWEST = -1e30
 
@@ -97,12 +99,26 @@ class PrefillChunk:
 
 @dataclass
 class _PageBatch:
-    """Pages to multiply with the queries of their sequences, P of them."""
+    """P pages, each to be multiplied with the queries of up to R sequences that own it."""
 
     pages: Tensor | slice  # int64 [P] or a range of the pool
-    owner: Tensor  # int64 [P], row of the sequence each page is read for
-    bias: Tensor  # [P, 1, 1, page_size], 0 where visible and -inf elsewhere
-    one_page_each: Tensor | None  # int64 [B], entry of each sequence when none has more than one page
+    owner: Tensor  # int64 [P · R], the decode row each of a page's places is for
+    bias: Tensor  # [P, 1, R, 1, page_size], 0 where that row sees the position and -inf elsewhere
+    line_of_row: Tensor | None  # int64 [B], the page of each row when R is 1 and each row has just one in this batch
+
+    def read(self, cache: Tensor) -> Tensor:
+        """The batch's pages of one layer's cache: in place if they are a range."""
+        return cache[self.pages] if isinstance(self.pages, slice) else cache.index_select(0, self.pages)
+
+    def by_page(self, rows: Tensor, n_kv_heads: int) -> Tensor:
+        """[B, H, ...] to [P, n_kv_heads, R, H / n_kv_heads, ...]: what each place of a page needs of its row."""
+        n_pages, _, places = self.bias.shape[:3]
+        picked = rows.index_select(0, self.owner)
+        return picked.view(n_pages, places, n_kv_heads, -1, *rows.shape[2:]).transpose(1, 2)
+
+    def by_owner(self, values: Tensor) -> Tensor:
+        """[P, n_kv_heads, R, H / n_kv_heads, ...] to [P · R, ...], one row a place, heads and the rest flattened."""
+        return values.transpose(1, 2).reshape(len(self.owner), -1)
 
 
 class PagedAttention(AttentionMeta):
@@ -125,7 +141,7 @@ class PagedAttention(AttentionMeta):
             [decode.lengths - 1, *(np.arange(c.start, c.start + c.length) for c in self.chunks)]
         )
         self._rows = self._write_rows()
-        self._batches: dict[int | None, _PageBatch] = {}
+        self._batches: dict[int | None, list[_PageBatch]] = {}
         fresh = [chunk.length for chunk in self.chunks if chunk.start == 0]
         self._packed: PackedAttention | None = None
         if fresh:
@@ -166,31 +182,35 @@ class PagedAttention(AttentionMeta):
 
     def _attend_pages(self, layer: int, q: Tensor, window: int | None, scale: float) -> Tensor:
         """One query [B, H, D] a sequence against its pages; gives [B, H, D]."""
+        wide = torch.promote_types(q.dtype, torch.float32)
         if window not in self._batches:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            self._batches[window] = _page_batch(self.decode, self.cache, window, wide)
-        batch = self._batches[window]
-        if isinstance(batch.pages, slice):
-            keys, values = self.cache.keys[layer, batch.pages], self.cache.values[layer, batch.pages]
-        else:
-            keys, values = (c[layer].index_select(0, batch.pages) for c in (self.cache.keys, self.cache.values))
-        n_heads, head_dim = q.shape[1:]
-        n_entries, n_kv_heads = keys.shape[:2]
-        queries = (q * scale).index_select(0, batch.owner).view(n_entries, n_kv_heads, -1, head_dim)
-        # [P, n_kv_heads, H / n_kv_heads, page_size]
-        scores = torch.matmul(queries, keys.transpose(-1, -2)).to(batch.bias.dtype).add_(batch.bias)
-        if batch.one_page_each is not None:
-            out = torch.matmul(torch.softmax(scores, dim=-1).to(q.dtype), values)
-            return out.view(n_entries, n_heads, head_dim).index_select(0, batch.one_page_each)
+            self._batches[window] = _page_batches(self.decode, self.cache, window, wide)
+        batches = self._batches[window]
+        n_rows, n_heads, head_dim = q.shape
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        n_kv_heads = keys.shape[1]
+        q = q * scale
+        if len(batches) == 1 and batches[0].line_of_row is not None:
+            return _attend_one_page_each(q, keys, values, batches[0])
 
-        owner_PH = batch.owner[:, None].expand(-1, n_heads)
-        top = scores.new_full((len(q), n_heads), _LOWEST)
-        top.scatter_reduce_(0, owner_PH, scores.amax(dim=-1).view(n_entries, n_heads), "amax")
-        scores.sub_(top.index_select(0, batch.owner).view(n_entries, n_kv_heads, -1, 1)).exp_()
-        mass = top.new_zeros(top.shape).index_add_(0, batch.owner, scores.sum(dim=-1).view(n_entries, n_heads))
-        partial = torch.matmul(scores.to(q.dtype), values).view(n_entries, -1).to(mass.dtype)
-        out = mass.new_zeros(len(q), n_heads * head_dim).index_add_(0, batch.owner, partial)
-        return (out.view(-1, n_heads, head_dim) / mass[:, :, None]).to(q.dtype)
+        # Scores [P, n_kv_heads, R, H / n_kv_heads, page_size] of each batch, and the highest of each row and head.
+        top = torch.full((n_rows, n_heads), _LOWEST, dtype=wide, device=q.device)
+        scored = []
+        for batch in batches:
+            queries = batch.by_page(q, n_kv_heads)
+            scores = torch.matmul(queries.flatten(2, 3), batch.read(keys).transpose(-1, -2)).to(wide)
+            scores = scores.view(*queries.shape[:-1], -1).add_(batch.bias)
+            best = batch.by_owner(scores.amax(dim=-1))
+            top.scatter_reduce_(0, batch.owner[:, None].expand(-1, n_heads), best, "amax")
+            scored.append(scores)
+        mass = top.new_zeros(n_rows, n_heads)
+        out = top.new_zeros(n_rows, n_heads * head_dim)
+        for batch, scores in zip(batches, scored, strict=True):
+            scores.sub_(batch.by_page(top, n_kv_heads).unsqueeze(-1)).exp_()
+            mass.index_add_(0, batch.owner, batch.by_owner(scores.sum(dim=-1)))
+            partial = torch.matmul(scores.to(q.dtype).flatten(2, 3), batch.read(values))
+            out.index_add_(0, batch.owner, batch.by_owner(partial.view(*scores.shape[:-1], -1)).to(wide))
+        return (out.view(n_rows, n_heads, head_dim) / mass[:, :, None]).to(q.dtype)
 
     def _attend_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
         """Chunks that start a sequence attend as packed documents; the others also to what is cached before them."""
@@ -209,6 +229,15 @@ class PagedAttention(AttentionMeta):
                 keys, values = self.cache.read(layer, pages, total)
                 out[first:last] = continue_attention(q[first:last], keys, values, window=window, scale=scale)
         return out
+
+
+def _attend_one_page_each(q: Tensor, keys: Tensor, values: Tensor, batch: _PageBatch) -> Tensor:
+    """The case of short answers: no row has a second page, so an ordinary softmax does."""
+    assert batch.line_of_row is not None
+    queries = batch.by_page(q, keys.shape[1]).flatten(2, 3)
+    scores = torch.matmul(queries, batch.read(keys).transpose(-1, -2)).add(batch.bias[:, :, 0])
+    out = torch.matmul(torch.softmax(scores, dim=-1).to(q.dtype), batch.read(values))
+    return out.view(-1, *q.shape[1:]).index_select(0, batch.line_of_row)
 
 
 def continue_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
@@ -235,34 +264,67 @@ def continue_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, s
     return torch.cat(outs)
 
 
-def _page_batch(decode: DecodeRows, cache: PagedCache, window: int | None, dtype: torch.dtype) -> _PageBatch:
-    """Which pages this forward's decode rows see through `window`, and which of their positions."""
-    size, lengths = cache.page_size, decode.lengths
-    first_token = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-    first_page, last_page = first_token // size, (lengths - 1) // size
+def _page_batches(decode: DecodeRows, cache: PagedCache, window: int | None, dtype: torch.dtype) -> list[_PageBatch]:
+    """The pages that this forward's decode rows see through `window`: those of one row, and those that rows share.
+
+    A shared page is read once for up to `_MAX_PLACES` rows, so that the samples of a prompt do not multiply the memory
+    traffic of reading it.
+    """
+    size = cache.page_size
+    first_token = np.zeros_like(decode.lengths) if window is None else np.maximum(decode.lengths - window, 0)
     index = np.arange(decode.pages.shape[1])
-    used = (index >= first_page[:, None]) & (index <= last_page[:, None])
-    owner, ordinal = np.nonzero(used)
-    pages = decode.pages[owner, ordinal]
+    seen = (index >= (first_token // size)[:, None]) & (index <= ((decode.lengths - 1) // size)[:, None])
+    row, ordinal = np.nonzero(seen)
+    page = decode.pages[row, ordinal]
+    order = np.argsort(page, kind="stable")
+    page, row, position = page[order], row[order], ordinal[order] * size
 
-    low, high = int(pages.min()), int(pages.max()) + 1
+    # rank: of a row among those that own the same page.
+    first_entry, owners = np.unique(page, return_index=True, return_counts=True)[1:]
+    rank = np.arange(len(page)) - np.repeat(first_entry, owners)
+    alone = np.repeat(owners == 1, owners)
+    bounds = first_token, decode.lengths
+    batches = []
+    if alone.any():
+        batches.append(_page_batch(page[alone], row[alone], position[alone], rank[alone], 1, bounds, cache, dtype))
+    if not alone.all():
+        places, many = min(int(owners.max()), _MAX_PLACES), ~alone
+        batches.append(_page_batch(page[many], row[many], position[many], rank[many], places, bounds, cache, dtype))
+    return batches
+
+
+def _page_batch(
+    page: np.ndarray,
+    row: np.ndarray,
+    position: np.ndarray,
+    rank: np.ndarray,
+    places: int,
+    bounds: tuple[np.ndarray, np.ndarray],
+    cache: PagedCache,
+    dtype: torch.dtype,
+) -> _PageBatch:
+    """Lay out entries (page, decode row, position of the page's first token), sorted by page, `places` rows a page.
+
+    `bounds` are the first position each decode row sees and the one after its last.
+    """
+    # A page with more owners than places takes several lines.
+    new_line = np.concatenate([[True], (page[1:] != page[:-1]) | (rank[1:] % places == 0)])
+    line, pages = np.cumsum(new_line) - 1, page[new_line]
     where: Tensor | slice = torch.from_numpy(pages).to(cache.keys.device)
-    if high - low <= _MAX_RANGE_WASTE * len(pages) and len(np.unique(pages)) == len(pages):
-        where = slice(low, high)
-        # A page of the range that nobody reads is given to row 0 with nothing visible.
-        range_owner, range_ordinal = np.zeros(high - low, dtype=np.int64), np.full(high - low, -1)
-        range_owner[pages - low], range_ordinal[pages - low] = owner, ordinal
-        owner, ordinal = range_owner, range_ordinal
-
-    position = ordinal[:, None] * size + np.arange(size)
-    visible = (position < lengths[owner, None]) & (position >= first_token[owner, None])
-    device = cache.keys.device
-    bias = torch.zeros(visible.shape, dtype=dtype, device=device)
-    bias.masked_fill_(torch.from_numpy(~visible).to(device), -torch.inf)
-    one_page_each = None
-    if bool((first_page == last_page).all()):
-        entry = np.zeros(len(lengths), dtype=np.int64)
-        live = np.flatnonzero(visible.any(axis=1))
-        entry[owner[live]] = live
-        one_page_each = torch.from_numpy(entry).to(device)
-    return _PageBatch(where, torch.from_numpy(owner).to(device), bias[:, None, None, :], one_page_each)
+    low, high = int(pages[0]), int(pages[-1]) + 1
+    if places == 1 and high - low <= _MAX_RANGE_WASTE * len(pages):
+        where, line = slice(low, high), page - low
+    n_lines = high - low if isinstance(where, slice) else len(pages)
+    # A place that nobody needs is given to row 0, with positions that nobody sees.
+    owner = np.zeros((n_lines, places), dtype=np.int64)
+    first = np.full((n_lines, places), -cache.page_size)
+    owner[line, rank % places], first[line, rank % places] = row, position
+    held = first[:, :, None] + np.arange(cache.page_size)
+    visible = (held >= bounds[0][owner, None]) & (held < bounds[1][owner, None])
+    bias = torch.zeros(visible.shape, dtype=dtype, device=cache.keys.device)
+    bias.masked_fill_(torch.from_numpy(~visible).to(bias.device), -torch.inf)
+    line_of_row = None
+    if places == 1 and (np.bincount(row, minlength=len(bounds[0])) == 1).all():
+        line_of_row = torch.from_numpy(line[np.argsort(row)]).to(bias.device)
+    owner_P = torch.from_numpy(owner.reshape(-1)).to(bias.device)
+    return _PageBatch(where, owner_P, bias[:, None, :, None, :], line_of_row)

@@ -62,22 +62,27 @@ def test_a_decode_step_equals_the_last_row_of_packed_attention(
         assert_close(got[row], whole[-1])
 
 
-def test_sequences_that_share_pages() -> None:
-    """Two sequences with the same first eight tokens, in pages both own, and a private page each."""
-    cache = PagedCache(1, 9, KV_HEADS, 4, DIM, torch.float64, "cpu")
-    prefix, tails = random_qkv(8), [random_qkv(3), random_qkv(2)]
-    tables = [[3, 7, 5], [3, 7, 0]]
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("count", [2, 8, 9, 19])
+def test_sequences_that_share_pages(count: int, window: int | None) -> None:
+    """Sequences with the same first eight tokens, in pages all of them own, and private pages; two others beside them."""
+    cache = PagedCache(1, 90, KV_HEADS, 4, DIM, torch.float64, "cpu")
+    prefix, lengths = random_qkv(8), [9 + i % 7 for i in range(count)] + [3, 8]
+    tables = [[3, 7, 10 + 2 * i, 11 + 2 * i] for i in range(count)] + [[0, 0, 0, 0], [60, 1, 0, 0]]
+    documents = [random_qkv(length) for length in lengths]
+    documents[:count] = [
+        tuple(torch.cat([shared, own[8:]]) for shared, own in zip(prefix, document, strict=True))
+        for document in documents[:count]
+    ]
     nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
-    PagedAttention(cache, nothing, [PrefillChunk(0, 8, tables[0], 8)]).attend(0, *prefix, window=None, scale=1.0)
-    for tail, table in zip(tails, tables, strict=True):
-        chunk = PrefillChunk(8, len(tail[0]) - 1, table, 12)
-        PagedAttention(cache, nothing, [chunk]).attend(0, *(x[:-1] for x in tail), window=None, scale=1.0)
-    meta = PagedAttention(cache, DecodeRows(np.array(tables), np.array([11, 10])))
-    last = [torch.stack([x[-1] for x in column]) for column in zip(*tails, strict=True)]
-    got = meta.attend(0, *last, window=None, scale=1.0)
-    for row, tail in enumerate(tails):
-        document = [torch.cat(parts) for parts in zip(prefix, tail, strict=True)]
-        assert_close(got[row], sdpa_attention(*document, (len(document[0]),), window=None, scale=1.0)[-1])
+    for length, table, document in zip(lengths, tables, documents, strict=True):
+        meta = PagedAttention(cache, nothing, [PrefillChunk(0, length - 1, table, length)])
+        meta.attend(0, *(x[:-1] for x in document), window=window, scale=1.0)
+    meta = PagedAttention(cache, DecodeRows(np.array(tables), np.array(lengths)))
+    last = [torch.stack([x[-1] for x in column]) for column in zip(*documents, strict=True)]
+    got = meta.attend(0, *last, window=window, scale=1.0)
+    for row, (document, length) in enumerate(zip(documents, lengths, strict=True)):
+        assert_close(got[row], sdpa_attention(*document, (length,), window=window, scale=1.0)[-1])
 
 
 @pytest.mark.parametrize("window", [None, 3, 100, 1000])
