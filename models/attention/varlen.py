@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from typing import Any
+
 from torch import Tensor
+
+
+@functools.cache
+def _asks_for_gqa() -> bool:
+    """Whether this torch wants to be told of fewer key heads than query heads, as 2.13 does."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def varlen_attention(
@@ -11,18 +23,11 @@ def varlen_attention(
     """Causal attention of packed documents: q [T, H, D], k and v [T, G, D], cu_seqlens int32 [B + 1] to [T, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
+    gqa: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _asks_for_gqa() else {}
+    # (left, right): neighbours a token sees besides itself; -1 is without bound.
+    left = -1 if window is None else window - 1
     out = varlen_attn(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        scale=scale,
-        # (left, right) neighbours a token sees besides itself; -1 is without bound.
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=(left, 0), **gqa
     )
     assert isinstance(out, Tensor)
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from archon.models.attention import sdpa
+from archon.models.attention import varlen as varlen_backend
 from archon.models.attention.backend import resolve_backend
 from archon.models.attention.meta import PackedAttention
 from archon.schema.errors import ConfigError
@@ -159,7 +161,8 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = reference_flash  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)
+    monkeypatch.setattr(varlen, "varlen_attn", functools.wraps(REAL_VARLEN)(reference_varlen))
+    varlen_backend._asks_for_gqa.cache_clear()
 
 
 @pytest.mark.usefixtures("_kernels")
