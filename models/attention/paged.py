@@ -107,8 +107,9 @@ class _PageBatch:
     line_of_row: Tensor | None  # int64 [B], the page of each row when R is 1 and each row has just one in this batch
 
     def read(self, cache: Tensor) -> Tensor:
-        """The batch's pages of one layer's cache: in place if they are a range."""
-        return cache[self.pages] if isinstance(self.pages, slice) else cache.index_select(0, self.pages)
+        """The batch's pages of one layer's cache in the dtype of the scores: in place if they are a range of it."""
+        pages = cache[self.pages] if isinstance(self.pages, slice) else cache.index_select(0, self.pages)
+        return pages.to(self.bias.dtype)
 
     def by_page(self, rows: Tensor, n_kv_heads: int) -> Tensor:
         """[B, H, ...] to [P, n_kv_heads, R, H / n_kv_heads, ...]: what each place of a page needs of its row."""
@@ -189,16 +190,16 @@ class PagedAttention(AttentionMeta):
         n_rows, n_heads, head_dim = q.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         n_kv_heads = keys.shape[1]
-        q = q * scale
+        dtype, q = q.dtype, q.to(wide) * scale
         if len(batches) == 1 and batches[0].line_of_row is not None:
-            return _attend_one_page_each(q, keys, values, batches[0])
+            return _attend_one_page_each(q, keys, values, batches[0]).to(dtype)
 
         # Scores [P, n_kv_heads, R, H / n_kv_heads, page_size] of each batch, and the highest of each row and head.
         top = torch.full((n_rows, n_heads), _LOWEST, dtype=wide, device=q.device)
         scored = []
         for batch in batches:
             queries = batch.by_page(q, n_kv_heads)
-            scores = torch.matmul(queries.flatten(2, 3), batch.read(keys).transpose(-1, -2)).to(wide)
+            scores = torch.matmul(queries.flatten(2, 3), batch.read(keys).transpose(-1, -2))
             scores = scores.view(*queries.shape[:-1], -1).add_(batch.bias)
             best = batch.by_owner(scores.amax(dim=-1))
             top.scatter_reduce_(0, batch.owner[:, None].expand(-1, n_heads), best, "amax")
@@ -208,9 +209,9 @@ class PagedAttention(AttentionMeta):
         for batch, scores in zip(batches, scored, strict=True):
             scores.sub_(batch.by_page(top, n_kv_heads).unsqueeze(-1)).exp_()
             mass.index_add_(0, batch.owner, batch.by_owner(scores.sum(dim=-1)))
-            partial = torch.matmul(scores.to(q.dtype).flatten(2, 3), batch.read(values))
-            out.index_add_(0, batch.owner, batch.by_owner(partial.view(*scores.shape[:-1], -1)).to(wide))
-        return (out.view(n_rows, n_heads, head_dim) / mass[:, :, None]).to(q.dtype)
+            partial = torch.matmul(scores.flatten(2, 3), batch.read(values))
+            out.index_add_(0, batch.owner, batch.by_owner(partial.view(*scores.shape[:-1], -1)))
+        return (out.view(n_rows, n_heads, head_dim) / mass[:, :, None]).to(dtype)
 
     def _attend_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
         """Chunks that start a sequence attend as packed documents; the others also to what is cached before them."""
@@ -236,7 +237,7 @@ def _attend_one_page_each(q: Tensor, keys: Tensor, values: Tensor, batch: _PageB
     assert batch.line_of_row is not None
     queries = batch.by_page(q, keys.shape[1]).flatten(2, 3)
     scores = torch.matmul(queries, batch.read(keys).transpose(-1, -2)).add(batch.bias[:, :, 0])
-    out = torch.matmul(torch.softmax(scores, dim=-1).to(q.dtype), batch.read(values))
+    out = torch.matmul(torch.softmax(scores, dim=-1), batch.read(values))
     return out.view(-1, *q.shape[1:]).index_select(0, batch.line_of_row)
 
 

@@ -16,7 +16,7 @@ from tests.generation.models import (
     request,
     trainer_logprobs,
 )
-from tests.tolerances import GENERATED_LOGPROB_FP32, GENERATED_LOGPROB_FP64
+from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32, GENERATED_LOGPROB_FP64
 
 RAGGED = prompts(1, 2, 3, 4, 5, 8, 9, 17, 33)
 
@@ -66,6 +66,17 @@ def test_logprobs_of_a_float64_model_are_float64(name: str) -> None:
         trained = trainer_logprobs(model, answer.input_tokens, answer.output_tokens, 0.7)
         given = torch.tensor(answer.output_logprobs, dtype=torch.float64)
         torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)
+
+
+def test_a_bfloat16_replica_follows_a_bfloat16_model() -> None:
+    """Scores and logprobs are float32 inside: what differs is the rounding of hidden states, not more."""
+    engine = make_engine(make_model(), dtype=torch.bfloat16)
+    model = make_model(torch.bfloat16)
+    differences = []
+    for answer in engine.generate([request(prompt, max_new_tokens=24) for prompt in RAGGED]):
+        trained = trainer_logprobs(model, answer.input_tokens, answer.output_tokens, 1.0)
+        differences.append(torch.tensor(answer.output_logprobs) - trained)
+    assert torch.cat(differences).abs().mean() < GENERATED_LOGPROB_BF16
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 5, 16])
