@@ -38,7 +38,7 @@ GENERATED_LOGPROB_FP32 = 1e-5
 GENERATED_LOGPROB_FP64 = 1e-11
 # The same in bfloat16, the mean: 8 bits of mantissa in the hidden states, logits of size one.
 GENERATED_LOGPROB_BF16 = 1e-2
-# A chi-square test of sampled tokens fails a correct sampler once in this many runs; the seed is fixed, so it never does.
+# How often a chi-square test of sampled tokens fails a correct sampler; seeds are fixed, so it does not come and go.
 CHI_SQUARE_P = 1e-4
 
 # The chunked head in float32 against whole logits, absolute log-probabilities and relative gradients: a few ulps of

@@ -62,6 +62,7 @@ def test_top_k_and_top_p_equal_a_plain_loop(top_k: int, top_p: float) -> None:
 def test_inverse_cumulative_equals_a_plain_loop(vocab: int) -> None:
     probs = torch.rand(200, vocab, dtype=torch.float64)
     probs[:, ::3] = 0 if vocab > 1 else 1
+    probs[0, : vocab // 2] = 0  # whole blocks of nothing before the first possible token
     uniform = torch.rand(200, dtype=torch.float64)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
     got = invert_cumulative(probs, uniform).tolist()
