@@ -30,7 +30,7 @@ from archon.models.base import BaseArchonModel
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.optim import LRSchedule, build_optimizer, check_schedule, clip_gradients, gradient_norm
 from archon.parallel.dims import ArchonParallelDims
-from archon.parallel.fsdp import full_tensor
+from archon.parallel.fsdp import full_tensor, is_sharded
 from archon.parallel.layout import parse_layout
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, UserError
@@ -72,6 +72,9 @@ class ArchonEngine:
         """Steps of those whose gradient was not finite, so that no weight changed."""
         self._skipped_in_a_row = 0
         self._offloaded = False
+        # True within a sharded model's forward and backward: an error there leaves gathered weights and gradients
+        # behind that nothing clears, and training on would be wrong without a word.
+        self._torn = False
 
     def initialize(self, total_steps: int | None = None) -> None:
         """Build on the meta device, parallelise, materialise, load; then make optimiser and schedule.
@@ -111,6 +114,7 @@ class ArchonEngine:
         model.tie_weights()
         model.init_buffers(self.device)
         self.model = model
+        self._torn = False
         self._forward = Forward(model, self.device, config.attn_type, config.is_critic)
         self._load_or_init()
         self.optimizer = build_optimizer(model, config.optimizer) if config.optimizer else None
@@ -134,7 +138,9 @@ class ArchonEngine:
         self.model.train()
         reduce_every = self.config.gradient_reduction == "per_microbatch"
         optimizer.zero_grad(set_to_none=True)
+        self._torn = is_sharded(self.model)
         loss, sums = self._forward.accumulate(parts, loss_fn, weight, temperature, reduce_every)
+        self._torn = False
         metrics = sums.read(loss=loss, grad_norm=gradient_norm(self.model.parameters()))
         finite = abs(metrics["grad_norm"]) < float("inf")
         lr = self.scheduler.lr
@@ -230,7 +236,7 @@ class ArchonEngine:
 
         Tensors are the live ones, as in PyTorch: store or copy them before the next step.
         """
-        self._refuse_offloaded()
+        self._refuse_unfit()
         state = {"model": model_state(self.model), "rng": rng_state(), "step": self.step, "version": self.version}
         if self.optimizer is not None and self.scheduler is not None:
             state["optimizer"] = optimizer_state(self.model, self.optimizer)
@@ -241,7 +247,7 @@ class ArchonEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict` into an initialised engine of the same config; `CheckpointError` names what does not
         match."""
-        self._refuse_offloaded()
+        self._refuse_unfit()
         if (self.optimizer is None) != ("optimizer" not in state):
             has = "has" if "optimizer" in state else "lacks"
             raise CheckpointError(
@@ -290,7 +296,7 @@ class ArchonEngine:
             hf_io.load_hf_weights(self.model, self.adapter, self.config.path)
 
     def _cut(self, batch: Batch) -> tuple[Any, list[Any]]:
-        self._refuse_offloaded()
+        self._refuse_unfit()
         return micro_batches(batch, self.config.max_tokens_per_mb, self.model.args.vocab_size)
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
@@ -321,9 +327,14 @@ class ArchonEngine:
             raise ConfigError("this engine was configured without an optimizer (optimizer: null), so it cannot train")
         return self.optimizer
 
-    def _refuse_offloaded(self) -> None:
+    def _refuse_unfit(self) -> None:
         if self._offloaded:
             raise ConfigError("the engine is offloaded; call onload() first")
+        if self._torn:
+            raise ConfigError(
+                "an error ended an earlier train_batch half way, and its gradients cannot be taken back; "
+                "call initialize() and load the last checkpoint"
+            )
 
 
 def resolve_device(name: str) -> torch.device:

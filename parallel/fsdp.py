@@ -44,6 +44,11 @@ def apply_fsdp(
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward_policy == "always")
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `apply_fsdp` was applied."""
+    return isinstance(model, FSDPModule)
+
+
 def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward reduces gradients over ranks, or leaves them to a later one; plain models have no
     choice."""

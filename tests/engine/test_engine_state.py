@@ -155,6 +155,26 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_error_half_way_leaves_no_gradient_to_the_next_step(tmp_path: Path, dtype: str) -> None:
+    def fails_on_the_second(logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> Tensor:
+        if mb.max_seqlen < max(LENGTHS):
+            raise RuntimeError("of the loss function")
+        return -logprobs.sum()
+
+    engine = make_engine(tmp_path, dtype=dtype, max_tokens_per_mb=30)
+    with pytest.raises(RuntimeError, match="of the loss function"):
+        engine.train_batch(sft_batch(), fails_on_the_second, loss_token_count)
+    if dtype == "bfloat16":
+        with pytest.raises(ConfigError, match=r"half way, and its gradients cannot be taken back; call initialize\(\)"):
+            engine.train_batch(sft_batch(), SFT, loss_token_count)
+        engine.initialize()
+    fresh = make_engine(tmp_path, dtype=dtype, max_tokens_per_mb=30)
+    assert engine.train_batch(sft_batch(), SFT, loss_token_count) == fresh.train_batch(
+        sft_batch(), SFT, loss_token_count
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offloading_and_back_changes_nothing(tmp_path: Path, dtype: str) -> None:
     engine = make_engine(tmp_path, dtype=dtype, **TRAINING)
     train(engine, range(2))
