@@ -9,6 +9,7 @@ rescaled sums of FlashDecoding (Dao et al. 2023).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,15 +44,14 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        shape = (n_layers, n_pages, n_kv_heads, page_size, head_dim)
-        # Zeros, not empty: a masked position may hold anything finite, but 0 · NaN is NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._shape = (n_layers, n_pages, n_kv_heads, page_size, head_dim)
+        self._dtype, self._device = dtype, torch.device(device)
         self.n_pages, self.n_kv_heads, self.page_size = n_pages, n_kv_heads, page_size
+        self.clear()
 
     def clear(self) -> None:
-        self.keys.zero_()
-        self.values.zero_()
+        """Zeros everywhere, not just anything: what a masked position holds must be finite, since 0 · NaN is NaN."""
+        self.keys, self.values = (_lazy_zeros(self._shape, self._dtype, self._device) for _ in range(2))
 
     def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> Tensor:
         """Rows [T · n_kv_heads] of the cache seen as a matrix [n_pages · n_kv_heads · page_size, head_dim]."""
@@ -77,6 +77,16 @@ class PagedCache:
         source, target = (torch.tensor(pages, device=self.keys.device) for pages in (sources, targets))
         for cache in (self.keys, self.values):
             cache.index_copy_(1, target, cache.index_select(1, source))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros which on a CPU take memory only where they are written, so that a cache may be generous."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size, alignment = math.prod(shape) * dtype.itemsize, 64
+    memory = np.zeros(size + alignment, dtype=np.uint8)  # torch.zeros would write all of them
+    offset = -memory.ctypes.data % alignment
+    return torch.from_numpy(memory[offset : offset + size]).view(dtype).view(shape)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,6 +118,24 @@ def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:
     assert_close(got, torch.cat(wanted))
     assert meta.positions.tolist() == [8, *range(6), 7, 8, 9, *range(3)]
     assert meta.document_lengths(meta.positions).tolist() == [9, *[6] * 6, *[10] * 3, *[3] * 3]
+
+
+def anonymous_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def test_a_cache_takes_memory_only_where_it_is_used() -> None:
+    before = anonymous_bytes()
+    cache = PagedCache(4, 4096, 4, 16, 64, torch.float32, "cpu")
+    assert cache.keys.nbytes + cache.values.nbytes == 2**29
+    cache.copy_pages([0], [1])
+    assert anonymous_bytes() - before < 2**29 / 16
+    assert cache.keys.data_ptr() % 64 == 0
+    cache.keys[0, 5] = torch.nan
+    cache.clear()
+    assert not cache.keys[0, 5].any()
+    assert anonymous_bytes() - before < 2**29 / 16
 
 
 def test_keys_and_values_are_never_gathered_when_pages_lie_together() -> None:
