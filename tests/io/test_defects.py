@@ -23,6 +23,7 @@ from tests.io.tiny_checkpoints import config_with, edit_header, make_checkpoint,
 
 SHARD = "model-00002-of-00003.safetensors"
 KEY = "model.layers.1.self_attn.k_proj.weight"  # stands in SHARD; its shape is [10, 24]
+SAME_FOLDER = "expected a .safetensors file of the same folder"
 Entry = dict[str, Any]
 
 
@@ -109,6 +110,13 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "header length one long": (in_bytes(lambda b: (length_of(b) + 1).to_bytes(8, "little") + b[8:]), (SHARD, "JSON")),
     "header length beyond the file": (in_bytes(lambda b: (10**6).to_bytes(8, "little") + b[8:]), (SHARD, "1000000")),
     "header length of 10 GB": (in_bytes(lambda b: (10**10).to_bytes(8, "little") + b[8:]), (SHARD, "10000000000")),
+    "header of a gigabyte in a file of two": (
+        lambda f: (
+            (f / SHARD).write_bytes((10**9).to_bytes(8, "little")),
+            os.truncate(f / SHARD, 2 * 10**9),  # sparse: takes no space
+        ),
+        (SHARD, "claims 1000000000 bytes, more than 100000000"),
+    ),
     "header length of 2^64 - 1": (in_bytes(lambda b: b"\xff" * 8 + b[8:]), (SHARD, str(2**64 - 1))),
     "header nested too deep": (in_header(lambda h: "[" * 100_000), (SHARD, "not JSON")),
     "header with an endless number": (in_header(lambda h: '{"a": ' + "9" * 5000 + "}"), (SHARD, "impossible number")),
@@ -168,6 +176,10 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         (SHARD, "model.layers.01.mlp.up_proj.weight"),
     ),
     "key in two shards": (in_shard(add("model.embed_tokens.weight", [61, 24])), (SHARD, "model.embed_tokens.weight")),
+    "key in two shards, the second of which the index means": (
+        in_shard(add("model.layers.0.self_attn.k_proj.weight", [10, 24])),
+        ("model-00003-of-00003.safetensors", "model.layers.0.self_attn.k_proj.weight", SHARD),
+    ),
     "a value head in an actor": (
         both(in_shard(add("score.weight", [1, 24])), list_in_index("score.weight")),
         (SHARD, "score.weight"),
@@ -191,19 +203,19 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "index leads up": (
         in_index(lambda i: i["weight_map"].update({KEY: "../model.safetensors"})),
-        ("index.json", KEY, "../model.safetensors"),
+        ("index.json", KEY, "../model.safetensors", SAME_FOLDER),
     ),
     "index is absolute": (
         in_index(lambda i: i["weight_map"].update({KEY: "/etc/model.safetensors"})),
-        ("index.json", KEY, "/etc/model.safetensors"),
+        ("index.json", KEY, "/etc/model.safetensors", SAME_FOLDER),
     ),
     "index leads into a folder": (
         in_index(lambda i: i["weight_map"].update({KEY: "sub/model.safetensors"})),
-        ("index.json", KEY, "sub/model.safetensors"),
+        ("index.json", KEY, "sub/model.safetensors", SAME_FOLDER),
     ),
     "index names another kind of file": (
         in_index(lambda i: i["weight_map"].update({KEY: "config.json"})),
-        ("index.json", KEY, "config.json"),
+        ("index.json", KEY, "config.json", SAME_FOLDER),
     ),
     "index names a number": (in_index(lambda i: i["weight_map"].update({KEY: 3})), ("index.json", KEY)),
     "both a single file and an index": (

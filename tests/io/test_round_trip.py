@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,8 @@ def test_loading_leaves_the_number_of_threads_alone(tmp_path: Path) -> None:
     try:
         torch.set_num_threads(3)
         archon.load_model(folder, dtype=torch.float64)
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 3
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

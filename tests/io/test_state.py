@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from safetensors.torch import load_file
 
 from archon.checkpoint import latest_checkpoint, load_latest, load_state, model_fingerprint, save_state
 from archon.models import get_model_spec
-from archon.safetensors_file import DTYPES
+from archon.safetensors_file import DTYPES, SafetensorsFile
 from archon.schema.errors import CheckpointError
 from tests.io.tiny_checkpoints import QWEN2, config_with
 
@@ -106,12 +108,21 @@ def test_tensors_of_every_dtype_and_layout(tmp_path: Path, dtype: torch.dtype, l
     assert same(state["x"][0], tensor.contiguous())
 
 
+def test_every_tensor_is_aligned_to_its_items(tmp_path: Path) -> None:
+    """Readers that map the file, as safetensors' own does, cannot view a tensor that begins between two items."""
+    state = {"flag": torch.ones(3, dtype=torch.bool), "half": torch.ones(3).half(), "wide": torch.ones(3).double()}
+    path = save_state(tmp_path, 0, state) / "tensors.safetensors"
+    with SafetensorsFile(path) as file:
+        assert all(entry.start % entry.dtype.itemsize == 0 for entry in file.entries.values())
+    assert load_file(path).keys() == state.keys()
+
+
 def test_names_that_would_collide_are_kept_apart(tmp_path: Path) -> None:
     state = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), "a'": {"b": torch.tensor(3)}, "a.b'": torch.tensor(4)}
     assert same(load_state(save_state(tmp_path, 0, state))[1], state)
 
 
-@pytest.mark.parametrize("value", [{1, 2}, b"x", object(), 1j, print], ids=repr)
+@pytest.mark.parametrize("value", [{1, 2}, b"x", object(), 1j, print], ids=lambda value: type(value).__name__)
 def test_what_would_need_pickle_is_refused_with_its_place(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"state 'a\.1' is a .*, which a checkpoint cannot hold without pickle"):
         save_state(tmp_path / "run", 0, {"a": [1, value]})
@@ -201,6 +212,24 @@ def test_failed_save_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.
             save_state(tmp_path, 2, {"n": 2, "x": torch.ones(3)})
     assert load_latest(tmp_path) == (1, {"n": 1})
     assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_removal_cut_short_leaves_no_checkpoint_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_state(tmp_path, 1, {"x": torch.ones(3)})
+
+    def remove_one_file(folder: Path, **_: Any) -> None:
+        if (folder / "tensors.safetensors").exists():
+            (folder / "tensors.safetensors").unlink()
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_one_file)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save_state(tmp_path, 2, {"x": torch.ones(3)}, keep=1)
+    for folder in tmp_path.glob("step-*"):
+        load_state(folder)
+    save_state(tmp_path, 3, {}, keep=1)
+    assert names(tmp_path) == ["latest", "step-00000003"]
 
 
 def test_root_that_cannot_be_written(tmp_path: Path) -> None:
