@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from archon.checkpoint import load_latest, model_fingerprint, save_state
 from archon.engine import ArchonEngine
 from archon.hf_io import load_tokenizer
@@ -253,6 +255,7 @@ class RLTrainer:
             cache_bytes=None if memory is None else int(memory * 2**30),
             seed=config.seed,
             version=self.engine.version,
+            dtype=getattr(torch, config.actor.dtype),
             **config.generator.model_dump(exclude={"memory_gib"}),
         )
         trained = resolve_workflow(workflow, reward_fn=reward, gconfig=config.gconfig, tokenizer=self.tokenizer)

@@ -1,0 +1,49 @@
+"""Held-out evaluation: what its numbers are means of."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from archon.rl import RLVRWorkflow
+from archon.rl.evaluation import answers, evaluate
+from archon.rl.generation import InProcessEngine
+from archon.rl.rollout import Prompt, Rollout, WorkflowError
+from archon.rl.types import GenerationHyperparameters
+from tests.rl import rewards_for_tests as rewards
+
+PROMPTS = [Prompt(i, {"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(12)]
+GCONFIG = GenerationHyperparameters(n_samples=3, max_new_tokens=4)
+
+
+def test_evaluation_is_the_mean_over_prompts_of_real_samples(engine: InProcessEngine, tokenizer: Any) -> None:
+    rollout = Rollout(engine, RLVRWorkflow(rewards.count_digits, GCONFIG, tokenizer), seed=4)
+    measured = asyncio.run(evaluate(rollout, PROMPTS, tokenizer=tokenizer, well_formed=r"\d+"))
+    episodes = asyncio.run(rollout.run(PROMPTS, is_eval=True))
+    texts = answers(episodes, tokenizer)
+    assert len(texts) == 36
+    digits = [sum(c.isdigit() for c in text) for text in texts]
+    assert measured["reward"] == pytest.approx(sum(digits) / 36)
+    assert measured["well_formed"] == sum(re.fullmatch(r"\d+", text) is not None for text in texts) / 36
+    lengths = torch.cat([e.trajectories["loss_mask"].sum(1) for e in episodes if e.trajectories])
+    assert measured["length"] == pytest.approx(lengths.double().mean().item())
+    assert 0 < measured["truncated"] < 1
+    assert (measured["failed"], measured["dropped"]) == (0, 0)
+
+
+def test_lost_samples_are_left_out_of_the_mean_and_counted(engine: InProcessEngine, tokenizer: Any) -> None:
+    rollout = Rollout(engine, RLVRWorkflow(rewards.raise_on_even_length, GCONFIG, tokenizer))
+    measured = asyncio.run(evaluate(rollout, PROMPTS))
+    assert measured["reward"] == 1.0
+    assert measured["dropped"] > 0
+    assert "well_formed" not in measured
+
+
+def test_evaluation_in_which_every_prompt_fails_stops(engine: InProcessEngine, tokenizer: Any) -> None:
+    rollout = Rollout(engine, RLVRWorkflow(rewards.always_raises, GCONFIG, tokenizer))
+    with pytest.raises(WorkflowError, match="failed on 12 prompts and succeeded on none"):
+        asyncio.run(evaluate(rollout, PROMPTS))
