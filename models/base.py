@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from archon.models.args import BaseModelArgs
 from archon.models.attention.meta import AttentionMeta, PackedAttention
+from archon.models.attention.sdpa import check_lengths
 from archon.models.head import LMHead, TokenScores, WeightedLoss
 from archon.models.layers.attention import Attention
 from archon.models.layers.feed_forward import FeedForward
@@ -115,7 +116,9 @@ class BaseArchonModel(nn.Module):
             tokens, positions = tokens.squeeze(0), positions.squeeze(0)
             labels = None if labels is None else labels.squeeze(0)
             loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
-        meta = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
+        meta = tree_attn_meta
+        if meta is None:
+            meta = PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
         hidden = self.hidden_states(tokens, positions, meta)
         if self.score is not None:
             values = self.score(hidden).squeeze(-1)
@@ -140,8 +143,14 @@ class BaseArchonModel(nn.Module):
         meta.begin(hidden)
         lengths = meta.document_lengths(positions) if self.args.rope_scaling.depends_on_length else None
         cos, sin = self.rope(positions, hidden.dtype, lengths)
+        meta, order = meta.arrange()
+        if order is not None:
+            check_lengths(order.shape[0], hidden.shape[0])
+            hidden, cos, sin = (x.index_select(0, order) for x in (hidden, cos, sin))
         for block in self.layers.values():
             hidden = block(hidden, cos, sin, meta)
+        if order is not None:
+            hidden = hidden.index_select(0, torch.argsort(order))
         return hidden if self.norm is None else self.norm(hidden)
 
     @torch.no_grad()

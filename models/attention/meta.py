@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from archon.models.attention.backend import AttnType, resolve_backend
 from archon.models.attention.flash import flash_attention
 from archon.models.attention.opaque import opaque_sdpa
-from archon.models.attention.sdpa import sdpa_attention
+from archon.models.attention.sdpa import check_lengths, sdpa_attention
 from archon.models.attention.varlen import varlen_attention
 
 
@@ -23,6 +24,10 @@ class AttentionMeta(abc.ABC):
 
     def begin(self, hidden: Tensor) -> None:  # noqa: B027 - a cache has nothing to prepare
         """Called once a forward with the first layer's input [T, dim]: device and compute dtype are known now."""
+
+    def arrange(self) -> tuple[AttentionMeta, Tensor | None]:
+        """A meta for the same tokens in an order that suits the kernel, and that order [T]; None leaves them be."""
+        return self, None
 
     @abc.abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
@@ -74,6 +79,24 @@ class PackedAttention(AttentionMeta):
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
         self._lengths = torch.tensor(self.lengths) if self.backend == "sdpa" else None
 
+    def arrange(self) -> tuple[AttentionMeta, Tensor | None]:
+        # Documents of one length side by side are one batch of the kernel: with the many short documents of
+        # reinforcement, a handful of calls in place of hundreds.
+        if self.backend != "sdpa" or sum(1 for _ in groupby(self.lengths)) <= 2 * len({*self.lengths}):
+            return self, None
+        lengths = torch.tensor(self.lengths)
+        by_length = torch.argsort(lengths, stable=True)
+        ends, sorted_lengths = lengths.cumsum(0), lengths[by_length]
+        bounds = torch.nn.functional.pad(sorted_lengths.cumsum(0), (1, 0))
+        shift = (ends - lengths)[by_length] - bounds[:-1]
+        order = torch.arange(int(bounds[-1])) + torch.repeat_interleave(shift, sorted_lengths)
+        device = self.cu_seqlens.device
+        meta = PackedAttention(
+            bounds.to(device, torch.int32), self.max_seqlen, self.attn_type, tuple(sorted_lengths.tolist())
+        )
+        meta.backend = self.backend
+        return meta, order.to(device)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
         if self.backend is None:
             self.begin(q)
@@ -87,5 +110,6 @@ class PackedAttention(AttentionMeta):
         return sdpa_attention(q, k, v, self.lengths, window=window, scale=scale)
 
     def document_lengths(self, positions: Tensor) -> Tensor:
+        check_lengths(sum(self.lengths), positions.numel())
         lengths = self.cu_seqlens.diff().to(torch.int64)
         return torch.repeat_interleave(lengths, lengths, output_size=positions.numel())

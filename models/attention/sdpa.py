@@ -19,6 +19,12 @@ from archon.models.attention.blockwise import blockwise_attention
 BLOCKWISE_FROM = 128
 
 
+def check_lengths(documents: int, tokens: int) -> None:
+    """Raise ValueError unless the documents' tokens are those given."""
+    if documents != tokens:
+        raise ValueError(f"documents of {documents} tokens in all, but {tokens} tokens were given; check cu_seqlens")
+
+
 @torch.compiler.disable
 def sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, window: int | None, scale: float
@@ -27,8 +33,7 @@ def sdpa_attention(
 
     Eager under `torch.compile`, which would otherwise compile anew for every set of lengths.
     """
-    if sum(lengths) != q.shape[0]:
-        raise ValueError(f"documents of {sum(lengths)} tokens in all, but {q.shape[0]} tokens were given")
+    check_lengths(sum(lengths), q.shape[0])
     runs = [(length, len(list(same))) for length, same in groupby(length for length in lengths if length)]
     sizes = [length * count for length, count in runs]
     outs = []

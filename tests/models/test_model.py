@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3ForSequenceClassification
 
-from archon.models import TokenScores, WeightedLoss
+from archon.models import PackedAttention, RopeConfig, TokenScores, WeightedLoss
 from archon.models.qwen2 import Qwen2Model, Qwen2ModelArgs
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from archon.schema.errors import ConfigError
@@ -158,6 +158,34 @@ def test_documents_are_independent_of_their_neighbours_and_order() -> None:
             document, torch.arange(len(document)), torch.tensor([0, len(document)], dtype=torch.int32), len(document)
         )
         torch.testing.assert_close(alone, rows, rtol=0, atol=FORMULA_FP64)
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_many_short_documents_are_regrouped_without_a_trace(kind: Any) -> None:
+    rope = RopeConfig(kind, factor=None if kind == "default" else 3.0)
+    model, lengths = build(sliding_window=4, rope_scaling=rope, max_seq_len=6), [3, 7, 5, 3, 0, 9] * 6 + [7, 9, 3]
+    tokens, positions, cu_seqlens, longest = pack(lengths, 31, 0)
+    assert PackedAttention(cu_seqlens, longest).arrange()[1] is None, "before the backend is known"
+    meta = PackedAttention(cu_seqlens, longest)
+    meta.begin(torch.zeros(1))
+    arranged, order = meta.arrange()
+    assert arranged.lengths == tuple(sorted(lengths))
+    assert sorted(order.tolist()) == list(range(sum(lengths)))
+
+    logits = model(tokens, positions, cu_seqlens, longest)
+    alone = [
+        model(document, torch.arange(len(document)), torch.tensor([0, len(document)], dtype=torch.int32), len(document))
+        for document in tokens.split(lengths)
+        if len(document)
+    ]
+    torch.testing.assert_close(logits, torch.cat(alone), rtol=0, atol=FORMULA_FP64)
+    weight = torch.randn_like(logits)
+    gradients = [torch.autograd.grad((x * weight).sum(), list(model.parameters())) for x in (logits, torch.cat(alone))]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert relative(ours, theirs) <= FORMULA_FP64
+
+    with pytest.raises(ValueError, match=f"documents of {sum(lengths)} tokens in all, but {sum(lengths) - 1} tokens"):
+        model(tokens[1:], positions[1:], cu_seqlens, longest)
 
 
 def test_a_float64_model_is_float64_throughout() -> None:
