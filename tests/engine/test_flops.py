@@ -68,7 +68,10 @@ def test_dense_layers_of_a_mixture_are_counted_as_dense() -> None:
     dense = 3 * dim * config["intermediate_size"]
     plain = MatmulShape.from_hf_config(config).active
     assert MatmulShape.from_hf_config(config | {"mlp_only_layers": [0, 5]}).active == plain + 2 * (dense - sparse)
-    assert MatmulShape.from_hf_config(config | {"decoder_sparse_step": 2}).active == plain + 24 * (dense - sparse)
+    every_other = config | {"decoder_sparse_step": 2}  # layers 1, 3, 5, … are sparse
+    assert MatmulShape.from_hf_config(every_other).active == plain + 24 * (dense - sparse)
+    assert MatmulShape.from_hf_config(every_other | {"mlp_only_layers": [0]}).active == plain + 24 * (dense - sparse)
+    assert MatmulShape.from_hf_config(every_other | {"mlp_only_layers": [1]}).active == plain + 25 * (dense - sparse)
 
 
 def test_packed_documents_pay_attention_by_the_square_of_their_length() -> None:
