@@ -1,4 +1,4 @@
-"""Every tolerance of the test suite, each with its reason. Differences are max|a - b| / max|b| per tensor unless said."""
+"""Every tolerance of the suite, each with its reason. Differences are max|a - b| / max|b| per tensor unless said."""
 
 # Parity with transformers in float32: same operations in another order; one ulp is 6e-8 and sums run over < 1e3 terms.
 PARITY_FP32 = 1e-5
@@ -10,7 +10,7 @@ FORMULA_FP64 = 1e-12
 
 # Rewards' time-out in tests, in seconds: a hundred times what a worker needs for a cheap call on a loaded machine.
 REWARD_TIMEOUT_SECONDS = 1.0
-# A batch of 256 cheap rewards, in seconds: 3,000 calls a second; 20 ms were measured on two idle cores (best of twenty).
+# A batch of 256 cheap rewards, in seconds: 3,000 calls a second; 20 ms measured on two idle cores (best of twenty).
 REWARD_BATCH_SECONDS = 0.1
 # "At once", in seconds, on a loaded machine with two cores: a process start and a kill take a tenth of it.
 SOON_SECONDS = 5.0
@@ -18,7 +18,7 @@ SOON_SECONDS = 5.0
 # One process against the same documents one at a time: the same products, summed over documents in another order.
 REORDER_FP64 = 1e-10
 REORDER_FP32 = 1e-5
-# Weights after three clipped AdamW steps in float64: Adam divides by the root of a sum of squares, which magnifies 1e-12.
+# Weights after three clipped AdamW steps in float64: Adam divides by the root of a sum, which magnifies 1e-12.
 STEPS_FP64 = 1e-9
 # bfloat16 compute, eager against compiled, |a - b| / |b| of the whole gradient as one vector: operations fuse and round
 # differently (8 bits of mantissa, 4e-3 an operation, over ten layers). Where the operations are the same, equality is.

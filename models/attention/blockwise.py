@@ -1,6 +1,6 @@
 """Causal and sliding-window attention in blocks of queries, by plain matrix products.
 
-A block of queries meets just the keys it can see; its probabilities live in the cache, are used at once and are made again
+A block of queries meets just the keys it can see; its probabilities live in the cache, are used at once and made again
 for the gradient (as in FlashAttention, Dao et al. 2022, arXiv:2205.14135, without its running softmax: a block sees its
 keys all at once). The query heads that share a key head form the rows of one product, so keys are never repeated.
 """
@@ -21,7 +21,7 @@ PROBABILITIES_BYTES = 2 << 20
 
 
 class _Blocks:
-    """Where the blocks of documents of one length lie and what each masks. Heads are grouped as [B * G, H / G, S, D]."""
+    """Where the blocks of documents of one length lie and what each masks. Heads are grouped: [B * G, H / G, S, D]."""
 
     def __init__(self, length: int, window: int | None, like: Tensor) -> None:
         self.length, self.window = length, window if window is not None and window < length else None
@@ -42,7 +42,7 @@ class _Blocks:
         return (slice(start, start + step) for start in range(0, groups, step))
 
     def probabilities(self, q: Tensor, k: Tensor, low: int, start: int, end: int) -> Tensor:
-        """softmax [g, rows, end - low] of q [g, rows, D], scaled, over k [g, end - low, D]; rows are heads x queries."""
+        """softmax [g, rows, end - low] of q [g, rows, D], scaled, over k [g, end - low, D]; rows: heads x queries."""
         scores = torch.bmm(q, k.transpose(1, 2))
         by_query = scores.view(scores.shape[0], -1, end - start, end - low)
         if self.window is None:
