@@ -74,6 +74,21 @@ def test_inverse_cumulative_equals_a_plain_loop(vocab: int) -> None:
         assert row[token] > 0
 
 
+def test_a_token_of_probability_zero_is_never_drawn_at_the_edge_of_a_block() -> None:
+    """Blocks of 128 that begin and end with impossible tokens, and uniform numbers one rounding beside each edge."""
+    for _ in range(20):
+        probs = torch.rand(9, 128, dtype=torch.float64) ** 6
+        probs[:, 0] = probs[:, -1] = 0
+        edges = probs.sum(1).cumsum(0)
+        edges = edges / edges[-1]
+        around = [torch.nextafter(edges, torch.full_like(edges, side)) for side in (0.0, 1.0)]
+        uniform = torch.cat([*around, edges])
+        uniform = uniform[uniform < 1]
+        rows = probs.reshape(1, -1).expand(len(uniform), -1)
+        tokens = invert_cumulative(rows, uniform)
+        assert (rows.gather(1, tokens[:, None]) > 0).all()
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_sampled_tokens_follow_the_softmax(temperature: float) -> None:
     draws, vocab = 40_000, 37
