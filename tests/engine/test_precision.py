@@ -17,14 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from archon.batch import pack
+from archon.batch import PackedBatch, pack
 from archon.engine import ArchonEngine
 from archon.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.schema.errors import ConfigError
 from tests.engine.tiny import LENGTHS, assert_gradients_close, engine_gradients, make_engine, sft_batch
-from tests.tolerances import BF16_COMPUTE, REORDER_FP32
+from tests.tolerances import BF16_COMPUTE, FORMULA_FP32, REORDER_FP32
 
 SFT = CrossEntropyLoss()
 PLAIN_SFT = SFT.__call__  # a bare function, so that the head gives logprobs one by one
@@ -106,6 +106,16 @@ def test_bf16_gradients_are_those_of_a_bf16_copy_of_the_masters(tmp_path: Path) 
         assert parameter.grad is not None and parameter.grad.abs().max() > 0
         assert grads[name].dtype == torch.float32
         assert torch.equal(grads[name], parameter.grad.float()), name
+
+
+def test_bf16_compute_does_not_narrow_the_weights_of_a_loss(tmp_path: Path) -> None:
+    class Heavier(CrossEntropyLoss):
+        def token_weights(self, mb: PackedBatch) -> Tensor:
+            return super().token_weights(mb) * 1.001  # 1.0 in bfloat16
+
+    engine = make_engine(tmp_path, dtype="bfloat16")
+    plain, heavier = (engine.eval_batch(sft_batch(), loss, loss_token_count)["loss"] for loss in (SFT, Heavier()))
+    assert heavier / plain == pytest.approx(1.001, rel=FORMULA_FP32)
 
 
 def test_bf16_gradients_of_micro_batches_are_added_up_in_fp32(tmp_path: Path) -> None:
