@@ -13,12 +13,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
+from archon.huge_pages import HUGE_PAGE_BYTES, HugePageAdvisor
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.fsdp import local_tensor
 from archon.safetensors_file import PIECE_BYTES, SafetensorsFile, TensorEntry, bytes_of, pieces, refuse
@@ -103,16 +105,17 @@ class HFCheckpoint:
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill each tensor, of any device, layout and float dtype, with the key of the same shape."""
         jobs = [
-            (self.files[key], self.entries[key].dtype, self.entries[key].start + offset, piece, key)
+            _Piece(self.files[key], key, entry.dtype, entry.start + offset, piece)
             for key, target in sorted(targets, key=lambda t: (str(self.where(t[0])), self.entries[t[0]].start))
-            for offset, piece in pieces(target, self.entries[key].dtype.itemsize)
+            for entry in (self.entries[key],)
+            for offset, piece in pieces(target, entry.dtype.itemsize, align=HUGE_PAGE_BYTES)
         ]
-        buffers = threading.local()
+        reader = _PieceReader()
         with (
             _single_threaded_workers(),
             ThreadPoolExecutor(READERS, initializer=torch.set_num_threads, initargs=(1,)) as pool,
         ):
-            for _ in pool.map(lambda job: _read_piece(buffers, *job), jobs):
+            for _ in pool.map(reader.read, jobs):
                 pass
 
     def close(self) -> None:
@@ -125,18 +128,43 @@ class HFCheckpoint:
         self.close()
 
 
-def _read_piece(
-    buffers: threading.local, file: SafetensorsFile, dtype: torch.dtype, offset: int, piece: Tensor, key: str
-) -> None:
-    if piece.device.type == "cpu" and piece.dtype == dtype and piece.is_contiguous():
-        file.read_into(bytes_of(piece), offset, f"key {key!r}")
-        return
-    if not hasattr(buffers, "bytes"):
-        buffers.bytes = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=piece.is_cuda)
-    staged = buffers.bytes[: piece.numel() * dtype.itemsize]
-    file.read_into(bytes_of(staged), offset, f"key {key!r}")
-    # To a GPU in the dtype of the file, converted there: fewer bytes on the bus, no second buffer here.
-    piece.copy_(staged.view(dtype).view(piece.shape).to(piece.device))
+@dataclass(frozen=True)
+class _Piece:
+    """A stretch of a file, of `dtype` from byte `offset`, and the view that it fills."""
+
+    file: SafetensorsFile
+    key: str
+    dtype: torch.dtype
+    offset: int
+    target: Tensor
+
+
+class _PieceReader:
+    """Reads pieces in any number of threads, with one buffer each for those that cannot be read in place."""
+
+    def __init__(self) -> None:
+        self._buffers = threading.local()
+        self._advisor = HugePageAdvisor()
+
+    def read(self, piece: _Piece) -> None:
+        target = piece.target
+        if target.device.type != "cpu" or not target.is_contiguous():
+            self._read_through_buffer(piece)
+            return
+        with self._advisor.filling(target.data_ptr(), target.nbytes):
+            if target.dtype == piece.dtype:
+                piece.file.read_into(bytes_of(target), piece.offset, f"key {piece.key!r}")
+            else:
+                self._read_through_buffer(piece)
+
+    def _read_through_buffer(self, piece: _Piece) -> None:
+        target = piece.target
+        if not hasattr(self._buffers, "bytes"):
+            self._buffers.bytes = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=target.is_cuda)
+        staged = self._buffers.bytes[: target.numel() * piece.dtype.itemsize]
+        piece.file.read_into(bytes_of(staged), piece.offset, f"key {piece.key!r}")
+        # To a GPU in the dtype of the file, converted there: fewer bytes on the bus, no second buffer here.
+        target.copy_(staged.view(piece.dtype).view(target.shape).to(target.device))
 
 
 @contextmanager
