@@ -140,10 +140,16 @@ class PagedAttention(AttentionMeta):
         decode: sequences that add one token each.
         chunks: parts of prompts; those that start at 0 attend like packed training documents.
         attn_type: backend of those, as for `PackedAttention`.
+        padded_length: rows of the forward, by default its tokens; those after them are padding, whose output is 0.
     """
 
     def __init__(
-        self, cache: PagedCache, decode: DecodeRows, chunks: Sequence[PrefillChunk] = (), attn_type: AttnType = "auto"
+        self,
+        cache: PagedCache,
+        decode: DecodeRows,
+        chunks: Sequence[PrefillChunk] = (),
+        attn_type: AttnType = "auto",
+        padded_length: int | None = None,
     ) -> None:
         self.cache, self.decode, self.chunks = cache, decode, list(chunks)
         self.n_decode = len(decode.lengths)
@@ -151,6 +157,8 @@ class PagedAttention(AttentionMeta):
         self._positions = np.concatenate(
             [decode.lengths - 1, *(np.arange(c.start, c.start + c.length) for c in self.chunks)]
         )
+        self._n_padding = 0 if padded_length is None else padded_length - len(self._positions)
+        assert self._n_padding >= 0, f"{len(self._positions)} tokens do not fit in {padded_length} rows"
         self._rows = self._write_rows()
         self._batches: dict[int | None, list[_PageBatch]] = {}
         fresh = [chunk.length for chunk in self.chunks if chunk.start == 0]
@@ -161,16 +169,17 @@ class PagedAttention(AttentionMeta):
 
     @property
     def positions(self) -> Tensor:
-        """int64 [T]: position of every token of this forward within its sequence."""
-        return torch.from_numpy(self._positions).to(self.device)
+        """int64 [T]: position of every token of this forward within its sequence, 0 for padding."""
+        return torch.from_numpy(np.pad(self._positions, (0, self._n_padding))).to(self.device)
 
     def begin(self, hidden: Tensor) -> None:
         if self._packed is not None:
             self._packed.begin(hidden)
 
     def document_lengths(self, positions: Tensor) -> Tensor:
-        prefill = [np.full(chunk.length, chunk.document_length) for chunk in self.chunks]
-        return torch.from_numpy(np.concatenate([self.decode.lengths, *prefill])).to(positions.device)
+        lengths = [self.decode.lengths, *(np.full(chunk.length, chunk.document_length) for chunk in self.chunks)]
+        lengths.append(np.ones(self._n_padding, dtype=np.int64))
+        return torch.from_numpy(np.concatenate(lengths)).to(positions.device)
 
     def _write_rows(self) -> Tensor:
         size = self.cache.page_size
@@ -182,13 +191,17 @@ class PagedAttention(AttentionMeta):
         return self.cache.token_rows(np.concatenate(pages), self._positions % size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+        if self._n_padding:
+            q, k, v = (x[: -self._n_padding] for x in (q, k, v))
         self.cache.write(layer, self._rows, k, v)
         outs = []
         if self.n_decode:
             outs.append(self._attend_pages(layer, q[: self.n_decode], window, scale))
         if self.chunks:
-            q, k, v = (x[self.n_decode :] for x in (q, k, v))
-            outs.append(self._attend_chunks(layer, q, k, v, window, scale))
+            rest = (x[self.n_decode :] for x in (q, k, v))
+            outs.append(self._attend_chunks(layer, *rest, window=window, scale=scale))
+        if self._n_padding:
+            outs.append(q.new_zeros(self._n_padding, *q.shape[1:]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_pages(self, layer: int, q: Tensor, window: int | None, scale: float) -> Tensor:
@@ -223,7 +236,9 @@ class PagedAttention(AttentionMeta):
             out.index_add_(0, batch.owner, batch.by_owner(partial.view(*scores.shape[:-1], -1)))
         return (out.view(n_rows, n_heads, head_dim) / mass[:, :, None]).to(dtype)
 
-    def _attend_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+    def _attend_chunks(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float
+    ) -> Tensor:
         """Chunks that start a sequence attend as packed documents; the others also to what is cached before them."""
         bounds = np.cumsum([0, *(chunk.length for chunk in self.chunks)]).tolist()
         if self._packed is not None and len(self._packed.lengths) == len(self.chunks):

@@ -235,7 +235,7 @@ class InProcessEngine:
         return self._loop is None or self._loop.is_closed()
 
     def _start(self) -> None:
-        if self._paused or (self._task is not None and not self._task.done()):
+        if self._task is not None and not self._task.done():
             return
         assert self._loop is not None
         self._task = self._loop.create_task(self._run(), name="archon-generation")

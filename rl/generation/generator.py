@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
@@ -31,6 +32,16 @@ class GeneratorStats:
     prefill_tokens: int = 0  # tokens run through the model to read prompts, also after a preemption or an update
     decode_tokens: int = 0  # tokens run through the model one a sequence
     shared_prompts: int = 0  # answers whose prompt another one had read
+
+
+def _round_up(rows: int) -> int:
+    """Rows to compute with: at most an eighth more, so that few distinct numbers occur.
+
+    Matrix libraries prepare a kernel for every shape they meet (oneDNN: half a millisecond), and the number of rows
+    changes with every answer that ends.
+    """
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
 
 
 class _SlotParams:
@@ -230,7 +241,9 @@ class Generator:
             sequence = chunk.sequence
             tokens += sequence.tokens(chunk.start, chunk.stop)
             parts.append(PrefillChunk(chunk.start, chunk.stop - chunk.start, sequence.pages, sequence.total))
-        meta = PagedAttention(self.cache, DecodeRows(pages, lengths), parts, self.model.args.attn_type)
+        rows = _round_up(len(tokens))
+        tokens += [0] * (rows - len(tokens))
+        meta = PagedAttention(self.cache, DecodeRows(pages, lengths), parts, self.model.args.attn_type, rows)
         hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
 
         for sequence in decode:
@@ -265,7 +278,8 @@ class Generator:
     def _sample(self, sampled: _Sampled) -> None:
         head = self.model.output
         assert head is not None
-        logits = head(torch.cat(sampled.hidden))
+        hidden = torch.cat(sampled.hidden)
+        logits = head(F.pad(hidden, (0, 0, 0, _round_up(sampled.n_rows) - sampled.n_rows)))[: sampled.n_rows]
         if len(sampled.sequences) != sampled.n_rows:
             logits = logits.index_select(0, torch.tensor(sampled.rows, device=self.device))
         block = max(1, _MAX_SAMPLED_ELEMENTS // logits.shape[-1])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from archon.rl import ModelRequest
+from archon.rl.generation.generator import _round_up
 from archon.rl.generation.sequence import StopStrings
 from archon.rl.types import ModelResponse
 from archon.schema.errors import RolloutError
@@ -219,17 +221,14 @@ def test_stop_strings_do_not_end_the_answer_before_min_new_tokens() -> None:
 
 
 def test_prompts_are_read_within_the_budget_of_a_step() -> None:
-    engine = make_engine(prefill_tokens=10, max_slots=4)
-    model, sizes = engine._generator.model, []
-    hidden_states = model.hidden_states
-
-    def watched(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        sizes.append(len(tokens))
-        return hidden_states(tokens, *rest)
-
-    model.hidden_states = watched
-    engine.generate([request(p, max_new_tokens=1) for p in prompts(8, 7, 30, 3)])
-    assert sizes == [10, 10, 10, 10, 8]
+    generator = make_engine(prefill_tokens=10, max_slots=4)._generator
+    for prompt in prompts(8, 7, 30, 3):
+        generator.submit(request(prompt, max_new_tokens=1), lambda _: None)
+    read = [0]
+    while generator.scheduler.has_work:
+        generator.step()
+        read.append(generator.stats.prefill_tokens)
+    assert [after - before for before, after in pairwise(read)] == [10, 10, 10, 10, 8]
 
 
 def test_max_tokens_counts_the_prompt() -> None:
@@ -276,3 +275,10 @@ def test_logprobs_are_finite_and_one_per_token() -> None:
         assert all(logprob < 0 for logprob in answer.output_logprobs)
         assert answer.input_len + answer.output_len in (10, 14, 18)
         assert 0 < answer.ttft <= answer.latency
+
+
+def test_few_distinct_numbers_of_rows_are_computed() -> None:
+    for rows in range(1, 3000):
+        assert rows <= _round_up(rows) <= max(rows * 9 / 8, rows)
+    assert len({_round_up(rows) for rows in range(1, 8193)}) < 100
+    assert [_round_up(rows) for rows in (1, 7, 32, 256)] == [1, 7, 32, 256]

@@ -119,6 +119,15 @@ def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:
     assert meta.positions.tolist() == [8, *range(6), 7, 8, 9, *range(3)]
     assert meta.document_lengths(meta.positions).tolist() == [9, *[6] * 6, *[10] * 3, *[3] * 3]
 
+    keys = cache.keys.clone()
+    padded = PagedAttention(cache, DecodeRows(np.array(tables[:1]), np.array([9])), chunks, padded_length=16)
+    got = padded.attend(0, *(torch.cat([x, torch.ones_like(x[:3])]) for x in (q, k, v)), window=4, scale=1.0)
+    assert_close(got[:13], torch.cat(wanted))
+    assert not got[13:].any()
+    assert torch.equal(cache.keys, keys), "padding is never cached"
+    assert padded.positions.tolist() == [*meta.positions.tolist(), 0, 0, 0]
+    assert padded.document_lengths(padded.positions).tolist()[13:] == [1, 1, 1]
+
 
 def anonymous_bytes() -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
