@@ -123,13 +123,16 @@ class SFTTrainer:
         if not config.resume:
             return
         found = load_latest(self.runner.directory.checkpoints, model_fingerprint(self.engine.model.args))
-        if found is not None:
-            self.step, state = found
-            self._saved_step = self.step
-            self.engine.load_state_dict(state["engine"])
-            self.loader.load_state_dict(state["rows"])
-            self._enough = state["enough"]
-            self.runner.rewind(self.step)
+        if found is None:
+            # A run killed before its first checkpoint left records of steps that are about to be trained again.
+            self.runner.rewind(-1)
+            return
+        self.step, state = found
+        self._saved_step = self.step
+        self.engine.load_state_dict(state["engine"])
+        self.loader.load_state_dict(state["rows"])
+        self._enough = state["enough"]
+        self.runner.rewind(self.step)
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step on the next rows."""

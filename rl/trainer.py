@@ -288,13 +288,16 @@ class RLTrainer:
         if not self.config.resume or self.runner is None:
             return
         found = load_latest(self.runner.directory.checkpoints, model_fingerprint(self.engine.model.args))
-        if found is not None:
-            self.step, state = found
-            self._saved_step = self.step
-            self.engine.load_state_dict(state["engine"])
-            self.prompts.load_state_dict(state["prompts"])
-            self._cursor = state["prompts"]
-            self.runner.rewind(self.step)
+        if found is None:
+            # A run killed before its first checkpoint left records of steps that are about to be trained again.
+            self.runner.rewind(-1)
+            return
+        self.step, state = found
+        self._saved_step = self.step
+        self.engine.load_state_dict(state["engine"])
+        self.prompts.load_state_dict(state["prompts"])
+        self._cursor = state["prompts"]
+        self.runner.rewind(self.step)
 
     def _log(self, message: str) -> None:
         (self.runner.log if self.runner else print)(message)

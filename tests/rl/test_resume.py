@@ -65,6 +65,20 @@ def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_once(
     assert_bitwise_equal_runs(config, whole)
 
 
+def test_a_run_killed_before_its_first_checkpoint_records_no_step_twice(rl_config: MakeConfig) -> None:
+    config = rl_config(total_steps=2, resume=True)
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True)
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        (run_dir / name).write_text('{"step": 0}\n{"step": 1, "group": 0}\n')
+
+    RLTrainer(config).train()
+
+    steps = [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")]
+    assert steps == sorted(set(steps))
+    assert all("rewards" in row or len(row) > 2 for row in read_jsonl(run_dir / "trajectories.jsonl"))
+
+
 @pytest.mark.slow
 def test_kill_9_at_random_moments_and_resume_is_bitwise(rl_config: MakeConfig, tmp_path: Path) -> None:
     common: dict[str, Any] = {"total_steps": 60, "checkpoint": {"every": 2, "keep": 1}}
