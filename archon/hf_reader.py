@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.huge_pages import HUGE_PAGE_BYTES, HugePageAdvisor
-from archon.models.state_dict import BaseStateDictAdapter
+from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.fsdp import local_tensor
 from archon.safetensors_file import PIECE_BYTES, SafetensorsFile, TensorEntry, bytes_of, pieces, refuse
 from archon.schema.errors import CheckpointError
@@ -206,50 +206,59 @@ def match_parameters(
             checkpoint.path,
             "key 'score.weight' missing from its weights; for a critic made from an actor set init_score=True",
         )
-    ties, targets, used = list[tuple[str, str]](), list[tuple[str, Tensor]](), set[tuple[str, int | None]]()
-    for key, entry in checkpoint.entries.items():
-        file = checkpoint.where(key)
+    ties, targets, filled = list[tuple[str, str]](), list[tuple[str, Tensor]](), set[str]()
+    for key in checkpoint.entries:
         try:
             target = adapter.hf_to_native(key)
         except CheckpointError as error:
-            refuse(file, str(error))
+            refuse(checkpoint.where(key), str(error))
         if target.name is None:
             continue
         if target.must_equal:
             ties.append((key, target.name))
             continue
-        if entry.shape != expected[key]:
-            refuse(file, f"key {key!r} has shape {list(entry.shape)}, the config asks for {list(expected[key])}")
-        if entry.dtype not in WEIGHT_DTYPES:
-            refuse(file, f"key {key!r} is {entry.dtype}; weights must be float64, float32, float16 or bfloat16")
-        if target.name not in parameters:
-            refuse(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
-        if (target.name, target.index) in used:
-            refuse(file, f"key {key!r} fills parameter {target.name!r} a second time")
-        used.add((target.name, target.index))
-        parameter = parameters[target.name]
-        targets.append((key, parameter if target.index is None else parameter[target.index]))
-    _require_complete(checkpoint, expected, adapter, parameters, used)
+        targets.append((key, _destination(checkpoint, key, target, parameters, expected)))
+        filled.add(target.name)
+    missing = [key for key in expected if key not in checkpoint.entries]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        refuse(checkpoint.path, f"key {missing[0]!r}{more} missing from its weights")
+    filled |= {*adapter.native_names()} - {*adapter.loadable_names()}
+    for name in parameters:
+        if name not in filled:
+            refuse(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")
     for key, name in ties:
         _require_tie(checkpoint, key, *(hf for hf, _ in adapter.convert_single_to_hf(name, parameters[name])))
     return targets
 
 
-def _require_complete(
+def _destination(
     checkpoint: HFCheckpoint,
-    expected: Mapping[str, tuple[int, ...]],
-    adapter: BaseStateDictAdapter,
+    key: str,
+    target: NativeTarget,
     parameters: Mapping[str, Tensor],
-    used: set[tuple[str, int | None]],
-) -> None:
-    missing = [key for key in expected if key not in checkpoint.entries]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        refuse(checkpoint.path, f"key {missing[0]!r}{more} missing from its weights")
-    filled = {name for name, _ in used} | {*adapter.native_names()} - {*adapter.loadable_names()}
-    for name in parameters:
-        if name not in filled:
-            refuse(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")
+    expected: Mapping[str, tuple[int, ...]],
+) -> Tensor:
+    """What a key fills, its shape and dtype checked against the config and against the model."""
+    file, entry = checkpoint.where(key), checkpoint.entries[key]
+    assert target.name is not None
+    if key not in expected:
+        refuse(file, f"key {key!r} would fill parameter {target.name!r} a second time")
+    if entry.shape != expected[key]:
+        refuse(file, f"key {key!r} has shape {list(entry.shape)}, the config asks for {list(expected[key])}")
+    if entry.dtype not in WEIGHT_DTYPES:
+        refuse(file, f"key {key!r} is {entry.dtype}; weights must be float64, float32, float16 or bfloat16")
+    if target.name not in parameters:
+        refuse(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
+    parameter = parameters[target.name]
+    destination = parameter if target.index is None else parameter[target.index]
+    if tuple(destination.shape) != entry.shape:
+        refuse(
+            file,
+            f"key {key!r} has shape {list(entry.shape)}, the model's parameter {target.name!r} "
+            f"{list(destination.shape)}; is the model of another config?",
+        )
+    return destination
 
 
 def _require_tie(checkpoint: HFCheckpoint, key: str, embedding: str) -> None:

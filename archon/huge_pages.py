@@ -20,7 +20,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 _PAGE_BYTES = 4096
 _MADV_HUGEPAGE = 14
 # Pieces between two trials of the page size that seems to be the dearer one.
-_FIRST_PAUSE, _LAST_PAUSE = 4, 64
+_FIRST_PAUSE, _LAST_PAUSE = 4, 128
 
 
 class HugePageAdvisor:

@@ -49,7 +49,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 # A piece is read or converted at a time: large enough that calls do not count, small enough to stay in a shared cache
 # and far below the largest tensor of any real model.
-PIECE_BYTES = 8 * 2**20
+PIECE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)

@@ -337,6 +337,34 @@ def test_checkpoint_of_another_family(tmp_path: Path) -> None:
     assert_refused(r"model.safetensors: .*q_proj|k_norm|shape", folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_hidden_layers": 3}, "no key fills the model's parameter 'layers.2."),
+        ({"num_hidden_layers": 1}, "key 'model.layers.1..*' is parameter 'layers.1..*', which the model does not have"),
+        ({"vocab_size": 60}, r"has shape \[61, 24\], the model's parameter '.*' \[60, 24\]"),
+    ],
+    ids=["more layers", "fewer layers", "another vocabulary"],
+)
+def test_model_of_another_config_than_the_adapters(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    folder, _ = make_checkpoint(tmp_path)
+    spec = get_model_spec("qwen3")
+    model = spec.model_class(spec.model_args_class.from_hf_config(config_with(**changes)))
+    with pytest.raises(CheckpointError, match=match):
+        load_hf_weights(model, spec.state_dict_adapter_class(config_with()), folder)
+
+
+def test_two_keys_for_one_parameter(tmp_path: Path) -> None:
+    folder, weights = make_checkpoint(tmp_path)
+    write_checkpoint(folder, config_with(), weights | {"model.final_norm.weight": weights["model.norm.weight"].clone()})
+    spec = get_model_spec("qwen3")
+    model = spec.model_class(spec.model_args_class.from_hf_config(config_with()))
+    adapter = spec.state_dict_adapter_class(config_with())
+    adapter.from_hf_map = {"model.final_norm.weight": "norm.weight", **adapter.from_hf_map}
+    with pytest.raises(CheckpointError, match=r"'model.final_norm.weight' would fill parameter 'norm.weight' a second"):
+        load_hf_weights(model, adapter, folder)
+
+
 # Hostile files
 
 

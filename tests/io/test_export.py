@@ -237,13 +237,29 @@ def test_file_systems_that_cannot_exchange_get_two_renames(tmp_path: Path, monke
     monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
     archon.save_model(archon.load_model(other), tmp_path / "out", like=other)
     assert_bitwise(hf_state(archon.load_model(tmp_path / "out"), other), new_weights)
-    # Killed between the two renames: the earlier export is whole under another name, and comes back.
+    # Killed between the two renames: the earlier export is whole under another name, and comes back even if the next
+    # export fails.
     (tmp_path / "out").rename(tmp_path / ".out.replaced")
-    atomic.restore_aside(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="missing among the weights"):
+        save_hf(tmp_path / "out", [], like=other)
     assert_bitwise(hf_state(archon.load_model(tmp_path / "out"), other), new_weights)
     archon.save_model(archon.load_model(folder), tmp_path / "out", like=folder)
     assert_bitwise(hf_state(archon.load_model(tmp_path / "out"), folder), weights)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["in", "other", "out"]
+
+
+def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, syncs: list[str]) -> None:
+    folder, _ = make_checkpoint(tmp_path / "in")
+    make_tokenizer(folder, eos_token="<end>")
+    model = archon.load_model(folder)
+    for _ in range(2):
+        syncs.clear()
+        archon.save_model(model, tmp_path / "out", like=folder, max_shard_bytes=6000)
+        staged = next(name for name in syncs if ".out.partial-" in name).split(".out.partial-")[1].split("/")[0]
+        hidden = tmp_path / f".out.partial-{staged}"
+        written = {str(hidden), *(str(hidden / file.name) for file in (tmp_path / "out").iterdir())}
+        assert written <= {*syncs}
+        assert syncs[-1] == str(tmp_path)
 
 
 def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:

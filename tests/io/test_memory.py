@@ -30,12 +30,15 @@ def resident(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
+alive = []
+
 def measure(folder, dtype, transposed):
     config = read_hf_config(folder)
     spec = get_model_spec(config["model_type"])
     with torch.device("meta"):
         model = spec.model_class(spec.model_args_class.from_hf_config(config)).to(dtype)
     model.to_empty(device="cpu")
+    alive.append(model)  # or the next one would find its memory, already resident
     if transposed:
         for weight in (model.tok_embeddings.weight, model.output.weight):
             weight.data = torch.empty(weight.shape[::-1], dtype=dtype).t()

@@ -214,6 +214,15 @@ def test_failed_save_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.
     assert names(tmp_path) == ["latest", "step-00000001"]
 
 
+def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, syncs: list[str]) -> None:
+    save_state(tmp_path, 1, {"x": torch.ones(3)})
+    hidden = [name for name in syncs if ".step-00000001.partial-" in name]
+    assert {Path(name).name for name in hidden} >= {"tensors.safetensors", "state.json", "manifest.json"}
+    renamed = syncs.index(str(tmp_path))
+    assert Path(syncs[renamed - 1]).name.startswith(".step-00000001.partial-")
+    assert syncs[renamed + 1 :] == [str(tmp_path / ".latest.partial-new"), str(tmp_path)]
+
+
 def test_removal_cut_short_leaves_no_checkpoint_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_state(tmp_path, 1, {"x": torch.ones(3)})
 
