@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.models.base import BaseArchonModel
+from archon.models.head import LMHead
 from archon.schema.errors import RolloutError
 
 WeightSource = nn.Module | Iterable[tuple[str, Tensor]]
@@ -78,12 +79,10 @@ def _speed_up_linears(replica: nn.Module) -> None:
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return
     for module in replica.modules():
-        if (
-            isinstance(module, nn.Linear)
-            and module.weight.dtype == torch.float32
-            and module.weight.device.type == "cpu"
-        ):
-            module.forward = MethodType(_onednn_linear, module)  # type: ignore[method-assign]
+        # A layer with a forward of its own does more than multiply.
+        plain = type(module).forward in (nn.Linear.forward, LMHead.forward)
+        if plain and (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
+            module.forward = MethodType(_onednn_linear, module)
 
 
 def _onednn_linear(module: nn.Linear, x: Tensor) -> Tensor:
