@@ -307,6 +307,9 @@ class Generator:
 
     def fail(self, error: BaseException) -> None:
         """Hand `error` to whoever waits for an unfinished sequence, and start afresh with an empty cache."""
+        if not isinstance(error, Exception):
+            # An interrupt handed to every waiting task would break its event loop once for each.
+            error = RuntimeError(f"generation was stopped by {type(error).__name__}")
         failed = self.unfinished
         self.scheduler = self._new_scheduler()
         # What broke may have left NaN in the cache, and masked NaN is still NaN.

@@ -217,6 +217,26 @@ async def test_a_failed_update_fails_the_waiting_and_blocks_the_next_until_one_s
     assert (await engine.agenerate(request([1], max_new_tokens=2))).output_len == 2
 
 
+def test_an_interrupt_reaches_the_waiting_too() -> None:
+    """Whoever catches the interrupt and turns the loop again must not wait for ever."""
+    engine = make_engine()
+    hidden_states = engine._generator.model.hidden_states
+
+    def interrupted(*args: Any) -> torch.Tensor:
+        engine._generator.model.hidden_states = hidden_states
+        raise KeyboardInterrupt
+
+    engine._generator.model.hidden_states = interrupted
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(engine.agenerate(request(prompts(4)[0], max_new_tokens=5)))
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(task)
+    with pytest.raises(RuntimeError, match="generation was stopped by KeyboardInterrupt"):
+        loop.run_until_complete(asyncio.wait_for(task, timeout=30))
+    assert loop.run_until_complete(engine.agenerate(request([1], max_new_tokens=2))).output_len == 2
+    loop.close()
+
+
 def test_a_closing_loop_leaves_no_request_behind() -> None:
     engine = make_engine()
 

@@ -169,6 +169,9 @@ def test_a_fingerprint_sees_every_change_and_no_storage() -> None:
         assert fingerprint((weights | {name: tensor}).items()) != reference, change
     swapped = weights | {name: weights["layers.1.feed_forward.w1.weight"], "layers.1.feed_forward.w1.weight": weight}
     assert fingerprint(swapped.items()) != reference, "two weights swapped"
+    one, other = torch.randn(2, 3), torch.randn(2, 3)
+    pair = [("layers.12.w", one), ("layers.21.w", other)]
+    assert fingerprint(pair) != fingerprint([("layers.12.w", other), ("layers.21.w", one)]), "names of the same letters"
 
 
 def test_a_replica_that_cannot_fit_is_refused_with_the_estimate() -> None:
