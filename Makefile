@@ -49,4 +49,5 @@ format: setup
 
 bench: setup
 	.venv/bin/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	.venv/bin/python -m pip install --quiet --no-deps -c constraints.txt torchtitan
 	.venv/bin/python -m benchmarks

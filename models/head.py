@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.layers.linear import Role
+from archon.models.layers.matmul import linear
 from archon.models.token_scores import token_scores, weighted_loss
 
 IGNORE_INDEX = -100
@@ -97,7 +97,7 @@ class LMHead(nn.Linear):
         Raises ValueError for a label outside the vocabulary and for a temperature that is not positive.
         """
         if labels is None:
-            return F.linear(hidden, self.weight)
+            return linear(hidden, self.weight)
         if weights is not None:
             return self.loss_sum(hidden, labels, weights, temperature)
         kept, hidden, labels, temperature = self._kept(hidden, labels, temperature, labels != IGNORE_INDEX)

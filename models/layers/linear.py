@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
+
+from archon.models.layers.matmul import linear
 
 # column: output features are split; row: input features are split; head_norm: a norm over one head's features, whose
 # input is split by heads; the others speak for themselves.
@@ -17,6 +19,9 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, role: Role) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.role: Role = role
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):

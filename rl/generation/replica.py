@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -11,10 +10,15 @@ from torch import Tensor, nn
 
 from archon.models.base import BaseArchonModel
 from archon.models.head import LMHead
+from archon.models.layers.linear import Linear
+from archon.models.layers.matmul import has_onednn
 from archon.schema.errors import RolloutError
 
 WeightSource = nn.Module | Iterable[tuple[str, Tensor]]
 WeightMode = Literal["auto", "alias", "snapshot"]
+
+# The order of packed weights suits products with about this many rows, those of a decoding step.
+_PACKED_FOR_ROWS = 32
 
 # What wrappers put into parameter names; a replica has none of them.
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -64,29 +68,37 @@ def build_replica(
     replica.tie_weights()
     replica.init_buffers(next(iter(weights.values())).device)
     replica.eval()
-    _speed_up_linears(replica)
+    _pack_linears(replica)
     if not alias:
         copy_weights(replica, weights.items())
     return replica, alias
 
 
-def _speed_up_linears(replica: nn.Module) -> None:
-    """On a CPU, multiply float32 matrices by oneDNN instead of MKL.
-
-    It takes the weight as it is. For the 32 rows of a decoding step it is about 1.7 times as fast per thread on an AMD
-    processor, where MKL does not use AVX-512, and it splits few rows over threads, which MKL does not.
-    """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+def _pack_linears(replica: nn.Module) -> None:
+    """On a CPU, multiply by weights that lie as oneDNN's kernels read them: half again as fast for a decoding step."""
+    if not has_onednn():
         return
     for module in replica.modules():
         # A layer with a forward of its own does more than multiply.
-        plain = type(module).forward in (nn.Linear.forward, LMHead.forward)
+        plain = type(module).forward in (Linear.forward, LMHead.forward)
         if plain and (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
-            module.forward = MethodType(_onednn_linear, module)
+            module.forward = _PackedLinear(module)
 
 
-def _onednn_linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, module.weight, module.bias, "none", [], "")
+class _PackedLinear:
+    """`F.linear` by a copy of the weight in oneDNN's order, made again whenever the weight was written or replaced."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+        self._packed: Tensor | None = None
+        self._packed_of = (0, 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._module.weight
+        if self._packed is None or self._packed_of != (weight.data_ptr(), weight._version):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
+            self._packed_of = weight.data_ptr(), weight._version
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._module.bias, "none", [], "")
 
 
 def share_weights(replica: nn.Module, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from transformers.activations import ACT2FN
 
 from archon.models.layers import fused
 from archon.models.layers.feed_forward import ACTIVATIONS, FeedForward
+from archon.models.layers.matmul import MIN_MULTIPLICATIONS, linear
 from archon.models.layers.norm import RMSNorm
 from archon.schema.errors import ConfigError
 from tests.models.reference import relative
@@ -99,3 +100,20 @@ def test_roles_are_declared() -> None:
     network = FeedForward(4, 8, "silu")
     assert (network.w1.role, network.w2.role, network.w3.role) == ("column", "row", "column")
     assert RMSNorm(4, 1e-6).role == "norm"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", ["nothing", "input", "weight"])
+def test_the_product_by_another_library_equals_torchs_with_its_gradients(bias: bool, frozen: str) -> None:
+    x, weight = torch.randn(3, 70, 96), torch.randn(64, 96)
+    assert x.numel() * weight.shape[0] >= MIN_MULTIPLICATIONS
+    inputs = [t.requires_grad_() for t, name in ((x, "input"), (weight, "weight")) if name != frozen]
+    given = torch.randn(64, requires_grad=True) if bias else None
+    inputs += [given] if given is not None else []
+    actual, expected = linear(x, weight, given), torch.nn.functional.linear(x, weight, given)
+    assert relative(actual, expected) <= FORMULA_FP32
+    # An expanded gradient, as the sum of an output gives, and one that lies transposed.
+    for grad in (torch.ones(()).expand_as(expected), torch.randn(64, 70, 3).permute(2, 1, 0)):
+        ours, theirs = (torch.autograd.grad(y, inputs, grad, retain_graph=True) for y in (actual, expected))
+        for a, b in zip(ours, theirs, strict=True):
+            assert relative(a, b) <= FORMULA_FP32

@@ -1,0 +1,85 @@
+"""Matrix products in float32 on a CPU by oneDNN, where torch by itself asks MKL.
+
+On a processor of AMD's with AVX-512, oneDNN does the forward products of a training step, and those of the gradient of
+their input, 8 to 12 % faster than MKL. torch offers oneDNN's float32 product only as the operator its compiler emits, so
+a gradient is written here. Everything else (other dtypes and devices, compiled code, tensor subclasses, tiny matrices) is
+torch's own product.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Multiplications from which oneDNN is asked: below, making the primitive for a new shape (0.2 ms) costs more than it
+# saves.
+MIN_MULTIPLICATIONS = 1 << 20
+
+
+@functools.cache
+def has_onednn() -> bool:
+    """Whether this machine and this torch can multiply by oneDNN."""
+    return (
+        platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _suits(left: Tensor, right: Tensor) -> bool:
+    return (
+        left.dtype == right.dtype == torch.float32
+        and left.device.type == "cpu"
+        and type(left) in (Tensor, nn.Parameter)
+        and type(right) in (Tensor, nn.Parameter)
+        and left.numel() * right.shape[0] >= MIN_MULTIPLICATIONS
+        and not torch.compiler.is_compiling()
+        and has_onednn()
+    )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """oneDNN reads a matrix or its transpose as they lie; anything else, such as an expanded gradient, is copied."""
+    return x if x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) else x.contiguous()
+
+
+def times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """left [..., k] times the transpose of right [n, k], plus bias [n]: [..., n]. Not differentiable."""
+    if _suits(left, right):
+        return torch.ops.mkldnn._linear_pointwise(_dense(left), _dense(right), bias, "none", [], "")
+    return F.linear(left, right, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return times_transposed(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_rows = grad.flatten(0, -2)
+        return (
+            times_transposed(grad, weight.t()) if needs_x else None,
+            # oneDNN would first bring both into another order; MKL reads them as they lie.
+            grad_rows.t() @ x.flatten(0, -2) if needs_weight else None,
+            grad_rows.sum(0) if needs_bias else None,
+        )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x [..., k], weight [n, k], bias [n] to [..., n]; differentiable."""
+    if not _suits(x, weight) or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return times_transposed(x, weight, bias)
+    return _Linear.apply(x, weight, bias)
