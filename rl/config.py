@@ -116,7 +116,7 @@ class CheckpointConfig(StrictModel):
 
 
 class GateConfig(StrictModel):
-    """The check on the first batch that generator and trainer compute the same policy."""
+    """The check on every batch that generator and trainer compute the same policy."""
 
     limit: float | None = Field(
         None, gt=0, description="largest mean |logprob difference|; null: the dtype's own limit"
@@ -195,7 +195,7 @@ class RLConfig(StrictModel):
     workflow: str = Field("archon.rl.RLVRWorkflow", description="dotted path of the workflow")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out evaluation")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
-    gate: GateConfig = Field(default_factory=GateConfig, description="first-step ratio gate")
+    gate: GateConfig = Field(default_factory=GateConfig, description="ratio gate")
     verify_export: bool = Field(False, description="compare the export's float32 logits in transformers")
     control: ControlConfig = Field(default_factory=ControlConfig, description="controls for experiments")
     bootstrap: BootstrapConfig | None = Field(None, description="make the actor's checkpoint first, if it is not there")

@@ -117,6 +117,7 @@ class RLTrainer:
             self._updating = True
             with timed(seconds, "update"):
                 metrics |= self.update.train(batch.trajectories, advantages, self.step)
+            check_gate(metrics["first_logprob_diff"], self._gate_limit)
             with timed(seconds, "push"):
                 self.engine.version += 1
                 self.generator.update_weights(self.engine.model, version=self.engine.version)
@@ -240,6 +241,7 @@ class RLTrainer:
             shuffle_rewards=config.control.shuffle_rewards,
         )
         self._gate_passed = False
+        self._gate_limit = config.gate.limit or gate_limit(config.actor.dtype, config.gconfig.temperature)
 
     def _open_rollouts(
         self,
@@ -303,10 +305,12 @@ class RLTrainer:
         (self.runner.log if self.runner else print)(message)
 
     def _pass_gate(self, batch: RolloutBatch) -> None:
-        """Refuse to train unless the first batch's importance ratio is 1 up to rounding."""
-        config = self.config
-        limit = config.gate.limit or gate_limit(config.actor.dtype, config.gconfig.temperature)
+        """Refuse to train unless the first batch's importance ratio is 1 up to rounding.
+
+        Later batches are checked by what their update computes anyway, which costs no forward of its own; an error
+        then leaves the newest checkpoint as the state to go on from.
+        """
         difference = self.update.logprob_difference(batch.trajectories)
-        check_gate(difference, limit)
+        check_gate(difference, self._gate_limit)
         self._gate_passed = True
-        self._log(f"first-step ratio gate: mean |Δ logprob| {difference:.1e}, limit {limit:.1e}")
+        self._log(f"ratio gate: mean |Δ logprob| {difference:.1e}, limit {self._gate_limit:.1e}")

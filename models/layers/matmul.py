@@ -1,9 +1,9 @@
 """Matrix products in float32 on a CPU by oneDNN, where torch by itself asks MKL.
 
 On a processor of AMD's with AVX-512, oneDNN does the forward products of a training step, and those of the gradient of
-their input, 8 to 12 % faster than MKL. torch offers oneDNN's float32 product only as the operator its compiler emits, so
-a gradient is written here. Everything else (other dtypes and devices, compiled code, tensor subclasses, tiny matrices) is
-torch's own product.
+their input, 8 to 12 % faster than MKL. torch offers oneDNN's float32 product only as the operator its compiler emits,
+so a gradient is written here. Everything else (other dtypes and devices, compiled code, tensor subclasses, tiny
+matrices) is torch's own product.
 """
 
 from __future__ import annotations

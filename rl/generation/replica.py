@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -68,37 +69,32 @@ def build_replica(
     replica.tie_weights()
     replica.init_buffers(next(iter(weights.values())).device)
     replica.eval()
-    _pack_linears(replica)
-    if not alias:
+    if alias:
+        _pack_linears(replica)
+    else:
         copy_weights(replica, weights.items())
     return replica, alias
 
 
 def _pack_linears(replica: nn.Module) -> None:
-    """On a CPU, multiply by weights that lie as oneDNN's kernels read them: half again as fast for a decoding step."""
+    """On a CPU, multiply by weights that lie as oneDNN's kernels read them: half again as fast for a decoding step.
+
+    Packed weights are copies: whatever writes a weight calls this again. (Tensor versions do not tell: fused optimisers
+    leave them as they are.)
+    """
     if not has_onednn():
         return
     for module in replica.modules():
         # A layer with a forward of its own does more than multiply.
-        plain = type(module).forward in (Linear.forward, LMHead.forward)
-        if plain and (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
-            module.forward = _PackedLinear(module)
+        if not isinstance(module, nn.Linear) or type(module).forward not in (Linear.forward, LMHead.forward):
+            continue
+        if (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
+            packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _PACKED_FOR_ROWS)
+            module.forward = partial(_packed_linear, packed, module.bias)  # type: ignore[method-assign]
 
 
-class _PackedLinear:
-    """`F.linear` by a copy of the weight in oneDNN's order, made again whenever the weight was written or replaced."""
-
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
-        self._packed: Tensor | None = None
-        self._packed_of = (0, 0)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight = self._module.weight
-        if self._packed is None or self._packed_of != (weight.data_ptr(), weight._version):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
-            self._packed_of = weight.data_ptr(), weight._version
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._module.bias, "none", [], "")
+def _packed_linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def share_weights(replica: nn.Module, model: nn.Module) -> None:
@@ -116,6 +112,7 @@ def share_weights(replica: nn.Module, model: nn.Module) -> None:
                 f" {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}"
             )
         parameter.data = tensor
+    _pack_linears(replica)
 
 
 def own_weights(replica: nn.Module) -> None:
@@ -147,6 +144,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> int:
         missing.discard(name)
     if missing:
         raise RolloutError(f"weight update: {len(missing)} weights were not sent, such as {min(missing)!r}")
+    _pack_linears(replica)
     held = fingerprint(replica)
     if held != sent:
         raise RolloutError(f"weight update: the generator holds {held:016x}, the trainer sent {sent:016x}")

@@ -86,6 +86,23 @@ def test_an_update_changes_the_answers(mode: Any) -> None:
     assert (storages(engine._generator.model) == storages(model)) == (mode == "alias")
 
 
+@pytest.mark.parametrize("mode", ["alias", "snapshot"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimiser_step_reaches_the_generator(mode: Any, fused: bool) -> None:
+    """A fused optimiser writes weights in place and leaves no trace of it in their version counters."""
+    model = fresh(make_model())
+    engine = make_engine(model, weights=mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    engine.update_weights(model)
+    wanted = request(prompts(6)[0], seed=2, max_new_tokens=12)
+    (pushed,), (made,) = (e.generate([wanted]) for e in (engine, make_engine(model)))
+    assert pushed.output_tokens == made.output_tokens
+    assert pushed.output_logprobs == made.output_logprobs
+
+
 def test_weights_from_an_iterator_never_end_up_in_the_trainer() -> None:
     model = fresh(make_model())
     engine = make_engine(model, weights="alias")

@@ -69,11 +69,23 @@ def test_gate_refuses_to_train_when_generator_and_trainer_disagree(rl_config: Ma
         before = weights(trainer)
         wrong = {name: tensor * 1.01 for name, tensor in before.items()}
         trainer.generator.update_weights(wrong.items(), version=0)
-        with pytest.raises(
-            RolloutError, match=r"first-step ratio gate: .* differ from the generator's by .*limit 1.0e-04"
-        ):
+        with pytest.raises(RolloutError, match=r"ratio gate: .* differ from the generator's by .*limit 1.0e-04"):
             trainer.train_step()
         assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_weights_that_stop_reaching_the_generator_end_the_run(
+    rl_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = RLTrainer(rl_config())
+    with trainer.opened():
+        trainer.train_step()
+        # Shared weights would reach it all the same: from here on it holds copies.
+        trainer.generator.update_weights(weights(trainer).items(), version=trainer.engine.version)
+        monkeypatch.setattr(trainer.generator, "update_weights", lambda *_, **__: None)
+        trainer.train_step()
+        with pytest.raises(RolloutError, match=r"ratio gate: the trainer's logprobs differ"):
+            trainer.train_step()
 
 
 def test_gate_limit_grows_below_temperature_one_and_a_nan_never_passes() -> None:
