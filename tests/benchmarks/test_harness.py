@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.harness import BenchmarkError, Sides
+from tests.tolerances import HELD_MEMORY
 
 MODULE = "tests.benchmarks.sample"
 OPTIONS = {"threads": 1, "answer": 42, "bytes": 100_000_000}
@@ -27,7 +28,7 @@ def test_sides_run_in_turn_and_a_missing_or_failing_peer_is_reported(capfd):
     assert "not installed: MISSING" in said and "dies later: MISSING" in said
 
     memory = runs["archon"][-1]["memory"]
-    assert memory["rss_above_start"] == pytest.approx(OPTIONS["bytes"], rel=0.05)
+    assert memory["rss_above_start"] == pytest.approx(OPTIONS["bytes"], rel=HELD_MEMORY)
     assert memory["rss_peak"] > memory["rss_above_start"]
     assert runs["peer"][-1]["memory"]["rss_above_start"] < OPTIONS["bytes"] / 10
 

@@ -20,6 +20,7 @@ from archon.hf_io import load_model
 from archon.metrics import read_jsonl
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
+from tests.conftest import Kills
 
 MakeConfig = Callable[..., RLConfig]
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def assert_bitwise_equal_runs(config: RLConfig, whole: RLConfig) -> None:
 
 
 def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_once(
-    rl_config: MakeConfig, tmp_path: Path
+    rl_config: MakeConfig, tmp_path: Path, kills: Kills
 ) -> None:
     """Killed in the third save: steps 3 to 5 are repeated from step 2's checkpoint, and their records replaced."""
     common: dict[str, Any] = {"total_steps": 6, "checkpoint": {"every": 1}}
@@ -61,6 +62,7 @@ def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_once(
     found = load_latest(tmp_path / "killed" / "checkpoints")
     assert found is not None
     assert found[0] == 2
+    kills.add("save.tensors_written", save=3, latest_step=2)
     RLTrainer(config).train()
     assert_bitwise_equal_runs(config, whole)
 
@@ -80,20 +82,22 @@ def test_a_run_killed_before_its_first_checkpoint_records_no_step_twice(rl_confi
 
 
 @pytest.mark.slow
-def test_kill_9_at_random_moments_and_resume_is_bitwise(rl_config: MakeConfig, tmp_path: Path) -> None:
-    common: dict[str, Any] = {"total_steps": 60, "checkpoint": {"every": 2, "keep": 1}}
+def test_kill_9_at_random_moments_and_resume_is_bitwise(rl_config: MakeConfig, tmp_path: Path, kills: Kills) -> None:
+    common: dict[str, Any] = {"total_steps": 15 * kills.wanted, "checkpoint": {"every": 2, "keep": 1}}
     whole = rl_config(run_dir=str(tmp_path / "whole"), **common)
     RLTrainer(whole).train()
     config = rl_config(run_dir=str(tmp_path / "killed"), resume=True, **common)
     metrics, chance = tmp_path / "killed" / "metrics.jsonl", random.Random(7)
-    for _ in range(4):
+    for _ in range(kills.wanted):
         process = start(config)
         before = metrics.stat().st_mtime_ns if metrics.exists() else 0
         while not metrics.exists() or metrics.stat().st_mtime_ns == before or not metrics.stat().st_size:
             assert process.poll() is None
             time.sleep(0.005)
-        time.sleep(chance.uniform(0, 0.5))
+        seconds = chance.uniform(0, 0.5)
+        time.sleep(seconds)
         process.kill()
         assert process.wait() == -signal.SIGKILL
+        kills.add(f"{seconds:.3f} s after a step", recorded_step=read_jsonl(metrics)[-1]["step"])
     RLTrainer(config).train()
     assert_bitwise_equal_runs(config, whole)
