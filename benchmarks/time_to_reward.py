@@ -274,8 +274,10 @@ def summarise(record: Any, results: dict[str, list[dict[str, Any]]]) -> None:
         record.sides[f"{side}, last held-out reward"] = harness.spread(last, "reward")
     if len(results[TRL]) != len(results[ARCHON]):
         return
-    our_rates, their_rates = ([run["trained_per_second"] for run in results[side]] for side in (ARCHON, TRL))
-    record.ratios["archon / TRL, samples trained per second"] = harness.ratio(our_rates, their_rates, SPEED_AIM)
+    # Of a batch that both sample, score and learn from; that a sample whose group has no spread has no gradient is
+    # known to archon before its backward pass, and "trained" above leaves it out.
+    our_rates, their_rates = ([run["generated_per_second"] for run in results[side]] for side in (ARCHON, TRL))
+    record.ratios["archon / TRL, samples per second"] = harness.ratio(our_rates, their_rates, SPEED_AIM)
     targets = [max(point["reward"] for point in run["curve"]) for run in results[TRL]]
     ours, theirs = [], []
     for seed, target in enumerate(targets):

@@ -120,7 +120,8 @@ def ensure_checkpoint(
     changes = {"path": str(blank), "init_from_scratch": True, "seed": config.seed}
     model = (like or EngineConfig(path=str(blank))).model_copy(update=changes)
     if config.warmup is None:
-        engine = ArchonEngine(model)
+        # Nothing is trained here, so no schedule is needed either.
+        engine = ArchonEngine(model.model_copy(update={"optimizer": None}))
         engine.initialize()
         made = workshop / "export"
         engine.save(made)
