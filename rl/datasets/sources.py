@@ -93,6 +93,8 @@ def _read_jsonl(path: Path) -> list[SourceRow]:
                 raise DatasetError(
                     f"{where}: not JSON: {error.msg} at column {error.colno}; expected one object"
                 ) from error
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+                raise DatasetError(f"{where}: not JSON that can be read: {error}") from error
             if not isinstance(row, dict):
                 raise DatasetError(f"{where}: expected a JSON object {{…}}, got {type(row).__name__}")
             rows.append(SourceRow(where, row))

@@ -126,3 +126,13 @@ def test_the_data_folder_is_the_path_given_then_the_environments(
     monkeypatch.delenv("ARCHON_DATA")
     with pytest.raises(DatasetError, match=r"the data set torl is not at .*shared/data/torl"):
         data_folder("torl")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"q": ' + "9" * 5000 + "}", "[" * 100_000], ids=["endless number", "endless nesting"]
+)
+def test_a_line_that_json_cannot_hold_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"q": "1+1", "a": "2"}\n' + line + "\n")
+    with pytest.raises(DatasetError, match=r"train\.jsonl:2: not JSON that can be read"):
+        read_rows(file)
