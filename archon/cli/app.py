@@ -18,6 +18,8 @@ USER_ERRNOS = {
     errno.EADDRNOTAVAIL,
     errno.EDQUOT,
     errno.EEXIST,
+    errno.EFBIG,
+    errno.EIO,
     errno.EISDIR,
     errno.ELOOP,
     errno.ENAMETOOLONG,
@@ -54,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         message = user_message(error)
         if message is None:
             raise
-        sys.stderr.write(f"archon: {message}\n")
+        # What a library or a user's function said may have lines of its own.
+        sys.stderr.write(f"archon: {' '.join(message.splitlines())}\n")
         sys.exit(2)
 
 

@@ -33,7 +33,7 @@ def load_config(schema: type[Config], file: Path | None, overrides: Sequence[str
     """
     OmegaConf.register_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True, replace=True)
     for override in overrides:
-        if not override.partition("=")[0].strip() or "=" not in override:
+        if not override.partition("=")[0].strip(" .[]") or "=" not in override:
             raise ConfigError(f"override {override!r} is not key=value; write for example actor.optimizer.lr=1e-5")
     source = str(file) if file else "config"
     try:

@@ -39,7 +39,12 @@ def command(
     prompts = [*resolved.prompts, *(prompt or [])]
     for file in {resolved.prompts_file, prompts_file} - {None}:
         assert file is not None
-        prompts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            prompts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{file}: not UTF-8 ({error.reason} at byte {error.start}); expected a text file"
+            ) from None
     if not prompts:
         raise ConfigError("no prompt was given; use --prompt TEXT or --prompts-file FILE")
     answer(path, prompts, resolved)
@@ -69,6 +74,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
 
 def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any) -> list[ModelRequest]:
     """`n_samples` requests a prompt, in order; each sample has a random stream of its own."""
+    from archon.rl.datasets.encoding import render, tokenize
     from archon.rl.types import GenerationHyperparameters, ModelRequest
 
     if config.chat is True and not tokenizer.chat_template:
@@ -78,10 +84,13 @@ def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any
     sampling = {name: getattr(config, name) for name in GenerationHyperparameters.model_fields}
     gconfig = GenerationHyperparameters(**sampling | {"n_samples": 1, "seed": None})
     requests = []
-    for text in prompts:
+    for number, text in enumerate(prompts, start=1):
+        where = f"prompt {number}"
         if use_chat:
-            ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+            chat = render(tokenizer, [{"role": "user", "content": text}], where, add_generation_prompt=True)
+            ids = tokenize(tokenizer, chat, where)["input_ids"]
         else:
+            tokenize(tokenizer, text, where)  # refuses in one line what `encode` would refuse with a traceback
             ids = tokenizer.encode(text)
         requests += [ModelRequest(input_ids=ids, gconfig=gconfig, tokenizer=tokenizer) for _ in range(config.n_samples)]
     return requests

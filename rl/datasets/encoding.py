@@ -50,11 +50,20 @@ def encode_prompt(tokenizer: Any, row: dict[str, Any]) -> list[int]:
     """
     if has_chat_template(tokenizer) and "messages" in row:
         text = render(tokenizer, row["messages"], "this row", add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(tokenize(tokenizer, text, "this row")["input_ids"])
     if "prompt" not in row and "messages" not in row:
         raise DatasetError(f"an RL row needs `messages` or `prompt`, got {sorted(row)}")
     text = row["prompt"] if "prompt" in row else plain_prompt(row["messages"])
-    return _leading_ids(tokenizer) + list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _leading_ids(tokenizer) + list(tokenize(tokenizer, text, "this row")["input_ids"])
+
+
+def tokenize(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
+    """The tokenizer's encoding of one text, special tokens not added. A text that it refuses is a `DatasetError`
+    naming `where`: a character outside a vocabulary without an unknown token, half of a surrogate pair."""
+    try:
+        return tokenizer(text, add_special_tokens=False, **options)
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise DatasetError(f"{where}: the tokenizer refuses {text[:80]!a}: {' '.join(str(error).split())}") from error
 
 
 def render(tokenizer: Any, messages: Sequence[Message], where: str, add_generation_prompt: bool = False) -> str:
@@ -125,7 +134,7 @@ def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, li
 
     Raises:
         TokenizerError: the tokenizer gives no offsets, or has no end-of-text token where one must be added.
-        DatasetError: an example in which no token is trained.
+        DatasetError: an example in which no token is trained, or which the tokenizer refuses.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise TokenizerError("SFT needs a fast tokenizer (tokenizer.json): its loss mask comes from token offsets")
@@ -134,7 +143,12 @@ def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, li
     rows = []
     for first in range(0, len(examples), _BATCH):
         batch = examples[first : first + _BATCH]
-        encoded = tokenizer([example.text for example in batch], add_special_tokens=False, return_offsets_mapping=True)
+        try:
+            encoded = tokenizer([e.text for e in batch], add_special_tokens=False, return_offsets_mapping=True)
+        except Exception:  # again one by one, so that the error names the example
+            for example in batch:
+                tokenize(tokenizer, example.text, example.where)
+            raise
         for example, ids, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             rows.append(_sft_row(tokenizer, example, ids, offsets))
     return rows

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from archon.cli import main
 from archon.metrics import read_jsonl
+from archon.schema.errors import UserError
 
 
 def change_config(checkpoint, **changes):
@@ -82,6 +83,44 @@ def test_dataset_line_not_json(archon, dataset, request, command):
     dataset.write_text("\n".join(lines))
     complaint = archon(command, *request.getfixturevalue(f"{command}_overrides")).complaint
     assert f"{dataset}:5: not JSON" in complaint
+
+
+@pytest.mark.parametrize("text", ["1+x=", "1+\\ud800="], ids=["unknown character", "half a pair"])
+def test_text_that_the_tokenizer_refuses(archon, dataset, checkpoint, sft_overrides, text):
+    lines = dataset.read_text().splitlines()
+    lines[4] = '{"prompt": "' + text + '", "response": "1"}'
+    dataset.write_text("\n".join(lines))
+    assert f"{dataset}:5: the tokenizer refuses" in archon("sft", *sft_overrides).complaint
+    text = json.loads(f'"{text}"')
+    assert (
+        "prompt 2: the tokenizer refuses"
+        in archon("generate", checkpoint, "--prompt", "1+", "--prompt", text).complaint
+    )
+
+
+@pytest.mark.parametrize("template", ["{% if", "{{ raise_exception('never') }}", "{{ messages.no.such }}"])
+def test_chat_template_that_refuses_the_prompt(archon, checkpoint, template):
+    (checkpoint / "chat_template.jinja").write_text(template)
+    complaint = archon("generate", checkpoint, "--prompt", "1+1=").complaint
+    assert "prompt 1: the chat template refuses this conversation" in complaint
+
+
+def test_prompts_file_that_is_not_text(archon, checkpoint):
+    complaint = archon("generate", checkpoint, "--prompts-file", checkpoint / "model.safetensors").complaint
+    assert "model.safetensors: not UTF-8" in complaint
+
+
+@pytest.mark.parametrize("override", ["[=1", ".=1", "].[=1"])
+def test_override_without_a_key(archon, override):
+    assert f"override '{override}' is not key=value" in archon("sft", override).complaint
+
+
+def test_message_of_several_lines_is_one_line(archon, monkeypatch):
+    def refuse(*_):
+        raise UserError("first\nsecond")
+
+    monkeypatch.setattr("archon.hf_io.read_hf_config", refuse)
+    assert archon("inspect", "anywhere").complaint == "archon: first second"
 
 
 def test_unknown_config_key(archon, sft_overrides):
