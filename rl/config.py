@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -39,8 +40,8 @@ class AlgorithmConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            return {**PRESETS[data.get("preset", "grpo")], **data}
+        if isinstance(data, dict) and isinstance(preset := data.get("preset", "grpo"), str):
+            return {**PRESETS[preset], **data}
         return data
 
     @model_validator(mode="after")
@@ -71,7 +72,7 @@ class DatasetConfig(StrictModel):
     )
     max_length: int | None = Field(None, ge=1, description="tokens; longer rows are left out, and counted")
     limit: int | None = Field(None, ge=1, description="use only so many rows, from the start")
-    seed: int = Field(0, ge=0, description="of the split of a generated set")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated set")
 
 
 class GeneratorConfig(StrictModel):
@@ -101,11 +102,19 @@ class EvaluationConfig(StrictModel):
     every: int = Field(20, ge=0, description="steps between evaluations; 0: only before the first and after the last")
     max_prompts: int | None = Field(None, ge=1, description="held-out prompts used; null: all")
     n_samples: int = Field(1, ge=1, description="sampled answers a prompt")
-    temperature: float = Field(1.0, gt=0, description="of the sampled answers")
+    temperature: float = Field(1.0, ge=1e-3, description="of the sampled answers")
     greedy: bool = Field(True, description="also the reward of the most likely answer")
     well_formed: str | None = Field(
         None, description="regular expression of a well-formed answer; its share is reported"
     )
+
+    @model_validator(mode="after")
+    def _expression_is_one(self) -> EvaluationConfig:
+        try:
+            re.compile(self.well_formed or "")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"well_formed: {self.well_formed!r} is not a regular expression: {error}") from None
+        return self
 
 
 class CheckpointConfig(StrictModel):
@@ -169,7 +178,7 @@ class BootstrapConfig(StrictModel):
     model_type: str = Field("qwen3", description="family of the made model")
     hf_config: dict[str, Any] = Field(default_factory=dict, description="fields of its config.json")
     tokenizer: TokenizerRecipe = Field(default_factory=TokenizerRecipe, description="its tokenizer")
-    seed: int = Field(0, ge=0, description="of its initial weights")
+    seed: int = Field(0, ge=0, lt=2**63, description="of its initial weights")
     warmup: WarmupConfig | None = Field(None, description="supervised warm-up before it is used")
 
 
@@ -178,7 +187,7 @@ class RLConfig(StrictModel):
 
     run_dir: str = Field(description="folder of the run: metrics, trajectories, checkpoints, export")
     resume: bool = Field(False, description="go on from the run's newest checkpoint, if there is one")
-    seed: int = Field(0, ge=0, description="every random stream of the run derives from it")
+    seed: int = Field(0, ge=0, lt=2**63, description="every random stream of the run derives from it")
     total_steps: int = Field(100, ge=1, description="rollout-and-update rounds")
     actor: EngineConfig = Field(description="the policy")
     ref: EngineConfig | None = Field(None, description="the reference model of the KL term")
@@ -222,7 +231,7 @@ class SFTConfig(StrictModel):
 
     run_dir: str = Field(description="folder of the run: metrics, checkpoints, export")
     resume: bool = Field(False, description="go on from the run's newest checkpoint, if there is one")
-    seed: int = Field(0, ge=0, description="order of the data")
+    seed: int = Field(0, ge=0, lt=2**63, description="order of the data")
     total_steps: int | None = Field(None, ge=1, description="optimiser steps; null: as `epochs` says")
     epochs: int = Field(1, ge=1, description="passes over the data, where total_steps is null")
     batch_size: int = Field(32, ge=1, description="rows an optimiser step")

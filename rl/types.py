@@ -27,9 +27,11 @@ class GenerationHyperparameters(StrictModel):
     max_new_tokens: int = Field(512, ge=1, description="upper limit of the answer, in tokens")
     min_new_tokens: int = Field(0, ge=0, description="no stop id, stop string or end of text before this many tokens")
     max_tokens: int | None = Field(None, ge=2, description="upper limit of prompt and answer together, in tokens")
-    temperature: float = Field(1.0, gt=0, description="divides the logits; for the most likely token set greedy")
+    temperature: float = Field(1.0, ge=1e-3, description="divides the logits; for the most likely token set greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens that holds this probability")
-    top_k: int | None = Field(None, ge=1, description="sample among the k most likely tokens; null for all of them")
+    top_k: int | None = Field(
+        None, ge=1, lt=2**63, description="sample among the k most likely tokens; null for all of them"
+    )
     greedy: bool = Field(False, description="take the most likely token")
     stop_token_ids: list[int] = Field(default_factory=list, description="ids that end the answer; they are kept in it")
     stop: list[str] = Field(default_factory=list, description="strings that end the answer; needs a tokenizer")
@@ -49,6 +51,8 @@ class GenerationHyperparameters(StrictModel):
     def _limits_agree(self) -> GenerationHyperparameters:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
+        if any(i < 0 for i in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids: got {self.stop_token_ids}, expected ids from 0 on")
         if "" in self.stop:
             raise ValueError("stop: got an empty string, expected strings of at least one character")
         return self

@@ -20,7 +20,7 @@ ComputeDtype = Literal["float32", "bfloat16", "float64"]
 class StrictModel(BaseModel):
     """A pydantic model that refuses unknown keys and names the nearest valid one."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -124,7 +124,9 @@ class EngineConfig(StrictModel):
     )
     compile: bool | Literal["auto"] = Field("auto", description="torch.compile each block; auto: CUDA only")
     deterministic: bool = Field(False, description="refuse kernels whose result depends on timing")
-    seed: int = Field(0, description="seed for initial weights and dropout-free randomness of the engine")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="seed for initial weights and dropout-free randomness of the engine"
+    )
 
     @model_validator(mode="after")
     def _only_a_critic_has_a_score(self) -> EngineConfig:

@@ -166,11 +166,13 @@ class Generator:
                 f"request {request.rid}: the prompt of {len(prompt)} tokens leaves no room for an answer within {most}"
                 " tokens; shorten it, or raise max_tokens or the engine's max_seq_len"
             )
+        stop_ids = frozenset(g.stop_token_ids) | frozenset(() if g.ignore_eos else self.eos_token_ids)
         sequence = Sequence(
             request=request,
             limit=limit,
             seed=self._request_seed() if g.seed is None else g.seed,
-            stop_ids=frozenset(g.stop_token_ids) | frozenset(() if g.ignore_eos else self.eos_token_ids),
+            # A tokenizer may have a padding id that the model cannot sample; it ends no answer and needs no ban.
+            stop_ids=frozenset(i for i in stop_ids if i < vocab_size),
             stop_strings=self._stop_strings(request),
             on_done=on_done,
         )

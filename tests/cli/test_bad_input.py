@@ -133,6 +133,24 @@ def test_value_of_the_wrong_type(archon, sft_overrides):
     assert "total_steps: got 'soon', input should be a valid integer" in complaint
 
 
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("seed=9999999999999999999", "seed: got 9999999999999999999, input should be less than 9223372036854775808"),
+        ("actor.seed=-1", "actor.seed: got -1, input should be greater than or equal to 0"),
+        ("actor.optimizer.lr=inf", "actor.optimizer.lr: got 'inf', input should be a finite number"),
+        ("generator.memory_gib=inf", "generator.memory_gib: got 'inf', input should be a finite number"),
+        ("gate.limit=inf", "gate.limit: got 'inf', input should be a finite number"),
+        ("gconfig.temperature=1e-30", "gconfig.temperature: got 1e-30, input should be greater than or equal to 0.001"),
+        ("algorithm.preset=[1]", "algorithm.preset: got [1], input should be a valid string"),
+        ("algorithm.preset=null", "algorithm.preset: got None, input should be a valid string"),
+        ("evaluation.well_formed=(", "well_formed: '(' is not a regular expression: missing )"),
+    ],
+)
+def test_value_that_no_run_could_honour(archon, rl_overrides, override, complaint):
+    assert complaint in archon("rl", *rl_overrides, override).complaint
+
+
 def test_run_directory_cannot_be_written(archon, sft_overrides, tmp_path):
     (tmp_path / "file").write_text("mine")
     complaint = archon("sft", *sft_overrides, f"run_dir={tmp_path / 'file' / 'run'}").complaint

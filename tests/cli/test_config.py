@@ -58,6 +58,8 @@ def test_the_time_of_the_start_can_be_named(tmp_path):
         ("name: ${nowhere}\n", [], "nowhere"),
         ("name: a\n", ["steps"], "override 'steps' is not key=value"),
         ("name: a\n", ["steps=[1"], "an override is not YAML"),
+        ("name: a\n", ["optimizer.lr=.inf"], "optimizer.lr: got inf, input should be a finite number"),
+        ("name: a\n", ["optimizer.lr=inf"], "optimizer.lr: got 'inf', input should be a finite number"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(tmp_path, text, overrides, complaint):

@@ -209,6 +209,14 @@ def test_stop_strings_end_the_answer() -> None:
     assert stopped.stop_reason == "stop"
 
 
+def test_stop_id_beyond_the_vocabulary_ends_nothing_and_breaks_nothing() -> None:
+    """A tokenizer's padding id may lie behind the model's vocabulary."""
+    wanted = {"seed": 3, "min_new_tokens": 4, "max_new_tokens": 9}
+    (free,) = make_engine().generate([request(prompts(3)[0], **wanted)])
+    (same,) = make_engine().generate([request(prompts(3)[0], stop_token_ids=[VOCAB, 10**6], **wanted)])
+    assert same.output_tokens == free.output_tokens
+
+
 def test_stop_strings_do_not_end_the_answer_before_min_new_tokens() -> None:
     engine = make_engine(tokenizer=CharTokenizer())
     wanted = {"greedy": True, "ignore_eos": True, "max_new_tokens": 20}

@@ -25,9 +25,13 @@ def test_sampling_defaults_are_explicit() -> None:
     [
         {"temperature": 0.0},
         {"temperature": -1},
+        {"temperature": 1e-30},
+        {"temperature": float("inf")},
         {"top_p": 0},
         {"top_p": 1.1},
         {"top_k": 0},
+        {"top_k": 2**63},
+        {"stop_token_ids": [3, -1]},
         {"n_samples": 0},
         {"max_new_tokens": 0},
         {"min_new_tokens": 5, "max_new_tokens": 4},
