@@ -12,6 +12,7 @@ from typing import Any
 from archon.flops import Flops, MatmulShape, StateBytes, training_state_bytes
 from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
+from archon.models.hf_config import MAX_LAYERS
 from archon.schema.errors import ConfigError, UnknownModelError
 
 # Bytes of one parameter: what a decoder reads, and what a trainer keeps.
@@ -101,8 +102,10 @@ def refusals(args_class: type[BaseModelArgs], config: Mapping[str, Any]) -> list
 def _flops(config: Mapping[str, Any], seq_len: int) -> Flops | None:
     """FLOPs a token where the config's names allow counting them."""
     try:
+        if config.get("num_hidden_layers", 0) > MAX_LAYERS:
+            return None
         return MatmulShape.from_hf_config(config).per_token(seq_len)
-    except ConfigError:
+    except (ConfigError, TypeError, ValueError, ArithmeticError, LookupError):  # whatever a strange value leads to
         return None
 
 

@@ -26,7 +26,8 @@ class Field:
         kind: `int`, `float` (an integer is accepted), `bool` or `str`.
         default: what Hugging Face assumes where the file is silent; REQUIRED where a file must speak.
         optional: whether null is accepted (and read as the default).
-        least: the smallest integer accepted.
+        least: the smallest integer accepted; no number but an integer may be negative.
+        most: the largest integer accepted.
     """
 
     native: str
@@ -34,12 +35,16 @@ class Field:
     default: Any = REQUIRED
     optional: bool = False
     least: int = 1
+    most: int | None = None
 
+
+# No model is this deep, and what is listed by layer would fill the memory.
+MAX_LAYERS = 10_000
 
 # What every dense decoder of the Llama line has in common.
 DENSE_FIELDS: dict[str, Field] = {
     "hidden_size": Field("dim", int),
-    "num_hidden_layers": Field("n_layers", int),
+    "num_hidden_layers": Field("n_layers", int, most=MAX_LAYERS),
     "num_attention_heads": Field("n_heads", int),
     "num_key_value_heads": Field("n_kv_heads", int, 0, optional=True),
     "intermediate_size": Field("hidden_dim", int),
@@ -169,6 +174,10 @@ def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
     value = check_kind(name, value, field.kind)
     if field.kind is int and value < field.least:
         refuse(name, value, f"expected at least {field.least}")
+    if field.kind is int and field.most is not None and value > field.most:
+        refuse(name, value, f"expected at most {field.most}")
+    if field.kind is float and value < 0:
+        refuse(name, value, "expected no negative number")
     return value
 
 
@@ -248,7 +257,12 @@ def _read_windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None,
         first = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
         slides = [window is not None and layer >= first for layer in range(n_layers)]
     else:
-        if len(layer_types) != n_layers or not {*layer_types} <= {"full_attention", "sliding_attention"}:
+        kinds = ("full_attention", "sliding_attention")
+        if (
+            not isinstance(layer_types, list | tuple)
+            or len(layer_types) != n_layers
+            or any(t not in kinds for t in layer_types)
+        ):
             refuse(
                 "layer_types",
                 layer_types,

@@ -46,6 +46,15 @@ def test_unsupported_field(archon, checkpoint, sft_overrides):
     assert "'attention_dropout' is 0.5" in complaint
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_size": "32"}, {"num_attention_heads": [4]}, {"num_hidden_layers": 10**9}, {"layer_types": [["x"], {}]}],
+)
+def test_inspect_refuses_a_value_of_the_wrong_kind(archon, checkpoint, changes):
+    change_config(checkpoint, **changes)
+    assert f"config field '{next(iter(changes))}' is" in archon("inspect", checkpoint).complaint
+
+
 def test_truncated_shard(archon, checkpoint, sft_overrides):
     shard = checkpoint / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])

@@ -213,6 +213,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_sliding_window": 1}, "'use_sliding_window' is 1"),
     ({"layer_types": ["full_attention"]}, "'layer_types' is"),
     ({"layer_types": "full"}, "'layer_types' is 'full'"),
+    ({"layer_types": 3}, "'layer_types' is 3"),
+    ({"layer_types": [["full_attention"], {}]}, "'layer_types' is"),
+    ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected at most 10000"),
+    ({"rms_norm_eps": -1e-6}, "'rms_norm_eps' is -1e-06; expected no negative number"),
     ({"layer_types": ["chunked_attention"] * 4}, "'layer_types' is"),
     ({"layer_types": ["sliding_attention"] * 4}, "'layer_types' is .* use_sliding_window or sliding_window is off"),
 ]
