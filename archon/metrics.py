@@ -98,21 +98,25 @@ class TrajectoryWriter(JsonlWriter):
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The records of a file, a torn last line left out.
 
-    Raises `DatasetError` naming the line when any other line is not a JSON object.
+    Raises `DatasetError` naming the line when any other line is not a JSON object with a step.
     """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    # Bytes: a killed run may have torn its last line inside a character.
+    lines = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
-            raise DatasetError(f"{path}: line {number} is not JSON ({error.msg}); remove or mend it") from None
+            reason = getattr(error, "msg", None) or str(error)
+            raise DatasetError(f"{path}: line {number} is not JSON ({reason}); remove or mend it") from None
         if not isinstance(record, dict):
             raise DatasetError(f"{path}: line {number} is not a JSON object; remove or mend it")
+        if type(record.get("step")) is not int:
+            raise DatasetError(f"{path}: line {number} is without a whole number as step; remove or mend it")
         records.append(record)
     return records
 

@@ -92,7 +92,7 @@ def load_run(run_dir: str | Path) -> Run:
     series = _series(records)
     if not series:
         raise ConfigError(f"{metrics} holds no number yet; wait for the run's first step")
-    times = [record["time"] for record in records if "time" in record]
+    times = [time for record in records if (time := _number(record.get("time"))) is not None]
     trajectories = path / TRAJECTORIES_FILE
     groups = _groups(read_jsonl(trajectories) if trajectories.is_file() else [])
     config = path / "config.yaml"
@@ -136,9 +136,9 @@ def _panel_of(name: str) -> Panel | None:
 
 def _groups(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Trajectories by (step, split, group), in order of appearance."""
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    found: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     for record in records:
-        key = (record.get("step"), record.get("split"), record.get("group"))
+        key = (record["step"], str(record.get("split")), str(record.get("group")))
         found.setdefault(key, []).append({name: record[name] for name in SHOWN if name in record})
     return list(found.values())
 

@@ -72,9 +72,28 @@ def test_trajectories_keep_text_as_it_is(tmp_path):
     assert (record["step"], record["group"], record["reward"], record["length"]) == (7, "p3", 0.5, 4)
 
 
-@pytest.mark.parametrize(("line", "what"), [("{oops", "not JSON"), ("[1]", "not a JSON object")])
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{oops", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ("[" * 100_000, "not JSON"),
+        ('{"step": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"loss": 1}', "without a whole number as step"),
+        ('{"step": "x"}', "without a whole number as step"),
+    ],
+)
 def test_a_damaged_line_is_named(tmp_path, line, what):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(DatasetError, match=f"line 2 is {what}"):
+        read_jsonl(path)
+
+
+def test_a_last_line_torn_inside_a_character_is_tolerated(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    path.write_bytes('{"step": 1}\n{"step": 2, "prompt": "日'.encode()[:-1])
+    assert read_jsonl(path) == [{"step": 1}]
+    path.write_bytes(b'{"step": 1}\n\xff\n{"step": 2}\n')
+    with pytest.raises(DatasetError, match="line 2 is not JSON"):
         read_jsonl(path)

@@ -130,6 +130,15 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         load_run(tmp_path)
 
 
+def test_strange_values_do_not_stop_the_report(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "time": "noon", "loss": 1}\n{"step": 1, "time": 5, "loss": [2]}\n'
+    )
+    (tmp_path / "trajectories.jsonl").write_text('{"step": 0, "group": [1], "split": {}, "prompt": 3, "reward": "x"}\n')
+    assert load_run(tmp_path).total_groups == 1
+    assert any(path.name == "report.html" for path in write_report(tmp_path, curves=False))
+
+
 def test_without_matplotlib_the_page_is_written_and_the_extra_named(run_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(UserError, match=r"archon-engine\[plots\]"):
