@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from archon.rl.context import EpisodeContext, EpisodeEngine, derive_seed, workflow_context
+from archon.rl.rewards.result import RewardRaised
 from archon.rl.types import GenerationHyperparameters, InferenceEngine, concat_padded_tensors, validate_trajectory
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.rl.workflows.trajectory import UnusableAnswerError
-from archon.schema.errors import ConfigError, RolloutError
+from archon.schema.errors import ConfigError, RolloutError, UserError
 
 if TYPE_CHECKING:
     from archon.rl.config import GroupsWithoutSpread
@@ -28,6 +29,10 @@ TRAIN_STREAM, EVAL_STREAM = 0, 1
 
 class WorkflowError(RuntimeError):
     """A workflow that failed on every prompt it was given; the first failure is its cause, traceback and all."""
+
+
+class WorkflowRefusedError(WorkflowError, UserError):
+    """A workflow that always failed by a mistake which archon itself names in one line: no traceback tells more."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +197,11 @@ class Rollout:
             )
 
     def _always_fails(self, n: int, first: BaseException) -> WorkflowError:
-        return WorkflowError(
-            f"{type(self.workflow).__name__} failed on {n} prompts and succeeded on none; the first failure, whose "
-            f"traceback stands above: {type(first).__name__}: {first}"
-        )
+        failed = f"{type(self.workflow).__name__} failed on {n} prompts and succeeded on none; the first failure"
+        # A reward that raised is the user's code: it comes with the traceback of its process.
+        if isinstance(first, UserError) and not isinstance(first, RewardRaised):
+            return WorkflowRefusedError(f"{failed}: {first}")
+        return WorkflowError(f"{failed}, whose traceback stands above: {type(first).__name__}: {first}")
 
     def _count(self, batch: RolloutBatch, episodes: Sequence[Episode]) -> None:
         numbers: defaultdict[str, list[float]] = defaultdict(list)

@@ -160,6 +160,20 @@ def test_value_that_no_run_could_honour(archon, rl_overrides, override, complain
     assert complaint in archon("rl", *rl_overrides, override).complaint
 
 
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["generator.max_seq_len=2"], "the prompt of 4 tokens leaves no room for an answer within 2 tokens"),
+        (["reward=tests.rl.rewards_for_tests.always_nan"], "always_nan returned nan; expected a finite number"),
+        (["reward=tests.rl.rewards_for_tests.always_hangs", "rollout.reward_timeout=0.2"], "ran longer than 0.2 s"),
+    ],
+    ids=["no room", "nan", "hang"],
+)
+def test_episodes_that_always_fail_by_a_mistake(archon, rl_overrides, overrides, complaint):
+    complained = archon("rl", *rl_overrides, "rollout.gold_checked=0", *overrides).complaint
+    assert "failed on 4 prompts and succeeded on none" in complained and complaint in complained
+
+
 def test_run_directory_cannot_be_written(archon, sft_overrides, tmp_path):
     (tmp_path / "file").write_text("mine")
     complaint = archon("sft", *sft_overrides, f"run_dir={tmp_path / 'file' / 'run'}").complaint

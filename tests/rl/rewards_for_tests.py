@@ -58,3 +58,12 @@ def half(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **
 
 def starts_with_seven(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
     return float(completions.startswith("7"))
+
+
+def always_nan(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    return float("nan")
+
+
+def always_hangs(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    time.sleep(600)
+    return 0.0
