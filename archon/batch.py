@@ -97,8 +97,8 @@ def pack(batch: Mapping[str, Tensor]) -> PackedBatch:
     the engine keeps a batch until a micro-batch is due. Raises `BatchError` naming the field or the row at fault.
     """
     input_ids, mask = (_required(batch, name).cpu() for name in ("input_ids", "attention_mask"))
-    if input_ids.ndim != 2 or input_ids.shape[0] == 0 or input_ids.is_floating_point():
-        raise BatchError(f"input_ids must be integers [B, S] with B >= 1, got {_describe(input_ids)}")
+    if input_ids.ndim != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
+        raise BatchError(f"input_ids must be integers [B, S] with B >= 1 and S >= 1, got {_describe(input_ids)}")
     if mask.shape != input_ids.shape:
         raise BatchError(f"attention_mask is {tuple(mask.shape)}, but input_ids is {tuple(input_ids.shape)}")
     lengths, starts = _document_spans(mask != 0)

@@ -70,6 +70,8 @@ def save_hf(
         raise CheckpointError(f"{path}: neither hf_config nor like was given; one must say what model this is")
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    if dtype is not None and dtype not in WEIGHT_DTYPES:
+        raise CheckpointError(f"{path}: dtype {dtype} was asked for; weights are float64, float32, float16 or bfloat16")
     assets = None if like is None else existing_folder(like)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
     target = Path(os.path.realpath(path))

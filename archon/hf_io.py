@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from archon.hf_export import MAX_SHARD_BYTES, VOCABULARY_FILES, save_hf
-from archon.hf_reader import HFCheckpoint, load_hf_weights, read_hf_config
+from archon.hf_reader import WEIGHT_DTYPES, HFCheckpoint, load_hf_weights, read_hf_config
 from archon.models import get_model_spec
 from archon.models.attention.backend import AttnType
 from archon.models.base import BaseArchonModel
@@ -56,11 +56,19 @@ def load_model(
     if init_score and not is_critic:
         raise ConfigError("init_score=True makes a critic from an actor; set is_critic=True as well")
     hf_config = read_hf_config(path)
+    dtype = dtype or config_dtype(hf_config)
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; expected torch.float64, float32, float16 or bfloat16")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ConfigError(f"device {str(device)!r} cannot be used here: {reason}") from None
     spec = get_model_spec(hf_config["model_type"])
     args = spec.model_args_class.from_hf_config(hf_config, is_critic=is_critic, attn_type=attn_type)
     adapter = spec.state_dict_adapter_class(hf_config, str(path), is_critic=is_critic, init_score=init_score)
     with torch.device("meta"):
-        model = spec.model_class(args).to(dtype or config_dtype(hf_config))
+        model = spec.model_class(args).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
     model.init_buffers(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -27,6 +27,8 @@ from archon.rl.types import ModelRequest, ModelResponse
 from archon.schema.errors import RolloutError
 
 logger = logging.getLogger(__name__)
+
+REPLICA_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class InProcessEngine:
@@ -89,6 +91,10 @@ class InProcessEngine:
         for name, value in (("max_slots", max_slots), ("page_size", page_size), ("prefill_tokens", prefill_tokens)):
             if value < 1:
                 raise RolloutError(f"{name} is {value}; expected at least 1")
+        if dtype is not None and dtype not in REPLICA_DTYPES:
+            raise RolloutError(f"dtype is {dtype!r}; expected torch.float64, float32, float16 or bfloat16")
+        if weights not in get_args(WeightMode):
+            raise RolloutError(f"weights is {weights!r}; expected one of {', '.join(get_args(WeightMode))}")
         if eos_token_ids is None:
             eos = getattr(tokenizer, "eos_token_id", None)
             eos_token_ids = () if eos is None else (eos,)

@@ -172,6 +172,7 @@ def change(name: str, value: object) -> dict[str, object]:
         (change("rewards", torch.ones(3)), r"'rewards' is float32 \(3,\); expected \(2, 4\).*or \(2,\)"),
         (change("advantages", torch.ones(2, 3)), r"'advantages' is float32 \(2, 3\)"),
         (change("labels", torch.ones(2, 4)), "'labels' is made by archon"),
+        (change("input_ids", torch.zeros(2, 0, dtype=torch.long)), "S >= 1, got int64 \\(2, 0\\)"),
         (change("texts", ["a", "b"]), "'texts' is a list; expected a tensor"),
     ],
 )

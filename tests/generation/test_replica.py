@@ -205,6 +205,13 @@ def test_the_default_cache_holds_what_the_slots_may_need() -> None:
     assert engine._generator.cache.n_pages == 3 * 8
 
 
+def test_a_replica_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(RolloutError, match=r"dtype is torch\.int8; expected"):
+        make_engine(dtype=torch.int8)
+    with pytest.raises(RolloutError, match="weights is 'share'; expected one of"):
+        make_engine(weights="share")
+
+
 def test_a_critic_cannot_generate() -> None:
     model = make_model()
     args = type(model.args)(**{**vars(model.args), "is_critic": True})

@@ -151,6 +151,23 @@ def test_like_of_another_model_is_refused(tmp_path: Path) -> None:
         archon.save_model(archon.load_model(folder), tmp_path / "out", like=other)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_dtype_that_would_destroy_the_weights_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder, _ = make_checkpoint(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=f"dtype {dtype} was asked for"):
+        archon.save_model(archon.load_model(folder), tmp_path / "out", like=folder, dtype=dtype)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match=f"dtype is {dtype}"):
+        archon.load_model(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:999"])
+def test_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
+    folder, _ = make_checkpoint(tmp_path / "in")
+    with pytest.raises(ConfigError, match=f"device '{device}' cannot be used here"):
+        archon.load_model(folder, device=device)
+
+
 def test_export_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither hf_config nor like"):
         save_hf(tmp_path / "out", [])
