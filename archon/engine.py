@@ -110,7 +110,7 @@ class ArchonEngine:
             ac_config=config.activation_checkpoint,
             enable_compile=config.compile,
         )
-        model.to_empty(device=self.device)
+        hf_io.materialise(model, self.device)
         model.tie_weights()
         model.init_buffers(self.device)
         self.model = model

@@ -69,7 +69,7 @@ def load_model(
     adapter = spec.state_dict_adapter_class(hf_config, str(path), is_critic=is_critic, init_score=init_score)
     with torch.device("meta"):
         model = spec.model_class(args).to(dtype)
-    model.to_empty(device=device)
+    materialise(model, device)
     model.tie_weights()
     model.init_buffers(device)
     load_hf_weights(model, adapter, path)
@@ -77,6 +77,19 @@ def load_model(
         assert model.score is not None
         nn.init.normal_(model.score.weight, std=args.initializer_range)
     return model
+
+
+def materialise(model: nn.Module, device: str | torch.device) -> None:
+    """Give a model built on the meta device its memory; ConfigError, with the size, where there is not enough."""
+    try:
+        model.to_empty(device=device)
+    except RuntimeError as error:  # of a CPU a plain one; CUDA's OutOfMemoryError is one too
+        if "memory" not in str(error):
+            raise
+        size = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
+        raise ConfigError(
+            f"the model's {size / 2**30:,.1f} GiB of weights do not fit the memory of {device}; choose a smaller model"
+        ) from None
 
 
 def save_model(

@@ -200,7 +200,12 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     values = {"vocab_size": len(tokenizer), "architectures": architectures, "dtype": "float32"} | ids | config.hf_config
-    AutoConfig.for_model(config.model_type, **values).save_pretrained(path)
+    try:
+        hf_config = AutoConfig.for_model(config.model_type, **values)
+    except Exception as error:  # transformers checks the fields' types by errors of its own
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"bootstrap.hf_config is not a config of {config.model_type}: {reason}") from error
+    hf_config.save_pretrained(path)
     GenerationConfig(**ids).save_pretrained(path)
     tokenizer.save_pretrained(path)
 

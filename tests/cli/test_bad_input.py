@@ -55,6 +55,19 @@ def test_inspect_refuses_a_value_of_the_wrong_kind(archon, checkpoint, changes):
     assert f"config field '{next(iter(changes))}' is" in archon("inspect", checkpoint).complaint
 
 
+@pytest.mark.parametrize("command", ["sft", "generate"])
+def test_model_larger_than_the_memory(archon, checkpoint, sft_overrides, command):
+    change_config(checkpoint, vocab_size=10**12)
+    arguments = sft_overrides if command == "sft" else [checkpoint, "--prompt", "1+1="]
+    assert "GiB of weights do not fit the memory of cpu" in archon(command, *arguments).complaint
+
+
+def test_bootstrap_config_of_the_wrong_kind(archon, sft_overrides, tmp_path):
+    changes = [f"model.path={tmp_path / 'made'}", "bootstrap.hf_config={hidden_size: wide}"]
+    complaint = archon("sft", *sft_overrides, *changes).complaint
+    assert "bootstrap.hf_config is not a config of qwen3" in complaint and "hidden_size" in complaint
+
+
 def test_truncated_shard(archon, checkpoint, sft_overrides):
     shard = checkpoint / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
