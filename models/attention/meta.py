@@ -67,6 +67,7 @@ class PackedAttention(AttentionMeta):
     ) -> None:
         self.cu_seqlens, self.max_seqlen, self.attn_type = cu_seqlens, int(max_seqlen), attn_type
         self.backend: AttnType | None = None
+        self._lengths: Tensor | None = None  # on the CPU, for compiled code
         if lengths is not None:
             self.lengths = lengths
 
@@ -94,7 +95,7 @@ class PackedAttention(AttentionMeta):
         meta = PackedAttention(
             bounds.to(device, torch.int32), self.max_seqlen, self.attn_type, tuple(sorted_lengths.tolist())
         )
-        meta.backend = self.backend
+        meta.backend, meta._lengths = self.backend, sorted_lengths
         return meta, order.to(device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:

@@ -189,6 +189,22 @@ def test_lengths_are_read_from_the_device_once_and_only_when_needed() -> None:
     assert meta.document_lengths(torch.zeros(5)).tolist() == [2, 2, 3, 3, 3]
 
 
+def test_arranged_documents_attend_within_compiled_code_without_a_graph_break() -> None:
+    lengths = (3, 5, 3, 5, 3, 5)
+    bounds = torch.tensor([0, 3, 8, 11, 16, 19, 24], dtype=torch.int32)
+    qkv = [torch.randn(24, 2, 8) for _ in range(3)]
+    meta = PackedAttention(bounds, 5, "sdpa", lengths)
+    meta.begin(qkv[0])
+    arranged, order = meta.arrange()
+    assert order is not None
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return arranged.attend(0, q, k, v, window=None, scale=SCALE)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)(*(x[order] for x in qkv))
+    torch.testing.assert_close(compiled, meta.attend(0, *qkv, window=None, scale=SCALE)[order])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
 @pytest.mark.parametrize("window", [None, 5, 100])
