@@ -149,8 +149,9 @@ def read_config(hf_config: Any, fields: Mapping[str, Field], model_types: frozen
     Raises ConfigError naming the field and value for whatever cannot be honoured.
     """
     config = as_dict(hf_config)
-    if config.get("model_type") not in model_types:
-        refuse("model_type", config.get("model_type"), f"this family reads {', '.join(sorted(model_types))}")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in model_types:
+        refuse("model_type", model_type, f"this family reads {', '.join(sorted(model_types))}")
     known = {*fields, *_ROPE_FIELDS, *_WINDOW_FIELDS, *_MUST_BE, *NO_EFFECT}
     for name, value in config.items():
         if name not in known:
@@ -191,9 +192,9 @@ def _read_rope(config: Mapping[str, Any], max_seq_len: int) -> tuple[float, Rope
     if not isinstance(given, Mapping):
         refuse(source, given, "expected a dictionary or null")
     scaling = dict(given)
-    kinds = {scaling.pop(key) for key in ("rope_type", "type") if key in scaling} or {"default"}
-    kind = kinds.pop()
-    if kinds or kind not in _ROPE_REQUIRED:
+    kinds = [scaling.pop(key) for key in ("rope_type", "type") if key in scaling] or ["default"]
+    kind = kinds[0]
+    if kind != kinds[-1] or not isinstance(kind, str) or kind not in _ROPE_REQUIRED:
         refuse(f"{source}.rope_type", kind, f"expected one of {', '.join(_ROPE_REQUIRED)}, given once")
     outer, inner = config.get("rope_theta"), scaling.pop("rope_theta", None)
     if outer is not None and inner is not None and outer != inner:

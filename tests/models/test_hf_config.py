@@ -217,6 +217,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": [["full_attention"], {}]}, "'layer_types' is"),
     ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected at most 10000"),
     ({"rms_norm_eps": -1e-6}, "'rms_norm_eps' is -1e-06; expected no negative number"),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, r"'rope_parameters.rope_type' is \['yarn'\]"),
+    ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "'rope_scaling.rope_type' is 'default'"),
+    ({"model_type": ["qwen3"]}, r"'model_type' is \['qwen3'\]"),
     ({"layer_types": ["chunked_attention"] * 4}, "'layer_types' is"),
     ({"layer_types": ["sliding_attention"] * 4}, "'layer_types' is .* use_sliding_window or sliding_window is off"),
 ]
