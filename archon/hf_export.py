@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -168,9 +169,7 @@ def _write_config(
 ) -> None:
     """Write `config.json`, its dtype and head being those of the weights."""
     # Where several dtypes are mixed, the widest holds them all without loss.
-    dtype = torch.float16
-    for _, other in written.values():
-        dtype = torch.promote_types(dtype, other) if dtype != torch.float16 else other
+    dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in written.values()))
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
     config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
     if "score.weight" in written:

@@ -90,6 +90,15 @@ def test_config_says_the_dtype_of_the_weights(tmp_path: Path, name: str, dtype: 
         assert {file.get_tensor(key).dtype for key in file.keys()} == {dtype or torch.float32}  # noqa: SIM118
 
 
+@pytest.mark.parametrize("first", [torch.float16, torch.bfloat16], ids=str)
+def test_config_names_a_dtype_that_holds_every_weight_whatever_comes_first(tmp_path: Path, first: torch.dtype) -> None:
+    folder, weights = make_checkpoint(tmp_path / "in")
+    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}[first]
+    mixed = [(name, w.to(other if number else first)) for number, (name, w) in enumerate(weights.items())]
+    save_hf(tmp_path / "out", mixed, like=folder)
+    assert "float32" in {read_hf_config(tmp_path / "out").get(name) for name in ("dtype", "torch_dtype")}
+
+
 def test_index_lists_every_key_and_the_total_size(tmp_path: Path) -> None:
     folder, weights = make_checkpoint(tmp_path / "in")
     archon.save_model(archon.load_model(folder), tmp_path / "out", like=folder, max_shard_bytes=6000)
