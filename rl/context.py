@@ -57,11 +57,12 @@ class WorkflowContext:
         return context
 
     def stat_scope(self) -> str:
-        """`rollout`, or `eval` while the trainer evaluates: the prefix of this episode's metrics."""
+        """`rollout`, or `eval` while the trainer evaluates."""
         return "eval" if self.get().is_eval else "rollout"
 
     def record(self, **numbers: float) -> None:
-        """Add numbers to the step's metrics; each name is averaged over everything recorded under it."""
+        """Add numbers to the step's metrics, in an evaluation under `eval/`; each name is averaged over everything
+        recorded under it."""
         for name, value in numbers.items():
             self.get().numbers[name].append(float(value))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from archon.rl.rollout import Episode, Prompt, Rollout
+from archon.rl.rollout import Episode, Prompt, Rollout, recorded_means
 
 
 async def evaluate(
@@ -24,14 +24,14 @@ async def evaluate(
 
     Returns:
         `reward` (mean over prompts of the mean over samples), `length` (answer tokens), `failed` (prompts that gave no
-        sample), `dropped` (samples lost), and, where they can be known, `truncated` and `well_formed` (shares of
-        samples).
+        sample), `dropped` (samples lost), where they can be known `truncated` and `well_formed` (shares of samples),
+        and the means of what the workflow recorded.
     """
     episodes = await rollout.run(prompts, is_eval=True)
     rollout.stop_if_nothing_came(episodes)
     groups = [e.trajectories for e in episodes if e.trajectories]
     lengths = torch.cat([group["loss_mask"].sum(1) for group in groups]).double()
-    metrics = {
+    metrics = recorded_means(episodes) | {
         "reward": torch.stack([group["rewards"].double().mean() for group in groups]).mean().item(),
         "length": lengths.mean().item(),
         "failed": float(sum(not e.trajectories for e in episodes)),

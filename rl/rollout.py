@@ -204,7 +204,6 @@ class Rollout:
         return WorkflowError(f"{failed}, whose traceback stands above: {type(first).__name__}: {first}")
 
     def _count(self, batch: RolloutBatch, episodes: Sequence[Episode]) -> None:
-        numbers: defaultdict[str, list[float]] = defaultdict(list)
         for episode in episodes:
             batch.counts.update({f"dropped/{kind}": n for kind, n in episode.context.drops.items()})
             if episode.error:
@@ -213,10 +212,8 @@ class Rollout:
                 batch.counts["rejected"] += 1
             elif not episode.has_spread:
                 batch.counts["groups_without_spread"] += 1
-            for name, values in episode.context.numbers.items():
-                numbers[name] += values
         batch.counts["episodes"] = len(episodes)
-        batch.numbers = {name: sum(values) / len(values) for name, values in numbers.items()}
+        batch.numbers = recorded_means(episodes)
 
     def _announce(self, batch: RolloutBatch, episodes: Sequence[Episode], step: int) -> None:
         """One line for every way in which something was lost in this step, with its first error."""
@@ -229,6 +226,15 @@ class Rollout:
         for name, error in first.items():
             what = "samples dropped" if name.startswith("dropped/") else "episodes failed"
             self._log(f"step {step}: {batch.counts[name]} {what} ({name.partition('/')[2]}): {error}")
+
+
+def recorded_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """What workflows recorded (`workflow_context.record`): the mean of each name over all episodes."""
+    numbers: defaultdict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for name, values in episode.context.numbers.items():
+            numbers[name] += values
+    return {name: sum(values) / len(values) for name, values in numbers.items()}
 
 
 def checked_result(result: dict[str, Any], context: EpisodeContext, source: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from archon.rl import RLVRWorkflow
+from archon.rl.context import workflow_context
 from archon.rl.evaluation import answers, evaluate
 from archon.rl.generation import InProcessEngine
 from archon.rl.rollout import Prompt, Rollout, WorkflowError
@@ -47,3 +48,13 @@ def test_evaluation_in_which_every_prompt_fails_stops(engine: InProcessEngine, t
     rollout = Rollout(engine, RLVRWorkflow(rewards.always_raises, GCONFIG, tokenizer))
     with pytest.raises(WorkflowError, match="failed on 12 prompts and succeeded on none"):
         asyncio.run(evaluate(rollout, PROMPTS))
+
+
+def test_what_a_workflow_records_while_it_is_evaluated_is_reported(engine: InProcessEngine, tokenizer: Any) -> None:
+    class Recording(RLVRWorkflow):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            workflow_context.record(index=workflow_context.get().task_id)
+            return await super().arun_episode(engine, data)
+
+    rollout = Rollout(engine, Recording(rewards.count_digits, GCONFIG, tokenizer))
+    assert asyncio.run(evaluate(rollout, PROMPTS))["index"] == sum(range(12)) / 12
