@@ -269,16 +269,18 @@ class RLTrainer:
             check=lambda gconfig: check_replayable(gconfig, temperature),
             log=self._log,
         )
-        evaluated = {"": eval_workflow} if eval_workflow else self._evaluated(trained)
+        evaluated = self._evaluated(trained, eval_workflow)
         self.evaluations = {
             prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in evaluated.items()
         }
 
-    def _evaluated(self, trained: RolloutWorkflow) -> dict[str, RolloutWorkflow]:
+    def _evaluated(self, trained: RolloutWorkflow, eval_workflow: RolloutWorkflow | None) -> dict[str, RolloutWorkflow]:
         """The workflows to evaluate, by prefix of their metrics; none without held-out prompts."""
         evaluation, gconfig = self.config.evaluation, self.config.gconfig
         if not self.held_out:
             return {}
+        if eval_workflow is not None:
+            return {"": eval_workflow}
         sampled = gconfig.new(n_samples=evaluation.n_samples, temperature=evaluation.temperature)
         workflows = {"": trained.with_gconfig(sampled)}
         if evaluation.greedy:

@@ -208,6 +208,13 @@ def test_evaluation_repeats_itself_and_does_not_touch_training(rl_config: MakeCo
         assert all(tensor.equal(expected[name]) for name, tensor in weights(evaluated).items())
 
 
+def test_a_workflow_to_evaluate_without_held_out_prompts_has_nothing_to_do(rl_config: MakeConfig) -> None:
+    trainer = RLTrainer(rl_config(total_steps=1))
+    with trainer.opened():
+        workflow = trainer.rollout.workflow
+    assert "reward" in RLTrainer(rl_config(total_steps=1)).train(eval_workflow=workflow)
+
+
 def test_batch_without_spread_skips_the_update_and_says_so(rl_config: MakeConfig) -> None:
     algorithm = {"kl_coef": 0.0, "groups_without_spread": "refill"}
     rollout = {"prompts_per_step": 3, "max_refills": 1}
