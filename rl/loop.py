@@ -6,6 +6,11 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from archon.checkpoint import load_latest, model_fingerprint, save_state
+from archon.engine import ArchonEngine
+from archon.runner import Runner
 
 
 def due(step: int, every: int) -> bool:
@@ -34,3 +39,17 @@ def long_lived_objects_frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def load_newest(runner: Runner, engine: ArchonEngine) -> tuple[int, dict[str, Any]] | None:
+    """(step, state) of the run's newest checkpoint, its engine's part loaded; None where nothing has been saved."""
+    found = load_latest(runner.directory.checkpoints, model_fingerprint(engine.model.args))
+    if found is not None:
+        engine.load_state_dict(found[1]["engine"])
+    return found
+
+
+def save_newest(runner: Runner, engine: ArchonEngine, step: int, state: dict[str, Any], keep: int) -> None:
+    """Save the engine and `state` as the checkpoint of `step`, for `load_newest`."""
+    fingerprint = model_fingerprint(engine.model.args)
+    save_state(runner.directory.checkpoints, step, {"engine": engine.state_dict(), **state}, keep, fingerprint)

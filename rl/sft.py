@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.checkpoint import load_latest, model_fingerprint, save_state
 from archon.engine import ArchonEngine
 from archon.hf_io import load_tokenizer
 from archon.loss import CrossEntropyLoss, loss_token_count
 from archon.rl.config import SFTConfig
 from archon.rl.data import load_rows
 from archon.rl.datasets import RowDataset, RowLoader
-from archon.rl.loop import due, timed
+from archon.rl.loop import due, load_newest, save_newest, timed
 from archon.runner import Runner
 
 COLUMNS = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
@@ -122,17 +121,13 @@ class SFTTrainer:
         assert self.runner is not None
         if not config.resume:
             return
-        found = load_latest(self.runner.directory.checkpoints, model_fingerprint(self.engine.model.args))
-        if found is None:
-            # A run killed before its first checkpoint left records of steps that are about to be trained again.
-            self.runner.rewind(-1)
-            return
-        self.step, state = found
-        self._saved_step = self.step
-        self.engine.load_state_dict(state["engine"])
-        self.loader.load_state_dict(state["rows"])
-        self._enough = state["enough"]
-        self.runner.rewind(self.step)
+        found = load_newest(self.runner, self.engine)
+        if found is not None:
+            self.step, state = found
+            self._saved_step = self.step
+            self.loader.load_state_dict(state["rows"])
+            self._enough = state["enough"]
+        self.runner.rewind(self.step or -1)
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step on the next rows."""
@@ -169,7 +164,6 @@ class SFTTrainer:
         assert self.runner is not None
         if self._saved_step == self.step or self._stepping:
             return
-        state = {"engine": self.engine.state_dict(), "rows": self.loader.state_dict(), "enough": self._enough}
-        fingerprint = model_fingerprint(self.engine.model.args)
-        save_state(self.runner.directory.checkpoints, self.step, state, self.config.checkpoint.keep, fingerprint)
+        state = {"rows": self.loader.state_dict(), "enough": self._enough}
+        save_newest(self.runner, self.engine, self.step, state, self.config.checkpoint.keep)
         self._saved_step = self.step

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from archon.checkpoint import load_latest, model_fingerprint, save_state
 from archon.engine import ArchonEngine
 from archon.hf_io import load_tokenizer
 from archon.metrics import read_jsonl
@@ -19,7 +18,7 @@ from archon.rl.datasets import encode_prompt
 from archon.rl.evaluation import evaluate
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.rl.generation import InProcessEngine
-from archon.rl.loop import due, long_lived_objects_frozen, timed
+from archon.rl.loop import due, load_newest, long_lived_objects_frozen, save_newest, timed
 from archon.rl.replay import check_gate, check_replayable, gate_limit
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold
 from archon.rl.rollout import Prompt, Rollout, RolloutBatch
@@ -160,9 +159,7 @@ class RLTrainer:
         assert self.runner is not None
         if self._saved_step == self.step or self._updating:
             return
-        state = {"engine": self.engine.state_dict(), "prompts": self._cursor}
-        fingerprint = model_fingerprint(self.engine.model.args)
-        save_state(self.runner.directory.checkpoints, self.step, state, self.config.checkpoint.keep, fingerprint)
+        save_newest(self.runner, self.engine, self.step, {"prompts": self._cursor}, self.config.checkpoint.keep)
         self._saved_step = self.step
 
     def finish(self) -> None:
@@ -291,17 +288,14 @@ class RLTrainer:
         """Go on from the newest checkpoint where the configuration asks for it and there is one."""
         if not self.config.resume or self.runner is None:
             return
-        found = load_latest(self.runner.directory.checkpoints, model_fingerprint(self.engine.model.args))
-        if found is None:
-            # A run killed before its first checkpoint left records of steps that are about to be trained again.
-            self.runner.rewind(-1)
-            return
-        self.step, state = found
-        self._saved_step = self.step
-        self.engine.load_state_dict(state["engine"])
-        self.prompts.load_state_dict(state["prompts"])
-        self._cursor = state["prompts"]
-        self.runner.rewind(self.step)
+        found = load_newest(self.runner, self.engine)
+        if found is not None:
+            self.step, state = found
+            self._saved_step = self.step
+            self.prompts.load_state_dict(state["prompts"])
+            self._cursor = state["prompts"]
+        # At step 0 all records go: the evaluation before the first step is about to be repeated as well.
+        self.runner.rewind(self.step or -1)
 
     def _log(self, message: str) -> None:
         (self.runner.log if self.runner else print)(message)

@@ -20,6 +20,7 @@ from archon.hf_io import load_model
 from archon.metrics import read_jsonl
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
+from archon.runner import Runner
 from tests.conftest import Kills
 
 MakeConfig = Callable[..., RLConfig]
@@ -65,6 +66,24 @@ def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_once(
     kills.add("save.tensors_written", save=3, latest_step=2)
     RLTrainer(config).train()
     assert_bitwise_equal_runs(config, whole)
+
+
+def test_a_run_stopped_before_its_first_step_evaluates_anew_and_records_it_once(rl_config: MakeConfig) -> None:
+    config = rl_config(
+        total_steps=1,
+        resume=True,
+        eval_data={"path": "arithmetic", "split": "test"},
+        evaluation={"max_prompts": 4, "greedy": False},
+    )
+    with Runner(config.run_dir, config, resume=True) as runner:
+        runner.metrics.write(0, {"eval/reward": 0.0})
+        stopped = RLTrainer(config, runner)
+        with stopped.opened():
+            stopped.save()
+
+    RLTrainer(config).train()
+
+    assert [row["step"] for row in read_jsonl(Path(config.run_dir) / "metrics.jsonl")] == [0, 1]
 
 
 def test_a_run_killed_before_its_first_checkpoint_records_no_step_twice(rl_config: MakeConfig) -> None:
