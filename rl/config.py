@@ -80,7 +80,11 @@ class GeneratorConfig(StrictModel):
 
     max_slots: int = Field(256, ge=1, description="answers decoded together")
     page_size: int = Field(16, ge=1, description="tokens in a page of the key-value cache")
-    memory_gib: float | None = Field(None, gt=0, description="GiB for the key-value cache; null: what max_slots needs")
+    memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB for the key-value cache; null: what max_slots needs, at most a quarter of what is free",
+    )
     max_seq_len: int | None = Field(None, ge=2, description="tokens of prompt and answer; null: the model's limit")
     prefill_tokens: int = Field(8192, ge=1, description="prompt tokens read in one step")
 
@@ -190,7 +194,9 @@ class RLConfig(StrictModel):
     seed: int = Field(0, ge=0, lt=2**63, description="every random stream of the run derives from it")
     total_steps: int = Field(100, ge=1, description="rollout-and-update rounds")
     actor: EngineConfig = Field(description="the policy")
-    ref: EngineConfig | None = Field(None, description="the reference model of the KL term")
+    ref: EngineConfig | None = Field(
+        None, description="the reference model of the KL term; not loaded where algorithm.kl_coef is 0"
+    )
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the actor's")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the objective")
     gconfig: GenerationHyperparameters = Field(
@@ -222,6 +228,11 @@ class RLConfig(StrictModel):
             )
         if self.gconfig.seed is not None:
             raise ValueError("gconfig.seed is not for a run, whose answers would all be alike; set `seed`")
+        if self.verify_export and self.actor.dtype == "bfloat16":
+            raise ValueError(
+                "verify_export compares float32 logits, and actor.dtype is bfloat16, whose rounding is larger than any "
+                "difference allowed; set verify_export=false, or actor.dtype=float32"
+            )
         check_replayable(self.gconfig, self.gconfig.temperature)
         return self
 

@@ -224,3 +224,5 @@ def test_every_part_of_a_preset_can_be_overridden_and_unknown_ones_are_named() -
     assert AlgorithmConfig(preset="grpo", kl_coef=0.0, aggregation="token_mean").kl_coef == 0.0
     with pytest.raises(ConfigError, match="unknown preset 'grop', did you mean 'grpo'"):
         AlgorithmConfig.parse({"preset": "grop"})
+    with pytest.raises(ConfigError, match="preset: got 5, input should be a valid string"):
+        AlgorithmConfig.parse({"preset": 5})

@@ -119,6 +119,12 @@ def test_sampling_values_that_cannot_be_trained_on_are_refused_by_the_configurat
         rl_config(gconfig={"n_samples": 4, "max_new_tokens": 4} | gconfig)
 
 
+def test_an_export_that_cannot_be_verified_is_refused_before_the_run(rl_config: MakeConfig) -> None:
+    actor = rl_config().actor.model_dump() | {"dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match=r"verify_export compares float32 logits, and actor\.dtype is bfloat16"):
+        rl_config(actor=actor, verify_export=True)
+
+
 def test_gold_answers_score_one_before_step_0_or_the_run_stops(rl_config: MakeConfig) -> None:
     config = rl_config(reward="tests.rl.rewards_for_tests.half")
     with pytest.raises(RewardError, match=r"gold answer .* scores 0.5 instead of 1.0"):
