@@ -18,10 +18,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from archon.models.head import IGNORE_INDEX
 from archon.schema.errors import BatchError
-
-IGNORE_INDEX = -100
-"""Label of a position that is not scored: logprob 0, entropy 0, no gradient."""
 
 _MADE_HERE = frozenset({"tokens", "positions", "position_ids", "labels", "cu_seqlens", "max_seqlen"})
 

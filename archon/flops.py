@@ -61,7 +61,6 @@ class MatmulShape:
     @classmethod
     def from_args(cls, args: BaseModelArgs) -> MatmulShape:
         """Of a dense family's arguments."""
-        assert args.head_dim is not None and args.n_kv_heads is not None
         width = args.n_heads * args.head_dim
         attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
         layers = args.n_layers * (attention + 3 * args.dim * args.hidden_dim)

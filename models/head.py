@@ -12,6 +12,7 @@ from archon.models.layers.matmul import linear
 from archon.models.token_scores import token_scores, weighted_loss
 
 IGNORE_INDEX = -100
+"""Label of a position that is not scored: logprob 0, entropy 0, no gradient."""
 
 
 class TokenScores(NamedTuple):

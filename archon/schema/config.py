@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from archon.schema.errors import ConfigError
 
-AttentionType = Literal["auto", "sdpa", "varlen", "flash"]
+AttnType = Literal["auto", "sdpa", "varlen", "flash"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -110,7 +110,7 @@ class EngineConfig(StrictModel):
         "float32", description="compute dtype; masters and optimiser state are float32 at least"
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
-    attn_type: AttentionType = Field("auto", description="attention backend")
+    attn_type: AttnType = Field("auto", description="attention backend")
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
     gradient_reduction: Literal["per_step", "per_microbatch"] = Field(
         "per_step", description="when gradients are reduced over ranks: once, or after each micro-batch (less memory)"
@@ -124,9 +124,7 @@ class EngineConfig(StrictModel):
     )
     compile: bool | Literal["auto"] = Field("auto", description="torch.compile each block; auto: CUDA only")
     deterministic: bool = Field(False, description="refuse kernels whose result depends on timing")
-    seed: int = Field(
-        0, ge=0, lt=2**63, description="seed for initial weights and dropout-free randomness of the engine"
-    )
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of fresh weights")
 
     @model_validator(mode="after")
     def _only_a_critic_has_a_score(self) -> EngineConfig:

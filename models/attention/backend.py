@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from typing import Literal
+from typing import get_args
 
 import torch
 
+from archon.schema.config import AttnType
 from archon.schema.errors import ConfigError
 
-AttnType = Literal["auto", "sdpa", "varlen", "flash"]
-ATTN_TYPES: tuple[AttnType, ...] = ("auto", "sdpa", "varlen", "flash")
+ATTN_TYPES: tuple[AttnType, ...] = get_args(AttnType)
 
 logger = logging.getLogger(__name__)
 
