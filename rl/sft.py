@@ -21,11 +21,6 @@ from archon.runner import Runner
 COLUMNS = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
 
 
-def run_sft(config: SFTConfig, runner: Runner) -> dict[str, float]:
-    """The whole of `archon sft`, in a run directory that is open."""
-    return SFTTrainer(config, runner).train()
-
-
 def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """SFT rows as a padded batch for the engine, shorter rows first, so that attention meets equal lengths together."""
     rows = sorted(rows, key=lambda row: len(row["input_ids"]))

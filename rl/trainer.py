@@ -39,11 +39,6 @@ COLUMNS = (
 )
 
 
-def run_rl(config: RLConfig, runner: Runner) -> dict[str, float]:
-    """The whole of `archon rl`, in a run directory that is open."""
-    return RLTrainer(config, runner).train()
-
-
 class RLTrainer:
     """Trains one policy. `RLTrainer(config).train()` is the whole run; the parts below can be called one by one.
 

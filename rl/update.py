@@ -76,7 +76,7 @@ class PolicyUpdate:
         for minibatch in self._minibatches(batch, step):
             results.append(self.engine.train_batch(minibatch, self._objective, self._objective.units, self.temperature))
             self.engine.step_lr_scheduler()
-        means = {name: sum(r.get(name, 0.0) for r in results) / len(results) for name in results[0]}
+        means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return means | {"first_logprob_diff": results[0]["logprob_diff"]}
 
     def _prepare(self, trajectories: Mapping[str, Tensor], advantages: Tensor) -> dict[str, Tensor]:

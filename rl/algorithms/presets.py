@@ -1,7 +1,4 @@
-"""Presets: one name sets every part of an algorithm as its paper has it; each part can then be overridden.
-
-Torch-free, because the configuration reads it.
-"""
+"""Presets: one name sets every part of an algorithm as its paper has it; each part can then be overridden."""
 
 from __future__ import annotations
 

@@ -105,7 +105,6 @@ class InProcessEngine:
         )
         replica, aliased = build_replica(model, mode=weights, dtype=dtype)
         parameter = next(replica.parameters())
-        assert args.n_kv_heads is not None and args.head_dim is not None
         cache = PagedCache(
             args.n_layers, count, args.n_kv_heads, page_size, args.head_dim, parameter.dtype, parameter.device
         )

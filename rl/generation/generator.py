@@ -15,7 +15,7 @@ from torch import Tensor
 from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
 from archon.models.base import BaseArchonModel
 from archon.rl.generation.sampler import SamplingParams, sample
-from archon.rl.generation.scheduler import Fork, Scheduler, Step
+from archon.rl.generation.scheduler import Chunk, Fork, Scheduler, Step
 from archon.rl.generation.sequence import Sequence, StopStrings
 from archon.rl.types import ModelRequest
 from archon.schema.errors import RolloutError
@@ -258,7 +258,7 @@ class Generator:
         self.stats.decode_tokens += len(decode)
         self.stats.prefill_tokens += first - len(decode)
 
-    def _read_chunk(self, chunk: Any, hidden: Tensor, sampled: _Sampled) -> None:
+    def _read_chunk(self, chunk: Chunk, hidden: Tensor, sampled: _Sampled) -> None:
         last = len(chunk.sequence.prompt) - 1
         # A copy: the entry of a shared prompt must not keep the whole forward's states alive.
         last_hidden = hidden[last - chunk.start].clone() if chunk.start <= last < chunk.stop else None

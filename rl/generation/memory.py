@@ -20,7 +20,7 @@ def free_memory(device: torch.device) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RolloutError("/proc/meminfo has no MemAvailable line; give n_pages and cache_bytes explicitly")
+    raise RolloutError("/proc/meminfo has no MemAvailable line, so it is not known what the generator may take")
 
 
 def choose_page_count(
@@ -34,7 +34,6 @@ def choose_page_count(
 ) -> int:
     """Pages of the cache; `RolloutError` with the estimate when they and a copy of the weights exceed what is free."""
     args = model.args
-    assert args.n_kv_heads is not None and args.head_dim is not None
     page_bytes = 2 * args.n_layers * args.n_kv_heads * page_size * args.head_dim * dtype.itemsize
     weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     free = free_memory(next(model.parameters()).device)
