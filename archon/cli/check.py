@@ -23,7 +23,8 @@ def check_rl(config: RLConfig) -> list[str]:
 
     check_run_dir(config.run_dir, resume=config.resume)
     with blank_checkpoint(config.bootstrap, config.actor.path) as made:
-        found = check_model("actor", config.actor, made)
+        steps = config.total_steps * config.algorithm.ppo_epochs * config.algorithm.minibatches
+        found = check_model("actor", config.actor, made, steps)
         if config.ref is not None:
             found += check_model("ref", config.ref, made)
         tokenizer, line = check_tokenizer(config.tokenizer or config.actor.path, made)
@@ -39,7 +40,7 @@ def check_sft(config: SFTConfig) -> list[str]:
     """Check an SFT run, as `check_rl` does."""
     check_run_dir(config.run_dir, resume=config.resume)
     with blank_checkpoint(config.bootstrap, config.model.path) as made:
-        found = check_model("model", config.model, made)
+        found = check_model("model", config.model, made, config.total_steps)
         tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, made)
     found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
@@ -74,14 +75,23 @@ def check_run_dir(path: str | Path, *, resume: bool) -> None:
         raise ConfigError(f"run directory {path} already holds a run; set resume=true or choose another run_dir")
 
 
-def check_model(name: str, config: EngineConfig, made: Mapping[str, str]) -> list[str]:
-    """Layout, device and config of a model; its weights are not read."""
+def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_steps: int | None = None) -> list[str]:
+    """Layout, device, attention backend, schedule (where its end is known) and config of a model; its weights are not
+    read."""
+    import torch
+
     from archon.engine import resolve_device
     from archon.hf_io import read_hf_config
     from archon.inspect import inspect_checkpoint
+    from archon.models.attention.backend import resolve_backend
+    from archon.optim import check_schedule
     from archon.parallel.layout import parse_layout
 
-    parse_layout(config.layout).dims(resolve_device(config.device).type).require_implemented()
+    device = resolve_device(config.device)
+    parse_layout(config.layout).dims(device.type).require_implemented()
+    resolve_backend(config.attn_type, device, getattr(torch, config.dtype))
+    if config.optimizer is not None and total_steps is not None:
+        check_schedule(config.scheduler, total_steps)
     found = inspect_checkpoint(config.path, read_hf_config(made.get(config.path, config.path)))
     if found.refused:
         raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(found.refused)}")

@@ -164,6 +164,8 @@ def test_a_dry_run_of_the_demo_checks_what_its_bootstrap_would_make(archon, tmp_
         ("workflow=no.such.Workflow", "workflow 'no.such.Workflow' cannot be imported"),
         ("actor.layout=d1t3", "tp=3"),
         ("run_dir=/dev/null/run", "/dev/null is not a folder"),
+        ("actor.attn_type=varlen", "attn_type 'varlen' is impossible here"),
+        ("actor.scheduler={kind: cosine, warmup_steps: 100000}", "scheduler.warmup_steps = 100000 leaves none"),
     ],
 )
 def test_a_dry_run_finds_what_the_run_would_stumble_over(archon, rl_overrides, change, complaint):
