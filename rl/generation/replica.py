@@ -13,6 +13,7 @@ from archon.models.base import BaseArchonModel
 from archon.models.head import LMHead
 from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
+from archon.parallel.fsdp import full_tensor
 from archon.schema.errors import RolloutError
 
 WeightSource = nn.Module | Iterable[tuple[str, Tensor]]
@@ -31,9 +32,7 @@ def named_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in pairs:
         for prefix in _WRAPPER_PREFIXES:
             name = name.replace(prefix, "")
-        tensor = tensor.detach()
-        full_tensor = getattr(tensor, "full_tensor", None)  # of a DTensor
-        yield name, tensor if full_tensor is None else full_tensor()
+        yield name, full_tensor(tensor.detach())
 
 
 def build_replica(
