@@ -62,7 +62,7 @@ class DatasetConfig(StrictModel):
     split: str = Field("train", description="which part of it")
     subset: str | None = Field(None, description="configuration of a Hugging Face set that has several")
     data_dir: str | None = Field(
-        None, description="folder of a named set's files; null: $ARCHON_DATA or ../shared/data"
+        None, description="folder of gsm8k's files; null: $ARCHON_DATA/gsm8k or ../shared/data/gsm8k"
     )
     prompt_key: str = Field("prompt", description="column of the prompt; a named set knows its own")
     response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")

@@ -41,8 +41,8 @@ def get_custom_dataset(
         system_prompt: Put before conversations that have no system message.
         instruction: Put behind the last user message. For RL on gsm8k it defaults to asking for a boxed answer.
         max_length: Leaves out longer rows, in tokens: of the whole example for "sft", of the prompt for "rl".
-        subset: The configuration of a hub set that has several.
-        data_dir: The folder of a named set's files.
+        subset: The configuration of a hub set that has several; of no other source.
+        data_dir: The folder of gsm8k's files; of no other set.
         seed: Fixes the split of the arithmetic set.
 
     Raises:
@@ -53,6 +53,12 @@ def get_custom_dataset(
         raise DatasetError(f"kind must be 'rl' or 'sft', got {kind!r}")
     if kind == "sft" and tokenizer is None:
         raise TokenizerError(f"SFT rows of {path} are token ids: give the tokenizer")
+    if data_dir is not None and str(path) != "gsm8k":
+        raise DatasetError(
+            f"data_dir={str(data_dir)!r} is for the files of gsm8k, and the dataset is {path}; leave it out"
+        )
+    if subset is not None and (str(path) in VALID_DATASETS or Path(path).expanduser().exists()):
+        raise DatasetError(f"subset={subset!r} is for a Hugging Face set, and {path} is none; leave it out")
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
     if str(path) == "arithmetic":
         if kind == "sft":

@@ -86,3 +86,9 @@ def test_gsm8k_by_name_is_found_where_the_data_stands(data_dir: Path, monkeypatc
     assert plain[0]["messages"][1]["content"].endswith("\nThink.")
     by_keys = get_custom_dataset(data_dir / "gsm8k", split="test", prompt_key="question", response_key="answer")
     assert [row["answer"] for row in by_keys] == [row["answer"] for row in plain]
+
+
+@pytest.mark.parametrize("option", ["data_dir", "subset"])
+def test_an_option_that_a_set_would_not_look_at_is_refused(option: str) -> None:
+    with pytest.raises(DatasetError, match=f"{option}='x' is for .*leave it out"):
+        get_custom_dataset("arithmetic", **{option: "x"})
