@@ -64,8 +64,8 @@ def save_hf(
     Everything is written and synced in a hidden folder beside `path`, which one rename (or exchange, where there is an
     earlier export) makes visible: a kill at any moment leaves the earlier export whole or the new one whole.
 
-    Raises CheckpointError unless the names and shapes are exactly those of the config; where `path` holds anything that
-    an export would not put back; or where it cannot be written. `path` is untouched then.
+    Raises CheckpointError unless the names and shapes are exactly those of the config and every value is finite; where
+    `path` holds anything that an export would not put back; or where it cannot be written. `path` is untouched then.
     """
     if hf_config is None and like is None:
         raise CheckpointError(f"{path}: neither hf_config nor like was given; one must say what model this is")
@@ -118,6 +118,10 @@ def _write_weights(
         if tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(f"{name!r} is {tensor.dtype}; weights are float64, float32, float16 or bfloat16")
         tensor = tensor.detach().to(dtype or tensor.dtype)
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(
+                f"{name!r} holds NaN or infinite values as {tensor.dtype}; such an export would be of no use to anyone"
+            )
         written[name] = (tuple(tensor.shape), tensor.dtype)
         size = tensor.numel() * tensor.dtype.itemsize
         if shard and shard_bytes + size > max_shard_bytes:

@@ -95,9 +95,12 @@ class LMHead(nn.Linear):
         Returns:
             Logits [T, vocab] in hidden's dtype without labels, else `TokenScores`, or `WeightedLoss` with `weights`.
 
-        Raises ValueError for a label outside the vocabulary and for a temperature that is not positive.
+        Raises ValueError for a label outside the vocabulary, for a temperature that is not positive and for weights
+        without labels.
         """
         if labels is None:
+            if weights is not None:
+                raise ValueError("weights were given without labels; the weighted loss needs both")
             return linear(hidden, self.weight)
         if weights is not None:
             return self.loss_sum(hidden, labels, weights, temperature)

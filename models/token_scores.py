@@ -177,12 +177,16 @@ class _TokenScores(torch.autograd.Function):
                 entropy[r0:r1] = sums.entropy()
         ctx.inv_temperature = inv_temperature
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
+        # An entropy that is only reported has no gradient, and the backward pass of logprobs alone is the cheaper one.
+        ctx.set_materialize_grads(False)
         return (label_logits - lse).squeeze(1), None if entropy is None else entropy.squeeze(1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, logprob_grad: Tensor, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, logprob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, lse, entropy = ctx.saved_tensors
+        if logprob_grad is None:
+            logprob_grad = torch.zeros_like(lse).squeeze(1)
         projection = _Projection(hidden, weight, ctx.inv_temperature)
         gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
         logprob_grad = logprob_grad.unsqueeze(1)

@@ -124,9 +124,12 @@ def ensure_checkpoint(
         engine = ArchonEngine(model.model_copy(update={"optimizer": None}))
         engine.initialize()
         made = workshop / "export"
+        (made / RECORD).unlink(missing_ok=True)
         engine.save(made)
     else:
         made = workshop / "warmup" / "export"
+        # Of an attempt that was killed before the rename: an export replaces only what an export has.
+        (made / RECORD).unlink(missing_ok=True)
         if not warm_up(config.warmup, model, workshop / "warmup"):
             return False
     (made / RECORD).write_text(json.dumps(wanted, indent=2) + "\n")

@@ -170,6 +170,18 @@ def test_dtype_that_would_destroy_the_weights_is_refused(tmp_path: Path, dtype: 
         archon.load_model(folder, dtype=dtype)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e5])
+def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path, value: float) -> None:
+    """1e5 is finite until it is written in float16."""
+    folder, _ = make_checkpoint(tmp_path / "in")
+    model = archon.load_model(folder)
+    with torch.no_grad():
+        model.norm.weight[0] = value
+    with pytest.raises(CheckpointError, match=r"'model.norm.weight' holds NaN or infinite values as torch.float16"):
+        archon.save_model(model, tmp_path / "out", like=folder, dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("device", ["nowhere", "cuda:999"])
 def test_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
     folder, _ = make_checkpoint(tmp_path / "in")

@@ -141,6 +141,22 @@ def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
         head(hidden, labels)
 
 
+@pytest.mark.parametrize("used", ["logprobs", "entropy"])
+def test_what_takes_no_part_in_the_loss_has_no_part_in_the_gradient(used: str) -> None:
+    head, hidden, labels = case()
+    expected = dict(zip(("logprobs", "entropy"), plain(hidden, head.weight, labels, 0.7), strict=True))
+    actual = getattr(head(hidden, labels, 0.7, entropy=True), used)
+    grads = (torch.autograd.grad(x.sum(), (hidden, head.weight)) for x in (actual, expected[used]))
+    for ours, theirs in zip(*grads, strict=True):
+        assert relative(ours, theirs) <= FORMULA_FP64
+
+
+def test_weights_without_labels_are_refused() -> None:
+    head, hidden, _ = case()
+    with pytest.raises(ValueError, match="weights were given without labels"):
+        head(hidden, weights=torch.ones(T))
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), torch.zeros(T)])
 def test_a_temperature_that_is_not_positive_is_refused(temperature: float | Tensor) -> None:
     head, hidden, labels = case()

@@ -119,6 +119,31 @@ def test_made_checkpoint_is_warmed_up_recorded_and_made_once(
     assert any(not a.equal(b) for a, b in zip(made.parameters(), load_model(cold).parameters(), strict=True))
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_kill_before_the_last_rename_does_not_stop_the_next_attempt(
+    bootstrap: Callable[..., BootstrapConfig],
+    runner: Runner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warm: bool,
+) -> None:
+    config, target = bootstrap() if warm else bootstrap(warmup=None), tmp_path / "model"
+    rename = Path.rename
+
+    def refuse(self: Path, to: Path) -> Path:
+        if to == target:
+            raise OSError("as if killed")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="as if killed"):
+        ensure_checkpoint(config, target, runner)
+    monkeypatch.undo()
+    assert not target.exists()
+    assert ensure_checkpoint(config, target, runner)
+    assert load_model(target)
+
+
 def test_checkpoint_that_bootstrap_did_not_make_is_left_alone(
     bootstrap: Callable[..., BootstrapConfig], runner: Runner, tmp_path: Path
 ) -> None:
