@@ -187,3 +187,21 @@ def test_sigterm_saves_and_leaves_and_the_run_goes_on(archon, rl_overrides, tmp_
     assert done.code == 0, done.err
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == [*steps, steps[-1] + 1], "each step once, none lost"
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("command", "recipe", "override"),
+    [("sft", "gsm8k_sft_cpu.yaml", "eval_every=10"), ("rl", "gsm8k_rl_cpu.yaml", "bootstrap.warmup.total_steps=20")],
+)
+def test_the_recipes_on_real_data_run_their_twenty_steps(archon, data_dir, tmp_path, command, recipe, override):
+    done = archon(command, "--config", RECIPES / recipe, f"run_dir={tmp_path / 'run'}", override)
+    assert done.code == 0, done.err
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows][-1] == 20
+    if command == "sft":
+        losses = [row["loss"] for row in rows if "loss" in row]
+        assert losses[-1] < losses[0] - 1
+    else:
+        assert all(row["skipped_update"] == 0 and row["first_logprob_diff"] < 1e-4 for row in rows if row["step"])
