@@ -66,7 +66,8 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
         model,
         tokenizer,
         max_slots=min(config.max_slots, len(requests)),
-        max_seq_len=min(config.max_tokens or longest, longest),
+        # What the model was made for is exceeded only by who says so.
+        max_seq_len=min(config.max_tokens or model.args.max_seq_len, longest),
         seed=0 if config.seed is None else config.seed,
     )
     asyncio.run(print_answers(engine, requests, len(requests) // len(prompts), tokenizer))

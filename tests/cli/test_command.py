@@ -205,3 +205,9 @@ def test_the_recipes_on_real_data_run_their_twenty_steps(archon, data_dir, tmp_p
         assert losses[-1] < losses[0] - 1
     else:
         assert all(row["skipped_update"] == 0 and row["first_logprob_diff"] < 1e-4 for row in rows if row["step"])
+
+
+@pytest.mark.parametrize(("override", "tokens"), [((), 60), (("max_tokens=80",), 76)])
+def test_generate_stays_within_the_models_positions_unless_told(archon, checkpoint, override, tokens):
+    answer = archon("generate", checkpoint, "--prompt", "1+1=", "max_new_tokens=99", "ignore_eos=true", *override)
+    assert f"({tokens} tokens, length)" in answer.out, answer.err
