@@ -128,10 +128,12 @@ def readme(records: Sequence[Record]) -> str:
 
 
 def with_summary(text: str, records: Sequence[Record]) -> str:
-    """`text` with the summary between the markers; unchanged where it has none."""
+    """`text` with the summary between the markers. Raises ValueError where it has none."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    return f"{before}{begin}\n{summary(records)}\n{end}{after}" if begin and end else text
+    if not (begin and end):
+        raise ValueError(f"README.md has no place for the summary: expected {BEGIN} and {END}")
+    return f"{before}{begin}\n{summary(records)}\n{end}{after}"
 
 
 def wanted(records: Sequence[Record]) -> dict[Path, str]:

@@ -70,4 +70,5 @@ def test_the_summary_goes_between_the_markers_and_nowhere_else():
     assert "old" not in once and "| archon / peer |" in once
     assert once.startswith("# archon\n") and once.endswith(f"{readme.END}\nrest\n")
     assert readme.with_summary(once, [a_record()]) == once
-    assert readme.with_summary("# archon\n", [a_record()]) == "# archon\n"
+    with pytest.raises(ValueError, match="no place for the summary"):
+        readme.with_summary("# archon\n", [a_record()])
