@@ -119,19 +119,16 @@ def ensure_checkpoint(
         raise ConfigError(f"{workshop} holds an unfinished checkpoint with other `bootstrap` values; remove it")
     changes = {"path": str(blank), "init_from_scratch": True, "seed": config.seed}
     model = (like or EngineConfig(path=str(blank))).model_copy(update=changes)
+    made = workshop / "export" if config.warmup is None else workshop / "warmup" / "export"
+    # Of an attempt that was killed before the rename: an export replaces only what an export has.
+    (made / RECORD).unlink(missing_ok=True)
     if config.warmup is None:
         # Nothing is trained here, so no schedule is needed either.
         engine = ArchonEngine(model.model_copy(update={"optimizer": None}))
         engine.initialize()
-        made = workshop / "export"
-        (made / RECORD).unlink(missing_ok=True)
         engine.save(made)
-    else:
-        made = workshop / "warmup" / "export"
-        # Of an attempt that was killed before the rename: an export replaces only what an export has.
-        (made / RECORD).unlink(missing_ok=True)
-        if not warm_up(config.warmup, model, workshop / "warmup"):
-            return False
+    elif not warm_up(config.warmup, model, workshop / "warmup"):
+        return False
     (made / RECORD).write_text(json.dumps(wanted, indent=2) + "\n")
     made.rename(target)
     shutil.rmtree(workshop)
