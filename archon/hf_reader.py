@@ -7,22 +7,25 @@ memory, or through one small buffer a thread where dtype, layout or device diffe
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
+import math
+import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
-from archon.huge_pages import HUGE_PAGE_BYTES, HugePageAdvisor
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
-from archon.parallel.fsdp import local_tensor
+from archon.parallel.fsdp import local_tensor, own_part
 from archon.safetensors_file import PIECE_BYTES, SafetensorsFile, TensorEntry, bytes_of, pieces, refuse
 from archon.schema.errors import CheckpointError
 
@@ -31,6 +34,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Reading releases the GIL and copies from the page cache as fast as one core can; a second thread hides page faults.
 READERS = 2
+PAGE_BYTES = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
 # What a weight may be stored in; integers and 8-bit floats carry scales that archon would have to know of.
 WEIGHT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -102,14 +107,10 @@ class HFCheckpoint:
                 return False
         return True
 
-    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill each tensor, of any device, layout and float dtype, with the key of the same shape."""
-        jobs = [
-            _Piece(self.files[key], key, entry.dtype, entry.start + offset, piece)
-            for key, target in sorted(targets, key=lambda t: (str(self.where(t[0])), self.entries[t[0]].start))
-            for entry in (self.entries[key],)
-            for offset, piece in pieces(target, entry.dtype.itemsize, align=HUGE_PAGE_BYTES)
-        ]
+    def read(self, targets: Iterable[Target]) -> None:
+        """Fill each tensor, of any device, layout and float dtype, with its part of the key."""
+        ordered = sorted(targets, key=lambda t: (str(self.where(t.key)), self.entries[t.key].start))
+        jobs = [job for target in ordered for job in self._pieces(target)]
         reader = _PieceReader()
         with (
             _single_threaded_workers(),
@@ -117,6 +118,20 @@ class HFCheckpoint:
         ):
             for _ in pool.map(reader.read, jobs):
                 pass
+
+    def _pieces(self, target: Target) -> Iterator[_Piece]:
+        file, entry, (rows, *inner) = self.files[target.key], self.entries[target.key], target.part
+        itemsize, row = entry.dtype.itemsize, math.prod(entry.shape[1:])
+        first = entry.start + rows.start * row * itemsize
+        if all(part == slice(0, size) for part, size in zip(inner, entry.shape[1:], strict=True)):
+            for offset, piece in pieces(target.tensor, itemsize):
+                yield _Piece(file, target.key, entry.dtype, first + offset, piece)
+        elif target.tensor.numel():
+            # Columns of a matrix: whole rows are read, since the neighbours' parts are in the same pages.
+            step = max(1, PIECE_BYTES // (row * itemsize))
+            for start in range(0, rows.stop - rows.start, step):
+                part = target.tensor[start : start + step]
+                yield _Piece(file, target.key, entry.dtype, first + start * row * itemsize, part, (row, inner[0]))
 
     def close(self) -> None:
         self._opened.close()
@@ -128,15 +143,25 @@ class HFCheckpoint:
         self.close()
 
 
+class Target(NamedTuple):
+    """A tensor, and the part of a key's tensor that fills it: one slice a dimension, of its own shape."""
+
+    key: str
+    tensor: Tensor
+    part: tuple[slice, ...]
+
+
 @dataclass(frozen=True)
 class _Piece:
-    """A stretch of a file, of `dtype` from byte `offset`, and the view that it fills."""
+    """A stretch of a file, of `dtype` from byte `offset`, and the view that it fills: wholly, or with the columns
+    (length of a row in the file, which of it)."""
 
     file: SafetensorsFile
     key: str
     dtype: torch.dtype
     offset: int
     target: Tensor
+    columns: tuple[int, slice] | None = None
 
 
 class _PieceReader:
@@ -144,27 +169,57 @@ class _PieceReader:
 
     def __init__(self) -> None:
         self._buffers = threading.local()
-        self._advisor = HugePageAdvisor()
 
     def read(self, piece: _Piece) -> None:
         target = piece.target
         if target.device.type != "cpu" or not target.is_contiguous():
             self._read_through_buffer(piece)
             return
-        with self._advisor.filling(target.data_ptr(), target.nbytes):
-            if target.dtype == piece.dtype:
-                piece.file.read_into(bytes_of(target), piece.offset, f"key {piece.key!r}")
-            else:
-                self._read_through_buffer(piece)
+        _populate(target)
+        if target.dtype == piece.dtype and piece.columns is None:
+            piece.file.read_into(bytes_of(target), piece.offset, f"key {piece.key!r}")
+        else:
+            self._read_through_buffer(piece)
 
     def _read_through_buffer(self, piece: _Piece) -> None:
         target = piece.target
         if not hasattr(self._buffers, "bytes"):
             self._buffers.bytes = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=target.is_cuda)
-        staged = self._buffers.bytes[: target.numel() * piece.dtype.itemsize]
+        shape = target.shape if piece.columns is None else (target.shape[0], piece.columns[0])
+        size = math.prod(shape) * piece.dtype.itemsize
+        if size > self._buffers.bytes.numel():  # a single row wider than a piece
+            self._buffers.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=target.is_cuda)
+        staged = self._buffers.bytes[:size]
         piece.file.read_into(bytes_of(staged), piece.offset, f"key {piece.key!r}")
+        whole = staged.view(piece.dtype).view(shape)
+        if piece.columns is not None:
+            whole = whole[:, piece.columns[1]]
         # To a GPU in the dtype of the file, converted there: fewer bytes on the bus, no second buffer here.
-        target.copy_(staged.view(piece.dtype).view(target.shape).to(target.device))
+        target.copy_(whole.to(target.device))
+
+
+def _populate(target: Tensor) -> None:
+    """Have the kernel provide the pages of fresh memory at once: one call costs less than a fault for each of them.
+
+    Huge pages would be fewer, but on a virtual machine they are fetched from the host, and cost 3 times the time.
+    """
+    madvise = _madvise()
+    if madvise is None:
+        return
+    start = target.data_ptr() - target.data_ptr() % PAGE_BYTES
+    size = -(-(target.data_ptr() + target.nbytes - start) // PAGE_BYTES) * PAGE_BYTES
+    madvise(start, size, _MADV_POPULATE_WRITE)  # refused by kernels before 5.14, which do without
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], Any] | None:
+    """The C library's; None where there is none."""
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
 
 
 @contextmanager
@@ -195,18 +250,20 @@ def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str |
         checkpoint.read(match_parameters(checkpoint, model, adapter))
 
 
-def match_parameters(
-    checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter
-) -> list[tuple[str, Tensor]]:
-    """Each key with the parameter, or the row of a stacked one, that it fills; errors as of `load_hf_weights`."""
-    parameters = {name: local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
+def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> list[Target]:
+    """What each key fills: a parameter or the row of a stacked one, of those the part that this rank holds.
+
+    Errors are those of `load_hf_weights`.
+    """
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    whole = not hasattr(model, "stages")  # a pipeline's rank leaves to others what it does not hold
     expected = adapter.hf_shapes()
     if "score.weight" in expected and "score.weight" not in checkpoint.entries:
         refuse(
             checkpoint.path,
             "key 'score.weight' missing from its weights; for a critic made from an actor set init_score=True",
         )
-    ties, targets, filled = list[tuple[str, str]](), list[tuple[str, Tensor]](), set[str]()
+    ties, targets, filled = list[tuple[str, str]](), list[Target](), set[str]()
     for key in checkpoint.entries:
         try:
             target = adapter.hf_to_native(key)
@@ -217,7 +274,14 @@ def match_parameters(
         if target.must_equal:
             ties.append((key, target.name))
             continue
-        targets.append((key, _destination(checkpoint, key, target, parameters, expected)))
+        if whole or target.name in parameters:
+            destination = _destination(checkpoint, key, target, parameters, expected)
+            if destination is not None:
+                targets.append(destination)
+        if target.name == "tok_embeddings.weight" and "output.weight" in parameters and adapter.is_tied:
+            head = parameters["output.weight"]
+            targets.append(Target(key, local_tensor(head), own_part(head)))
+            filled.add("output.weight")
         filled.add(target.name)
     missing = [key for key in expected if key not in checkpoint.entries]
     if missing:
@@ -228,7 +292,7 @@ def match_parameters(
         if name not in filled:
             refuse(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")
     for key, name in ties:
-        _require_tie(checkpoint, key, *(hf for hf, _ in adapter.convert_single_to_hf(name, parameters[name])))
+        _require_tie(checkpoint, key, adapter.to_hf_map[name])
     return targets
 
 
@@ -238,8 +302,9 @@ def _destination(
     target: NativeTarget,
     parameters: Mapping[str, Tensor],
     expected: Mapping[str, tuple[int, ...]],
-) -> Tensor:
-    """What a key fills, its shape and dtype checked against the config and against the model."""
+) -> Target | None:
+    """What a key fills, its shape and dtype checked against the config and against the model; None where other ranks
+    hold all of it."""
     file, entry = checkpoint.where(key), checkpoint.entries[key]
     assert target.name is not None
     if key not in expected:
@@ -251,14 +316,19 @@ def _destination(
     if target.name not in parameters:
         refuse(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
     parameter = parameters[target.name]
-    destination = parameter if target.index is None else parameter[target.index]
-    if tuple(destination.shape) != entry.shape:
+    shape = tuple(parameter.shape if target.index is None else parameter.shape[1:])
+    if shape != entry.shape:
         refuse(
             file,
             f"key {key!r} has shape {list(entry.shape)}, the model's parameter {target.name!r} "
-            f"{list(destination.shape)}; is the model of another config?",
+            f"{list(shape)}; is the model of another config?",
         )
-    return destination
+    own, part = local_tensor(parameter), own_part(parameter)
+    if target.index is None:
+        return Target(key, own, part)
+    if not part[0].start <= target.index < part[0].stop:
+        return None
+    return Target(key, own[target.index - part[0].start], part[1:])
 
 
 def _require_tie(checkpoint: HFCheckpoint, key: str, embedding: str) -> None:

@@ -201,11 +201,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def pieces(tensor: Tensor, itemsize: int, limit: int = PIECE_BYTES, align: int = 1) -> Iterator[tuple[int, Tensor]]:
+def pieces(tensor: Tensor, itemsize: int, limit: int = PIECE_BYTES) -> Iterator[tuple[int, Tensor]]:
     """Views that cover `tensor` in row-major order, each with its offset in bytes of `itemsize` an element.
 
-    A view has at most `limit` bytes of that size; it is flat where the tensor is contiguous. Views of a contiguous
-    tensor begin, but for the first, at addresses that are multiples of `align` (at most a view's size in memory).
+    A view has at most `limit` bytes of that size; it is flat where the tensor is contiguous.
     """
     if tensor.numel() == 0:
         return
@@ -216,10 +215,8 @@ def pieces(tensor: Tensor, itemsize: int, limit: int = PIECE_BYTES, align: int =
         tensor = tensor.view(-1)
     row = math.prod(tensor.shape[1:]) * itemsize
     rows = max(1, limit // row)
-    lead = -tensor.data_ptr() % align // tensor.element_size() if tensor.dim() == 1 else 0
-    bounds = [0, *range(rows - (align // tensor.element_size() - lead if lead else 0), tensor.shape[0], rows)]
-    for first, end in zip(bounds, [*bounds[1:], tensor.shape[0]], strict=True):
-        part = tensor[first:end]
+    for first in range(0, tensor.shape[0], rows):
+        part = tensor[first : first + rows]
         if rows == 1 and row > limit:
             yield from ((first * row + offset, piece) for offset, piece in pieces(part[0], itemsize, limit))
         else:

@@ -119,19 +119,6 @@ def test_pieces_cover_a_tensor_once_in_row_major_order(layout: str, limit: int) 
     assert torch.equal(tensor, expected)
 
 
-def test_pieces_begin_at_multiples_of_the_alignment() -> None:
-    memory = torch.zeros(1000, dtype=torch.uint8)
-    for shift in range(0, 128, 4):
-        tensor = memory[shift:].view(-1)[: 800 - 800 % 4].view(torch.float32)
-        offset, parts = 0, list(pieces(tensor, 2, limit=96, align=64))
-        for start, piece in parts:
-            assert start == offset
-            assert piece.numel() * 2 <= 96
-            assert start == 0 or piece.data_ptr() % 64 == 0
-            offset += piece.numel() * 2
-        assert offset == tensor.numel() * 2
-
-
 def test_unaligned_data_is_read(tmp_path: Path) -> None:
     """The format does not ask for alignment: an odd number of bytes may come first."""
     folder, weights = make_checkpoint(tmp_path)
