@@ -60,12 +60,13 @@ class MatmulShape:
 
     @classmethod
     def from_args(cls, args: BaseModelArgs) -> MatmulShape:
-        """Of a dense family's arguments."""
+        """Of a family's arguments."""
         width = args.n_heads * args.head_dim
         attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
-        layers = args.n_layers * (attention + 3 * args.dim * args.hidden_dim)
-        count = layers + args.dim * (1 if args.is_critic else args.vocab_size)
-        return cls(count, count, width, args.layer_windows)
+        always = args.n_layers * attention + args.dim * (1 if args.is_critic else args.vocab_size)
+        networks = [args.feed_forward_parameters(layer) for layer in range(args.n_layers)]
+        active, total = (always + sum(counts) for counts in zip(*networks, strict=True))
+        return cls(active, total, width, args.layer_windows)
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> MatmulShape:

@@ -89,6 +89,11 @@ class BaseModelArgs:
                     f"RoPE {name} has {len(divisors)} entries; head_dim {self.head_dim} needs half as many"
                 )
 
+    def feed_forward_parameters(self, layer: int) -> tuple[int, int]:
+        """Matrix parameters of a layer's feed-forward network: those a token meets, and all."""
+        count = 3 * self.dim * self.hidden_dim
+        return count, count
+
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
         """Read a transformers config object or a parsed `config.json`, of the old or the new RoPE style.

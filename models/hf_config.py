@@ -22,8 +22,8 @@ class Field:
     """A config field that becomes an argument of the model.
 
     Attributes:
-        native: the name in `BaseModelArgs`.
-        kind: `int`, `float` (an integer is accepted), `bool` or `str`.
+        native: the name in `BaseModelArgs`; empty for a field that is checked and has no effect here.
+        kind: `int`, `float` (an integer is accepted), `bool`, `str`, or `list` for a list of integers, none negative.
         default: what Hugging Face assumes where the file is silent; REQUIRED where a file must speak.
         optional: whether null is accepted (and read as the default).
         least: the smallest integer accepted; no number but an integer may be negative.
@@ -161,6 +161,7 @@ def read_config(hf_config: Any, fields: Mapping[str, Field], model_types: frozen
         if name in _MUST_BE and value is not None and value != _MUST_BE[name]:
             refuse(name, value, f"archon supports only {_MUST_BE[name]!r}")
     args = {field.native: _read_field(config, name, field) for name, field in fields.items()}
+    args.pop("", None)
     args["rope_theta"], args["rope_scaling"] = _read_rope(config, args["max_seq_len"])
     args["sliding_window"], args["layer_windows"] = _read_windows(config, args["n_layers"])
     return args
@@ -173,6 +174,8 @@ def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
     if name not in config or (value is None and field.optional):
         return field.default
     value = check_kind(name, value, field.kind)
+    if field.kind is list and any(type(item) is not int or item < 0 for item in value):
+        refuse(name, value, "expected a list of integers, none negative")
     if field.kind is int and value < field.least:
         refuse(name, value, f"expected at least {field.least}")
     if field.kind is int and field.most is not None and value > field.most:

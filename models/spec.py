@@ -21,7 +21,7 @@ PipeliningFn = Callable[..., Any]
 
 ENTRY_POINT_GROUP = "archon.models"
 # A new family adds its name here; nothing else outside its folder changes.
-FAMILIES = ("qwen2", "qwen3")
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)

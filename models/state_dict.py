@@ -44,6 +44,13 @@ QK_NORM_HF_MAP: dict[str, str | None] = {
     "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
     "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
 }
+# Experts are one stacked parameter here and one matrix each there; the second `{}` is the expert.
+EXPERTS_HF_MAP: dict[str, str | None] = {
+    "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
+    "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
+    "model.layers.{}.mlp.experts.{}.down_proj.weight": "layers.{}.moe.experts.w2",
+    "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.moe.experts.w3",
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,173 @@
+"""Mixture of experts: a top-k router (Shazeer et al. 2017, arXiv:1701.06538), experts as stacked matrices, and what
+keeps their load even.
+
+    out_t = sum over the k experts e that token t chose of p_te * w2_e (act(w1_e x_t) * w3_e x_t)
+
+with p = softmax of the router's logits, by choice divided by its sum over the k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from archon.models.layers.feed_forward import ACTIVATIONS, FeedForward
+from archon.models.layers.fused import swiglu
+from archon.models.layers.linear import Linear, Role
+from archon.parallel.comm import Group, all_gather, all_reduce, all_reduce_replicated, local, reduce_scatter
+from archon.parallel.expert import ExpertParallel
+
+
+class RouterStats(NamedTuple):
+    """What one layer's router did with the tokens of this rank.
+
+    `counts` [E]: times each expert was chosen; `probabilities` [E]: sum of its softmax probabilities, with gradient;
+    `tokens`: how many tokens, a scalar. Padding counts nowhere.
+    """
+
+    counts: Tensor
+    probabilities: Tensor
+    tokens: Tensor
+
+
+class Router(nn.Module):
+    """Chooses `top_k` of `n_experts` for a token and weighs them, in at least float32.
+
+    `balance` adds `expert_bias` [E] to the probabilities where experts are chosen, and not where they are weighed
+    (Wang et al. 2024, arXiv:2408.15664); the engine moves it.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(self, dim: int, n_experts: int, top_k: int, *, normalise: bool, balance: bool) -> None:
+        super().__init__()
+        self.top_k, self.normalise = top_k, normalise
+        self.gate = Linear(dim, n_experts, bias=False, role="router")
+        self.register_buffer("expert_bias", torch.zeros(n_experts) if balance else None)
+
+    def forward(self, x: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, RouterStats]:
+        """x [T, dim] to weights [T, k] in x's dtype, experts int64 [T, k], and statistics over `counted` (bool [T])."""
+        logits = self.gate(x)
+        p = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        scores = p.detach() if self.expert_bias is None else p.detach() + self.expert_bias
+        experts = scores.topk(self.top_k, dim=-1).indices
+        weights = p.gather(-1, experts)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        ones = torch.ones_like(experts, dtype=p.dtype) if counted is None else counted.to(p.dtype).unsqueeze(-1)
+        counts = p.new_zeros(p.shape[-1]).scatter_add_(0, experts.flatten(), ones.expand_as(experts).flatten())
+        kept = p if counted is None else p * ones
+        tokens = p.new_tensor(float(p.shape[0])) if counted is None else ones.sum()
+        return weights.to(x.dtype), experts, RouterStats(counts, kept.sum(0), tokens)
+
+
+class GroupedExperts(nn.Module):
+    """The experts' gated networks, each weight one tensor [E, out, in]; under expert parallelism this rank's."""
+
+    role: Role = "experts"
+
+    def __init__(self, n_experts: int, dim: int, hidden_dim: int, hidden_act: str) -> None:
+        super().__init__()
+        self.n_experts = n_experts
+        self.act = ACTIVATIONS[hidden_act]
+        self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Rows [N, dim] in the order of the experts, counts int64 [E] of each, to [N, dim]."""
+        w1, w2, w3 = local(self.w1), local(self.w2), local(self.w3)
+        gate, up = grouped_linear(x, w1, counts), grouped_linear(x, w3, counts)
+        hidden = swiglu(gate, up) if self.act is F.silu else self.act(gate) * up
+        return grouped_linear(hidden, w2, counts)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.w1.shape)}"
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """x [N, in], the first counts[0] rows times weight[0] [out, in] transposed, and so on: [N, out].
+
+    `grouped_mm`, without waiting for the counts; in float64, which it does not know, and for no rows at all, a loop.
+    """
+    if x.dtype == torch.float64 or x.shape[0] == 0:
+        parts = x.split(counts.tolist())
+        return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(parts, weight.unbind(), strict=True)])
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
+
+
+class MoE(nn.Module):
+    """Router and experts, and experts that every token meets.
+
+    Args:
+        shared_hidden_dim: inner width of the shared experts' network; 0 for none.
+        balance: keep a balancing bias, see `Router`.
+    """
+
+    ep: ExpertParallel | None = None
+    etp: Group | None = None
+    """The ranks that share each expert's hidden features, if any; then tokens are gathered over them."""
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        hidden_act: str,
+        *,
+        n_experts: int,
+        top_k: int,
+        normalise: bool,
+        shared_hidden_dim: int = 0,
+        balance: bool = False,
+    ) -> None:
+        super().__init__()
+        self.router = Router(dim, n_experts, top_k, normalise=normalise, balance=balance)
+        self.experts = GroupedExperts(n_experts, dim, hidden_dim, hidden_act)
+        self.shared_experts = FeedForward(dim, shared_hidden_dim, hidden_act) if shared_hidden_dim else None
+
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+        """[T, dim] to [T, dim] and the router's statistics over the tokens that `counted` (bool [T]) marks."""
+        weights, experts, stats = self.router(x, counted)
+        rows = x
+        if self.etp is not None:
+            rows, weights = all_gather(x, self.etp), all_gather(weights, self.etp)
+            experts = all_gather(experts, self.etp)
+        out = self._routed(rows, weights, experts)
+        if self.etp is not None:
+            out = reduce_scatter(out, self.etp)
+        return (out if self.shared_experts is None else out + self.shared_experts(x)), stats
+
+    def _routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)
+        counts = torch.zeros(self.experts.n_experts, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        rows = x.index_select(0, order // experts.shape[1])
+        if self.ep is None:
+            out = self.experts(rows, counts)
+        else:
+            rows, counts, way_back = self.ep.dispatch(rows, counts)
+            out = self.ep.combine(self.experts(rows, counts), way_back)
+        out = out.index_select(0, order.argsort()).unflatten(0, experts.shape)
+        return torch.bmm(weights.unsqueeze(1), out).squeeze(1)
+
+
+def load_balancing_loss(stats: Sequence[RouterStats], groups: Sequence[Group] = ()) -> Tensor:
+    """E * sum over experts of f_e P_e: share of the choices times mean probability, over the tokens of all layers.
+
+    As transformers computes it (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6, over top-k choices and all
+    layers at once); 0 gradient through f. Its unit is what one call sees, the tokens of `stats` on the ranks of
+    `groups`: the loss of two halves is not the mean of theirs. A scalar, the same on every rank, whose gradient is to
+    be counted once.
+    """
+    counts = torch.stack([s.counts for s in stats]).sum(0)
+    probabilities = torch.stack([s.probabilities for s in stats]).sum(0)
+    tokens = torch.stack([s.tokens for s in stats]).sum()
+    for group in groups:
+        counts, tokens = all_reduce(counts, group), all_reduce(tokens, group)
+        probabilities = all_reduce_replicated(probabilities, group)
+    return (counts * probabilities).sum() * counts.shape[0] / tokens.square()
