@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +16,18 @@ from archon.models.head import LMHead, TokenScores, WeightedLoss
 from archon.models.layers.attention import Attention
 from archon.models.layers.feed_forward import FeedForward
 from archon.models.layers.linear import Embedding, Linear
+from archon.models.layers.moe import GroupedExperts, MoE, Router, RouterStats
 from archon.models.layers.norm import RMSNorm
 from archon.models.layers.rope import RotaryEmbedding
+from archon.parallel.comm import all_gather_replicated
 
-__all__ = ["BaseArchonModel", "BaseModelArgs", "TransformerBlock"]
+__all__ = ["BaseArchonModel", "BaseModelArgs", "MoETransformerBlock", "TransformerBlock"]
 
 
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward network, each added to the residual stream."""
 
-    def __init__(self, layer: int, args: BaseModelArgs) -> None:
+    def __init__(self, layer: int, args: BaseModelArgs, *, dense: bool = True) -> None:
         super().__init__()
         self.attention = Attention(
             layer,
@@ -36,7 +40,8 @@ class TransformerBlock(nn.Module):
             qk_norm_eps=args.norm_eps if args.qk_norm else None,
             window=args.layer_windows[layer],
         )
-        self.feed_forward = FeedForward(args.dim, args.hidden_dim, args.hidden_act)
+        if dense:
+            self.feed_forward = FeedForward(args.dim, args.hidden_dim, args.hidden_act)
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
@@ -44,6 +49,22 @@ class TransformerBlock(nn.Module):
         """[T, dim] to [T, dim]."""
         x = x + self.attention(self.attention_norm(x), cos, sin, meta)
         return x + self.feed_forward(self.ffn_norm(x))
+
+
+class MoETransformerBlock(TransformerBlock):
+    """The block with a mixture of experts in place of the one network."""
+
+    def __init__(self, layer: int, args: BaseModelArgs, moe: MoE) -> None:
+        super().__init__(layer, args, dense=False)
+        self.moe = moe
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, meta: AttentionMeta
+    ) -> tuple[Tensor, RouterStats]:
+        """[T, dim] to [T, dim], and what the router did: returned, so that a recomputed one does not count twice."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, meta)
+        out, stats = self.moe(self.ffn_norm(x), meta.counted)
+        return x + out, stats
 
 
 class BaseArchonModel(nn.Module):
@@ -62,12 +83,14 @@ class BaseArchonModel(nn.Module):
         self.rope = RotaryEmbedding(args.rope_scaling, args.rope_theta, args.head_dim, args.max_seq_len)
         self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})
         self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.router_stats: list[RouterStats] = []
+        """Of each mixture of experts in the last forward, in the order of the layers."""
         self.output: LMHead | None = None
         self.score: Linear | None = None
         if args.is_critic:
             self.score = Linear(args.dim, 1, bias=False, role="value_head")
         else:
-            self.output = LMHead(args.dim, args.vocab_size)
+            self.output = LMHead(args.dim, args.vocab_size, tied=args.tie_word_embeddings)
             self.tie_weights()
 
     def build_block(self, layer: int) -> nn.Module:
@@ -122,6 +145,8 @@ class BaseArchonModel(nn.Module):
         hidden = self.hidden_states(tokens, positions, meta)
         if self.score is not None:
             values = self.score(hidden).squeeze(-1)
+            if self.score.tp is not None:
+                values = all_gather_replicated(values, self.score.tp)
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             return values.unsqueeze(0) if batched else values
         if self.output is None:
@@ -143,12 +168,18 @@ class BaseArchonModel(nn.Module):
         meta.begin(hidden)
         lengths = meta.document_lengths(positions) if self.args.rope_scaling.depends_on_length else None
         cos, sin = self.rope(positions, hidden.dtype, lengths)
-        meta, order = meta.arrange()
+        order = None
+        if hidden.shape[0] == positions.shape[0]:  # tensor parallelism leaves each rank a share, which has no order
+            meta, order = meta.arrange()
         if order is not None:
             check_lengths(order.shape[0], hidden.shape[0])
             hidden, cos, sin = (x.index_select(0, order) for x in (hidden, cos, sin))
+        self.router_stats = []
         for block in self.layers.values():
             hidden = block(hidden, cos, sin, meta)
+            if isinstance(hidden, tuple):
+                hidden, stats = hidden
+                self.router_stats.append(stats)
         if order is not None:
             hidden = hidden.index_select(0, torch.argsort(order))
         return hidden if self.norm is None else self.norm(hidden)
@@ -156,14 +187,27 @@ class BaseArchonModel(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Fresh weights as Hugging Face makes them: normal(0, initializer_range) matrices, zero biases, unit norms."""
-        for module in self.modules():
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for name, fill in self.initializers():
+            fill(parameters[name])
+
+    def initializers(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+        """Name of each parameter, and what fills it or a tensor of its shape; a tied one is named, and drawn, twice."""
+        normal = partial(nn.init.normal_, std=self.args.initializer_range)
+        for prefix, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=self.args.initializer_range)
+                yield f"{prefix}.weight", normal
             if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+                yield f"{prefix}.bias", nn.init.zeros_
             if isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
+                yield f"{prefix}.weight", nn.init.ones_
+            if isinstance(module, GroupedExperts):
+                yield from ((f"{prefix}.{name}", normal) for name, _ in module.named_parameters())
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Recompute on `device` what is no parameter and no part of a checkpoint: the rotary frequencies."""
+        """Recompute on `device` what no checkpoint of Hugging Face's holds: rotary frequencies, balancing biases of
+        0."""
         self.rope.init_buffers(device)
+        for module in self.modules():
+            if isinstance(module, Router) and module.expert_bias is not None:
+                module.expert_bias = torch.zeros_like(module.expert_bias, device=device)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from archon.models.layers.linear import Role
 from archon.models.layers.matmul import linear
 from archon.models.token_scores import token_scores, weighted_loss
+from archon.parallel.comm import Group, all_gather, local
+from archon.schema.errors import LayoutError
 
 IGNORE_INDEX = -100
 """Label of a position that is not scored: logprob 0, entropy 0, no gradient."""
@@ -54,9 +56,12 @@ class LMHead(nn.Linear):
     """Projection to the vocabulary, weight [vocab, dim], without bias; a tied model's weight is its embedding."""
 
     role: Role = "head"
+    tp: Group | None = None
 
-    def __init__(self, dim: int, vocab_size: int) -> None:
+    def __init__(self, dim: int, vocab_size: int, *, tied: bool = False) -> None:
         super().__init__(dim, vocab_size, bias=False)
+        self.tied = tied
+        """Whether the weight is the embedding, also where a pipeline keeps the two apart."""
 
     @overload
     def forward(self, hidden: Tensor) -> Tensor: ...
@@ -86,7 +91,7 @@ class LMHead(nn.Linear):
         """One call for every use, since sharding wraps exactly this call.
 
         Args:
-            hidden: [T, dim], after the final norm.
+            hidden: [T, dim], after the final norm; under tensor parallelism this rank's share [T / tp, dim].
             labels: int64 [T], the token each position predicts, -100 for none: those rows cost nothing.
             temperature: divides the logits; a positive number, or [T].
             entropy: whether scores carry entropies, which cost three more passes over each tile.
@@ -101,11 +106,17 @@ class LMHead(nn.Linear):
         if labels is None:
             if weights is not None:
                 raise ValueError("weights were given without labels; the weighted loss needs both")
+            if self.tp is not None:
+                raise LayoutError(
+                    "under tensor parallelism the vocabulary is split and whole logits are never made; pass labels"
+                )
             return linear(hidden, self.weight)
         if weights is not None:
             return self.loss_sum(hidden, labels, weights, temperature)
         kept, hidden, labels, temperature = self._kept(hidden, labels, temperature, labels != IGNORE_INDEX)
-        logprobs, entropies = token_scores(hidden, self.weight, labels, temperature, with_entropy=entropy)
+        logprobs, entropies = token_scores(
+            hidden, local(self.weight), labels, temperature, with_entropy=entropy, group=self.tp
+        )
         return TokenScores(kept.spread(logprobs), None if entropies is None else kept.spread(entropies))
 
     def loss_sum(
@@ -119,13 +130,17 @@ class LMHead(nn.Linear):
         kept, hidden, labels, temperature = self._kept(
             hidden, labels, temperature, (labels != IGNORE_INDEX) & (weights != 0)
         )
-        loss, logprobs = weighted_loss(hidden, self.weight, labels, kept.take(weights), temperature)
+        loss, logprobs = weighted_loss(
+            hidden, local(self.weight), labels, kept.take(weights), temperature, group=self.tp
+        )
         return WeightedLoss(loss, kept.spread(logprobs))
 
     def _kept(
         self, hidden: Tensor, labels: Tensor, temperature: float | Tensor, keep: Tensor
     ) -> tuple[_Kept, Tensor, Tensor, float | Tensor]:
         """The rows that count."""
+        if self.tp is not None:
+            hidden = all_gather(hidden, self.tp)
         kept = _Kept(keep)
         labels = kept.take(labels)
         if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= self.out_features):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from archon.parallel.decoder import parallelize_decoder
+from archon.parallel.tensor import Treatment
 
 if TYPE_CHECKING:
     from archon.models.spec import ParallelizeFn
@@ -17,19 +18,21 @@ if TYPE_CHECKING:
     from archon.parallel.fsdp import ReshardPolicy
     from archon.schema.config import ActivationCheckpointConfig
 
-# How tensor parallelism treats each role of a dense decoder: what is split, and along what.
-DENSE_TP_PLAN: dict[str, Any] = {
-    "column": "split_out_features",
-    "row": "split_in_features",
-    "norm": "sequence",
-    "head_norm": "replicate_over_heads",
-    "embedding": "split_vocab",
-    "head": "split_vocab",
+# How tensor parallelism treats the weight of each role; see `archon.parallel.tensor`.
+DENSE_TP_PLAN: dict[str, Treatment] = {
+    "column": "split_rows",
+    "row": "split_columns",
+    "norm": "replicate",
+    "head_norm": "replicate",
+    "embedding": "split_rows",
+    "head": "split_rows",
     "value_head": "replicate",
 }
+# Experts are laid out by expert parallelism.
+MOE_TP_PLAN: dict[str, Treatment] = DENSE_TP_PLAN | {"router": "replicate"}
 
 
-def make_parallelize_fn(tp_plan: Mapping[str, Any]) -> ParallelizeFn:
+def make_parallelize_fn(tp_plan: Mapping[str, Treatment]) -> ParallelizeFn:
     """A family's parallelize function: its tensor-parallel plan, by role, and the shared order of application."""
 
     def parallelize(

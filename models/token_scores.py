@@ -6,6 +6,11 @@ products). With l the logits over the temperature τ, p = softmax(l), H the entr
 
     log p_y = l_y - lse(l)                  d log p_y / dl_j = [j = y] - p_j
     H = lse(l) - sum_j p_j l_j              d H / dl_j       = -p_j (log p_j + H)
+
+Where the vocabulary is split over ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3), each rank makes its own
+columns, and only numbers per row travel: with lse_r, H_r of rank r's columns alone and w_r = exp(lse_r - lse),
+
+    lse = log sum_r exp(lse_r)              H = lse - sum_r w_r (lse_r - H_r)
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from archon.parallel.comm import Group, all_reduce
 
 # Of one tile on a CPU: 8 MB in float32, which the last-level cache holds while the passes over it run; measured over
 # 256 to 2,048 rows and 512 to 32,768 columns.
@@ -151,6 +158,20 @@ class _RowSums:
         return self.total.log() - self.weighted / self.total
 
 
+def _across_ranks(
+    lse: Tensor, label_logits: Tensor, entropy: Tensor | None, group: Group | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What each rank found in its columns, [r, 1] each, as that of the whole vocabulary."""
+    if group is None:
+        return lse, label_logits, entropy
+    top = all_reduce(lse, group, "max")
+    total, label_logits = all_reduce(torch.stack(((lse - top).exp(), label_logits)), group)
+    whole = total.log() + top
+    if entropy is not None:
+        entropy = whole - all_reduce((lse - whole).exp() * (lse - entropy), group)
+    return whole, label_logits, entropy
+
+
 def _labels_within(labels: Tensor, c0: int, c1: int) -> tuple[Tensor, Tensor]:
     """Rows whose label lies in a tile's columns, and its column there."""
     rows = ((labels >= c0) & (labels < c1)).nonzero().squeeze(1)
@@ -160,10 +181,17 @@ def _labels_within(labels: Tensor, c0: int, c1: int) -> tuple[Tensor, Tensor]:
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, inv_temperature: Tensor | float, with_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        inv_temperature: Tensor | float,
+        with_entropy: bool,
+        group: Group | None,
     ) -> tuple[Tensor, Tensor | None]:
         projection = _Projection(hidden, weight, inv_temperature)
-        lse, label_logits = (hidden.new_empty((hidden.shape[0], 1), dtype=projection.wide) for _ in range(2))
+        # A rank that does not hold a label's column adds 0 to its logit.
+        lse, label_logits = (hidden.new_zeros((hidden.shape[0], 1), dtype=projection.wide) for _ in range(2))
         entropy = torch.empty_like(lse) if with_entropy else None
         for r0, r1 in projection.row_spans():
             sums = _RowSums(r1 - r0, lse, with_entropy)
@@ -175,6 +203,7 @@ class _TokenScores(torch.autograd.Function):
             lse[r0:r1] = sums.lse()
             if entropy is not None:
                 entropy[r0:r1] = sums.entropy()
+        lse, label_logits, entropy = _across_ranks(lse, label_logits, entropy, group)
         ctx.inv_temperature = inv_temperature
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
         # An entropy that is only reported has no gradient, and the backward pass of logprobs alone is the cheaper one.
@@ -209,7 +238,7 @@ class _TokenScores(torch.autograd.Function):
                 rows, columns = _labels_within(labels[r0:r1], c0, c1)
                 tile[rows, columns] -= label_share[rows, 0] if isinstance(label_share, Tensor) else label_share
                 gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
-        return *gradients.results(), None, None, None
+        return *gradients.results(), None, None, None, None
 
 
 class _WeightedLoss(torch.autograd.Function):
@@ -217,20 +246,26 @@ class _WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, inv_temperature: Tensor | float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        inv_temperature: Tensor | float,
+        group: Group | None,
     ) -> tuple[Tensor, Tensor]:
         projection = _Projection(hidden, weight, inv_temperature, whole_rows=True)
         gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
         logprobs = hidden.new_empty((hidden.shape[0], 1), dtype=projection.wide)
         for r0, r1 in projection.row_spans():
             sums, tiles = _RowSums(r1 - r0, logprobs, False), []
-            label_logits = torch.empty_like(logprobs[r0:r1])
+            label_logits = torch.zeros_like(logprobs[r0:r1])
             for c0, c1 in projection.column_spans():
                 tile = projection.logits(r0, r1, c0, c1, offset=(r1 - r0) * c0)
                 rows, columns = _labels_within(labels[r0:r1], c0, c1)
                 label_logits[rows, 0] = tile[rows, columns]
                 tiles.append((tile, sums.add(tile, projection.spare_like(tile)), rows, columns))
-            lse = sums.lse()
+            lse, label_logits, _ = _across_ranks(sums.lse(), label_logits, None, group)
             logprobs[r0:r1] = label_logits - lse
             factor = weights[r0:r1].unsqueeze(1) * projection.scale(r0, r1)
             scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
@@ -251,11 +286,17 @@ class _WeightedLoss(torch.autograd.Function):
                 "the weighted loss was differentiated twice; its gradients are kept for one backward pass"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if g is None else g.mul_(loss_grad) for g in gradients), None, None, None
+        return *(None if g is None else g.mul_(loss_grad) for g in gradients), None, None, None, None
 
 
 def token_scores(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor | float = 1.0, *, with_entropy: bool = True
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: Tensor | float = 1.0,
+    *,
+    with_entropy: bool = True,
+    group: Group | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(label) [N] and the entropy [N] in nats (or None), differentiable in hidden and weight.
 
@@ -264,12 +305,22 @@ def token_scores(
         weight: [V, D].
         labels: int64 [N], each in 0 .. V - 1.
         temperature: divides the logits; a positive number, or a tensor [N].
+        group: ranks that hold equal shares of the vocabulary's rows, in order; `weight` is this rank's share. All call
+            with the same rows and labels and get the same scores; each gets its share of hidden's gradient, to be
+            summed.
     """
-    return _TokenScores.apply(hidden, weight, labels, _inverse(temperature, hidden), with_entropy)
+    labels = _own_labels(labels, weight, group)
+    return _TokenScores.apply(hidden, weight, labels, _inverse(temperature, hidden), with_entropy, group)
 
 
 def weighted_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, temperature: Tensor | float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    temperature: Tensor | float = 1.0,
+    *,
+    group: Group | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum of -weights * log p(label), differentiable in hidden and weight, and log p(label) [N] without gradient.
 
@@ -277,9 +328,15 @@ def weighted_loss(
     """
     weights = weights.detach().to(torch.promote_types(hidden.dtype, torch.float32))
     if not torch.is_grad_enabled():
-        logprobs, _ = token_scores(hidden, weight, labels, temperature, with_entropy=False)
+        logprobs, _ = token_scores(hidden, weight, labels, temperature, with_entropy=False, group=group)
         return -(logprobs * weights).sum(), logprobs
-    return _WeightedLoss.apply(hidden, weight, labels, weights, _inverse(temperature, hidden))
+    labels = _own_labels(labels, weight, group)
+    return _WeightedLoss.apply(hidden, weight, labels, weights, _inverse(temperature, hidden), group)
+
+
+def _own_labels(labels: Tensor, weight: Tensor, group: Group | None) -> Tensor:
+    """Labels counted from this rank's first row; those of other ranks fall outside 0 .. V - 1 and meet no column."""
+    return labels if group is None else labels - group.rank * weight.shape[0]
 
 
 def _inverse(temperature: Tensor | float, hidden: Tensor) -> Tensor | float:

@@ -6,8 +6,14 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from archon.schema.config import ActivationCheckpointConfig
 
@@ -26,6 +32,15 @@ _KEPT_OPS = frozenset(
         "torch_attn::_varlen_attn",
         "flash_attn::_flash_attn_varlen_forward",
         "archon::packed_sdpa",
+    }
+)
+
+# Experts that FSDP shards by themselves gather within the block, and FSDP's marks for the profiler are not as many when
+# the block is run again; torch counts every operator it does not know to be free of effect.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
     }
 )
 

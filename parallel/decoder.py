@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -12,9 +12,11 @@ from torch import nn
 from archon.parallel.activation_checkpoint import apply_activation_checkpointing
 from archon.parallel.compile import CompileChoice, apply_compile, compile_enabled
 from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.expert import apply_expert_parallel
 from archon.parallel.fsdp import ReshardPolicy, apply_fsdp
+from archon.parallel.tensor import Treatment, apply_tensor_parallel
 from archon.schema.config import ActivationCheckpointConfig
-from archon.schema.errors import ConfigError
+from archon.schema.errors import ConfigError, LayoutError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class Decoder(Protocol):
 def parallelize_decoder(
     model: nn.Module,
     parallel_dims: ArchonParallelDims,
-    tp_plan: Mapping[str, Any] | None = None,
+    tp_plan: Mapping[str, Treatment] | None = None,
     *,
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
@@ -44,8 +46,9 @@ def parallelize_decoder(
 
     The order is TP → EP → CP → activation checkpointing → compile → FSDP → weight tying: sharding inside a block
     comes before anything that wraps the block, recompute inside what is compiled, and FSDP outermost, so that its
-    hooks stay eager. One process has nothing to shard; there FSDP is applied only to compute in another dtype than
-    the model was built in.
+    hooks stay eager. FSDP also sums what replicated parameters found under tensor parallelism, so several ranks always
+    have it; one process has nothing to shard, and there it is applied only to compute in another dtype than the model
+    was built in.
 
     Args:
         tp_plan: the family's tensor-parallel plan, by role; consulted where tp > 1.
@@ -59,11 +62,12 @@ def parallelize_decoder(
 
     Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
     """
-    parallel_dims.require_implemented()
-    if cpu_offload:
+    dims, decoder = parallel_dims, cast(Decoder, model)
+    if cpu_offload and dims.world_size == 1:
         raise ConfigError("cpu_offload = true needs sharded parameters, and one process has none; leave it false")
-    decoder = cast(Decoder, model)
-    compiled = compile_enabled(enable_compile, parallel_dims.device_type)
+    if dims.tp_enabled and not loss_parallel:
+        raise ConfigError("loss_parallel = false would gather the logits under tensor parallelism; leave it true")
+    compiled = compile_enabled(enable_compile, dims.device_type)
     ac = ac_config or ActivationCheckpointConfig()
     budget = ac.memory_budget if ac.mode == "memory_budget" else None
     if budget is not None and not compiled:
@@ -71,13 +75,35 @@ def parallelize_decoder(
             "activation_checkpoint.mode = memory_budget is carried out by torch.compile, which is off; "
             "set compile = true, or choose full or selective"
         )
+    has_experts = any(getattr(module, "role", None) == "experts" for module in model.modules())
+    if (dims.ep_enabled or dims.etp_enabled) and not has_experts and dims.pp == 1:
+        raise LayoutError(f"ep = {dims.ep} and etp = {dims.etp} lay out experts, and this model has none; leave e out")
+    if dims.tp_enabled:
+        apply_tensor_parallel(model, dims.get_mesh("tp"), tp_plan or {})
+    if has_experts and (dims.ep_enabled or dims.etp_enabled):
+        apply_expert_parallel(
+            model,
+            dims.get_mesh("ep") if dims.ep_enabled else None,
+            dims.get_mesh("etp") if dims.etp_enabled else None,
+        )
+    # The batch, not the model, is split for context parallelism; see `archon.parallel.context`.
     apply_activation_checkpointing(decoder.layers, ac)
     if compiled:
         apply_compile(decoder.layers, memory_budget=budget)
+    decoder.tie_weights()
     built_dtype = next(model.parameters()).dtype
-    if param_dtype != built_dtype:
-        mesh = parallel_dims.get_mesh("dp_shard_cp")
-        apply_fsdp(model, decoder.layers, mesh, param_dtype, reduce_dtype, reshard_after_forward_policy)
+    if dims.world_size > 1 or param_dtype != built_dtype:
+        apply_fsdp(
+            model,
+            decoder.layers,
+            dims.fsdp_mesh,
+            param_dtype,
+            reduce_dtype,
+            reshard_after_forward_policy,
+            expert_mesh=dims.expert_fsdp_mesh if has_experts else None,
+            cpu_offload=cpu_offload,
+            keep_gathered=dims.pp_enabled,
+        )
     decoder.tie_weights()
     logger.info("parallelised: compute %s, masters %s, compile %s", param_dtype, built_dtype, compiled)
     return model

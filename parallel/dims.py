@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-MESH_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "dp", "dp_shard_cp", "dp_cp", "ep", "ep_tp")
+MESH_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "dp", "dp_shard_cp", "dp_cp", "edp", "ep", "etp", "ep_tp")
 """Names that `get_mesh` and `get_group` know."""
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
@@ -89,6 +89,11 @@ class ArchonParallelDims:
         return self.dp_replicate > 1
 
     @property
+    def dp_ways(self) -> int:
+        """Ranks that hold different documents."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
     def dp_enabled(self) -> bool:
         return self.dp_replicate_enabled or self.dp_shard_enabled
 
@@ -128,33 +133,83 @@ class ArchonParallelDims:
         """Ranks whose gradients FSDP sums."""
         return self.dp_replicate * self.dp_shard * self.cp
 
-    def require_implemented(self) -> None:
-        """Refuse what this version cannot run, before any process group exists."""
-        if self.world_size > 1:
-            enabled = ", ".join(f"{name}={getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1)
-            raise LayoutError(
-                f"this version of archon runs one process, got a layout of {self.world_size} ({enabled}); use d1"
-            )
+    @property
+    def expert_shard(self) -> int:
+        """Ranks that hold the same experts and shard them among themselves."""
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     def get_mesh(self, name: str) -> DeviceMesh:
-        """The device mesh of one dimension or of a flattened product such as `dp_shard_cp`."""
-        if name not in MESH_NAMES:
-            raise LayoutError(f"unknown mesh {name!r}; known are {', '.join(MESH_NAMES)}")
-        self.require_implemented()
-        return _single_process_mesh(self.device_type, name)
+        """The device mesh of one dimension, or of a product such as `dp_shard_cp`; `ep_tp` has two dimensions.
+
+        The first call makes the process groups of all of them and must be made by every rank.
+        """
+        meshes = _grid_meshes(self)
+        if name == "ep_tp":
+            return meshes["sparse"]["ep", "etp"]
+        for grid, sizes in self.grids.items():
+            if name in sizes:
+                return meshes[grid][name]
+        raise LayoutError(f"unknown mesh {name!r}; known are {', '.join(MESH_NAMES)}")
 
     def get_group(self, name: str) -> ProcessGroup:
         """The process group of `get_mesh(name)`."""
+        if name == "ep_tp":
+            raise LayoutError("the mesh ep_tp has two dimensions, and each a group of its own: ep, etp")
         return self.get_mesh(name).get_group()
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """What dense parameters are sharded over: `dp_shard_cp`, with `dp_replicate` before it where there are
+        replicas."""
+        return self._sharding_mesh("fsdp", "dp_shard_cp")
+
+    @property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """What experts are sharded over: the ranks that hold the same ones."""
+        return self._sharding_mesh("sparse", "edp")
+
+    def _sharding_mesh(self, grid: str, name: str) -> DeviceMesh:
+        mesh = _grid_meshes(self)[grid]
+        return mesh["dp_replicate", name] if self.dp_replicate_enabled else mesh[name]
+
+    @property
+    def grids(self) -> dict[str, dict[str, int]]:
+        """Every way the ranks are arranged, outermost dimension first: all products are `world_size`."""
+        data = self.dp_replicate * self.dp_shard
+        return {
+            "dense": {
+                "pp": self.pp,
+                "dp_replicate": self.dp_replicate,
+                "dp_shard": self.dp_shard,
+                "cp": self.cp,
+                "tp": self.tp,
+            },
+            "fsdp": {
+                "pp": self.pp,
+                "dp_replicate": self.dp_replicate,
+                "dp_shard_cp": self.dp_shard * self.cp,
+                "tp": self.tp,
+            },
+            "batch": {"pp": self.pp, "dp": data, "cp_tp": self.cp * self.tp},
+            "loss": {"pp": self.pp, "dp_cp": data * self.cp, "tp": self.tp},
+            "sparse": {
+                "pp": self.pp,
+                "dp_replicate": self.dp_replicate,
+                "edp": self.expert_shard,
+                "ep": self.ep,
+                "etp": self.etp,
+            },
+        }
 
 
 @cache
-def _single_process_mesh(device_type: str, name: str) -> DeviceMesh:
-    # On one process every dimension is the same rank.
+def _grid_meshes(dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
+    """One mesh a grid, all of one root, so that a parameter may be sharded over dimensions of either."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    ensure_process_group(device_type)
-    return init_device_mesh(device_type, (1,), mesh_dim_names=(name,))
+    ensure_process_group(dims.device_type)
+    world = init_device_mesh(dims.device_type, (dims.world_size,), mesh_dim_names=("world",))
+    return {name: world._unflatten(0, tuple(sizes.values()), tuple(sizes)) for name, sizes in dims.grids.items()}
 
 
 def ensure_process_group(device_type: str) -> None:

@@ -21,23 +21,29 @@ PROBABILITIES_BYTES = 2 << 20
 
 
 class _Blocks:
-    """Where the blocks of documents of one length lie and what each masks. Heads are grouped: [B * G, H / G, S, D]."""
+    """Where the blocks of documents of one length lie and what each masks. Heads are grouped: [B * G, H / G, S, D].
 
-    def __init__(self, length: int, window: int | None, like: Tensor) -> None:
-        self.length, self.window = length, window if window is not None and window < length else None
-        self.block = BLOCK if length < LONG else LONG_BLOCK
+    There are `queries` queries a document, the last of its `keys` tokens.
+    """
+
+    def __init__(self, queries: int, keys: int, window: int | None, like: Tensor) -> None:
+        self.queries, self.keys = queries, keys
+        self.window = window if window is not None and window < keys else None
+        self.block = BLOCK if keys < LONG else LONG_BLOCK
         self.like = like
         self.masks: dict[tuple[int, int, int], Tensor] = {}
 
-    def spans(self) -> Iterator[tuple[int, int, int]]:
-        """(first key, first query, end) of each block: keys first key .. end, queries first query .. end."""
-        for start in range(0, self.length, self.block):
-            low = 0 if self.window is None else max(0, start - self.window + 1)
-            yield low, start, min(start + self.block, self.length)
+    def spans(self) -> Iterator[tuple[slice, slice, tuple[int, int, int]]]:
+        """Rows of each block among the queries, rows it sees among the keys, and both as tokens of the document:
+        (first key, first query, end)."""
+        before = self.keys - self.queries
+        for start in range(before, self.keys, self.block):
+            low, end = 0 if self.window is None else max(0, start - self.window + 1), min(start + self.block, self.keys)
+            yield slice(start - before, end - before), slice(low, end), (low, start, end)
 
     def groups(self, heads_per_group: int, groups: int) -> Iterator[slice]:
         """How many groups of heads to take at a time."""
-        size = heads_per_group * self.block * self.length * self.like.element_size()
+        size = heads_per_group * self.block * self.keys * self.like.element_size()
         step = max(1, PROBABILITIES_BYTES // size)
         return (slice(start, start + step) for start in range(0, groups, step))
 
@@ -81,12 +87,12 @@ class _BlockwiseAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         q_NRSD, k_NSD, v_NSD = (_grouped(x, groups, wide) for x in (q, k, v))
         q_NRSD, k_NSD, v_NSD = q_NRSD * scale, k_NSD.squeeze(1), v_NSD.squeeze(1)
-        blocks, out = _Blocks(length, window, q_NRSD), torch.empty_like(q_NRSD)
+        blocks, out = _Blocks(q.shape[1], length, window, q_NRSD), torch.empty_like(q_NRSD)
         for n in blocks.groups(q_NRSD.shape[1], q_NRSD.shape[0]):
-            for low, start, end in blocks.spans():
-                rows = q_NRSD[n, :, start:end]
-                p = blocks.probabilities(rows.flatten(1, 2), k_NSD[n, low:end], low, start, end)
-                out[n, :, start:end] = torch.bmm(p, v_NSD[n, low:end]).view(rows.shape)
+            for queries, keys, tokens in blocks.spans():
+                rows = q_NRSD[n, :, queries]
+                p = blocks.probabilities(rows.flatten(1, 2), k_NSD[n, keys], *tokens)
+                out[n, :, queries] = torch.bmm(p, v_NSD[n, keys]).view(rows.shape)
         ctx.save_for_backward(q_NRSD, k_NSD, v_NSD)
         ctx.constants = (batch, window, scale, q.dtype)
         return _ungrouped(out, batch, q.dtype)
@@ -97,18 +103,18 @@ class _BlockwiseAttention(torch.autograd.Function):
         q_NRSD, k_NSD, v_NSD = ctx.saved_tensors
         batch, window, scale, dtype = ctx.constants
         grad_NRSD = _grouped(grad, k_NSD.shape[0] // batch, q_NRSD.dtype)
-        blocks = _Blocks(k_NSD.shape[1], window, q_NRSD)
+        blocks = _Blocks(q_NRSD.shape[2], k_NSD.shape[1], window, q_NRSD)
         dq, dk, dv = torch.empty_like(q_NRSD), torch.zeros_like(k_NSD), torch.zeros_like(v_NSD)
         for n in blocks.groups(q_NRSD.shape[1], q_NRSD.shape[0]):
-            for low, start, end in blocks.spans():
-                rows, keys = q_NRSD[n, :, start:end], k_NSD[n, low:end]
-                q_rows, grad_rows = rows.flatten(1, 2), grad_NRSD[n, :, start:end].flatten(1, 2)
-                p = blocks.probabilities(q_rows, keys, low, start, end)
-                dv[n, low:end].baddbmm_(p.transpose(1, 2), grad_rows)
-                dp = torch.bmm(grad_rows, v_NSD[n, low:end].transpose(1, 2))
+            for queries, keys, tokens in blocks.spans():
+                rows, seen = q_NRSD[n, :, queries], k_NSD[n, keys]
+                q_rows, grad_rows = rows.flatten(1, 2), grad_NRSD[n, :, queries].flatten(1, 2)
+                p = blocks.probabilities(q_rows, seen, *tokens)
+                dv[n, keys].baddbmm_(p.transpose(1, 2), grad_rows)
+                dp = torch.bmm(grad_rows, v_NSD[n, keys].transpose(1, 2))
                 ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
-                dq[n, :, start:end] = torch.bmm(ds, keys).view(rows.shape)
-                dk[n, low:end].baddbmm_(ds.transpose(1, 2), q_rows)
+                dq[n, :, queries] = torch.bmm(ds, seen).view(rows.shape)
+                dk[n, keys].baddbmm_(ds.transpose(1, 2), q_rows)
         dk, dv = (_ungrouped(x.unsqueeze(1), batch, dtype) for x in (dk, dv))
         return _ungrouped(dq.mul_(scale), batch, dtype), dk, dv, None, None
 
@@ -117,11 +123,11 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, 
     """Causal attention of B documents of S tokens, computed in at least float32.
 
     Args:
-        q: [B, S, H, D]; k, v: [B, S, G, D] with H a multiple of G.
+        q: [B, Q, H, D], the last Q <= S tokens of each document; k, v: [B, S, G, D] with H a multiple of G.
         window: each token sees itself and the window - 1 tokens before it; None for all.
         scale: factor on the scores before the softmax.
 
     Returns:
-        [B, S, H, D] in q's dtype.
+        [B, Q, H, D] in q's dtype.
     """
     return _BlockwiseAttention.apply(q, k, v, window, scale)

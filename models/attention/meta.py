@@ -20,7 +20,12 @@ from archon.models.attention.varlen import varlen_attention
 
 
 class AttentionMeta(abc.ABC):
-    """Says how the tokens of one forward attend to each other and to what was cached."""
+    """Says how the tokens of one forward attend to each other and to what was cached.
+
+    `counted` marks the tokens [T] that are no padding, on each rank those it holds between layers; None for all.
+    """
+
+    counted: Tensor | None = None
 
     def begin(self, hidden: Tensor) -> None:  # noqa: B027 - a cache has nothing to prepare
         """Called once a forward with the first layer's input [T, dim]: device and compute dtype are known now."""

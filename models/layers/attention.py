@@ -8,6 +8,7 @@ from archon.models.attention.meta import AttentionMeta
 from archon.models.layers.fused import rotate
 from archon.models.layers.linear import Linear
 from archon.models.layers.norm import RMSNorm
+from archon.parallel.comm import Group, all_gather
 
 
 class Attention(nn.Module):
@@ -19,6 +20,8 @@ class Attention(nn.Module):
         qk_norm_eps: epsilon of the RMS norms over each head's queries and keys; None for a model without them.
         window: each token sees itself and the window - 1 tokens before it; None for all.
     """
+
+    tp: Group | None = None
 
     def __init__(
         self,
@@ -36,15 +39,17 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.window = layer, head_dim, window
         self.scale = head_dim**-0.5
-        self.wq = Linear(dim, n_heads * head_dim, bias=bias, role="column")
-        self.wk = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column")
-        self.wv = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column")
+        self.wq = Linear(dim, n_heads * head_dim, bias=bias, role="column", heads=n_heads)
+        self.wk = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column", heads=n_kv_heads)
+        self.wv = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column", heads=n_kv_heads)
         self.wo = Linear(n_heads * head_dim, dim, bias=out_bias, role="row")
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, role="head_norm")
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, role="head_norm")
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, meta: AttentionMeta) -> Tensor:
         """[T, dim] to [T, dim]; cos and sin [T, 1, head_dim / 2] come from `RotaryEmbedding`."""
+        if self.tp is not None:
+            x = all_gather(x, self.tp)
         # The head count is read off the tensor, since a sharded projection holds fewer heads.
         q_THK, k_TGK, v_TGK = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:

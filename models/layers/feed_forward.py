@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from archon.models.layers.fused import swiglu
 from archon.models.layers.linear import Linear
+from archon.parallel.comm import Group, all_gather
 from archon.schema.errors import ConfigError
 
 
@@ -48,6 +49,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class FeedForward(nn.Module):
     """w2(act(w1 x) * w3 x), without biases; w1 is Hugging Face's gate_proj, w3 its up_proj, w2 its down_proj."""
 
+    tp: Group | None = None
+
     def __init__(self, dim: int, hidden_dim: int, hidden_act: str) -> None:
         super().__init__()
         if hidden_act not in ACTIVATIONS:
@@ -59,5 +62,7 @@ class FeedForward(nn.Module):
         self.w3 = Linear(dim, hidden_dim, bias=False, role="column")
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tp is not None:
+            x = all_gather(x, self.tp)
         gate, up = self.w1(x), self.w3(x)
         return self.w2(swiglu(gate, up) if self.is_swiglu else self.act(gate) * up)

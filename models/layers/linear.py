@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.layers.matmul import linear
+from archon.parallel.comm import Group, local, reduce_scatter
 
 # column: output features are split; row: input features are split; head_norm: a norm over one head's features, whose
 # input is split by heads; the others speak for themselves.
@@ -14,17 +17,51 @@ Role = Literal["column", "row", "norm", "head_norm", "router", "experts", "embed
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with a role. The weight is [out_features, in_features], contiguous or a transposed view."""
+    """`nn.Linear` with a role. The weight is [out_features, in_features], contiguous or a transposed view.
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, role: Role) -> None:
+    Args:
+        heads: the rows of the weight form this many heads, which tensor parallelism does not cut.
+    """
+
+    tp: Group | None = None
+    rows: slice | None = None
+    """The rows this rank computes of a weight that it holds whole, since there are fewer heads than ranks."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, role: Role, heads: int | None = None
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.role: Role = role
+        self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        """[T, in] to [T, out]; under tensor parallelism a column layer gives its shard of the features, and a row
+        layer takes its shard and gives whole features of this rank's share of the tokens."""
+        weight, bias = local(self.weight), local(self.bias)
+        if self.rows is not None:
+            weight = weight[self.rows]
+            bias = None if bias is None else bias[self.rows]
+        if self.tp is not None and self.role == "row":
+            out = reduce_scatter(linear(x, weight), self.tp)
+            return out if bias is None else out + bias
+        return linear(x, weight, bias)
 
 
 class Embedding(nn.Embedding):
     """Token embedding [vocab, dim]; the row of `padding_idx`, if given, receives no gradient from lookups."""
 
     role: Role = "embedding"
+    tp: Group | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int [T] to [T, dim]; under tensor parallelism to this rank's share [T / tp, dim]."""
+        weight, padding = local(self.weight), self.padding_idx
+        if self.tp is None:
+            return F.embedding(tokens, weight, padding)
+        rows = weight.shape[0]
+        shifted = tokens - self.tp.rank * rows
+        inside = (shifted >= 0) & (shifted < rows)
+        if padding is not None:
+            padding -= self.tp.rank * rows
+        out = F.embedding(torch.where(inside, shifted, 0), weight, padding if padding in range(rows) else None)
+        return reduce_scatter(torch.where(inside.unsqueeze(-1), out, 0), self.tp)

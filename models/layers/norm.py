@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from archon.models.layers.fused import rms_norm
 from archon.models.layers.linear import Role
+from archon.parallel.comm import local
 
 
 class RMSNorm(nn.Module):
@@ -19,7 +20,7 @@ class RMSNorm(nn.Module):
         self.role: Role = role
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, local(self.weight), self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"

@@ -1,0 +1,125 @@
+"""Which tokens of a pack each rank holds under context and sequence parallelism, and how per-token results come back.
+
+Two splits of one pack over `cp` ranks, both of which cut documents wherever it suits:
+
+- contiguous: rank r holds the r-th part of the tokens. For Ulysses (Jacobs et al. 2023, arXiv:2309.14509), which swaps
+  tokens for heads around attention, so that the split does not matter to the work.
+- zigzag: each document is cut into 2 cp chunks and rank r holds chunks r and 2 cp - 1 - r, so that every rank has the
+  same share of the causal triangle of every document (as in Llama 3: Dubey et al. 2024, arXiv:2407.21783, section
+  3.3.2, where it is done by sequence).
+
+Ranks get equally many tokens, a multiple of `tp`: what is missing is filled with one document of padding at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from archon.parallel.comm import Group, all_gather_replicated
+
+Chunk = tuple[int, int, int]
+"""(document, start, stop): a rank's tokens start .. stop of a document."""
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """Documents of `lengths`, the last of them padding if `padding` is not 0, and each rank's chunks in its order."""
+
+    lengths: tuple[int, ...]
+    padding: int
+    chunks: tuple[tuple[Chunk, ...], ...]
+
+
+def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0) -> ContextPlan:
+    """Equal parts in order; each a multiple of `divisor` tokens and at least `least`."""
+    tokens = sum(lengths)
+    rows = max(_ceil(tokens, cp * divisor) * divisor, least)
+    padding = rows * cp - tokens
+    lengths = (*lengths, padding) if padding else lengths
+    chunks: list[list[Chunk]] = [[] for _ in range(cp)]
+    first = 0
+    for document, length in enumerate(lengths):
+        for rank in range(first // rows, _ceil(first + length, rows)):
+            start, stop = max(rank * rows - first, 0), min((rank + 1) * rows - first, length)
+            if start < stop:
+                chunks[rank].append((document, start, stop))
+        first += length
+    return ContextPlan(lengths, padding, tuple(map(tuple, chunks)))
+
+
+def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0) -> ContextPlan:
+    """Two mirrored chunks of every document a rank; each rank a multiple of `divisor` tokens and at least `least`."""
+    chunks: list[list[Chunk]] = [[] for _ in range(cp)]
+    for document, length in enumerate(lengths):
+        bounds = [length * part // (2 * cp) for part in range(2 * cp + 1)]
+        for rank in range(cp):
+            for part in (rank, 2 * cp - 1 - rank):
+                start, stop = bounds[part], bounds[part + 1]
+                if start == stop:
+                    continue
+                if chunks[rank] and chunks[rank][-1][0] == document and chunks[rank][-1][2] == start:
+                    start = chunks[rank].pop()[1]
+                chunks[rank].append((document, start, stop))
+    totals = [sum(stop - start for _, start, stop in own) for own in chunks]
+    rows = max(_ceil(max(totals), divisor) * divisor, least)
+    padding = 0
+    for own, total in zip(chunks, totals, strict=True):
+        if total < rows:
+            own.append((len(lengths), padding, padding + rows - total))
+            padding += rows - total
+    return ContextPlan((*lengths, padding) if padding else lengths, padding, tuple(map(tuple, chunks)))
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class SequenceShare:
+    """This rank's tokens of one pack, and the way back.
+
+    Args:
+        plan: which tokens each rank of `cp` holds.
+        cp, tp: groups that split tokens; of size 1 where they do not.
+
+    `index` [T / cp] is each own token's place in the padded pack; `counted` [T / cp / tp] marks those that are no
+    padding, among the ones this rank holds between layers.
+    """
+
+    def __init__(self, plan: ContextPlan, cp: Group, tp: Group, device: torch.device) -> None:
+        self.plan, self.cp, self.tp = plan, cp, tp
+        starts = torch.tensor([0, *plan.lengths]).cumsum(0).tolist()
+        places = [
+            torch.arange(starts[document] + start, starts[document] + stop)
+            for own in plan.chunks
+            for document, start, stop in own
+        ]
+        order = torch.cat(places)
+        self.tokens = starts[-1] - plan.padding
+        rows = order.shape[0] // cp.size
+        own = order[cp.rank * rows : (cp.rank + 1) * rows]
+        share = rows // tp.size
+        self.index = own.to(device)
+        self.inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0])).to(device)
+        counted = own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
+        self.counted = counted.to(device) if plan.padding else None
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Own rows of a per-token tensor [T, ...], `fill` at padding: [T / cp, ...]."""
+        if self.plan.padding:
+            x = torch.cat((x, x.new_full((self.plan.padding, *x.shape[1:]), fill)))
+        return x.index_select(0, self.index)
+
+    def positions(self, positions: Tensor) -> Tensor:
+        """As `take`, padding being one more document."""
+        if self.plan.padding:
+            extra = torch.arange(self.plan.padding, dtype=positions.dtype, device=positions.device)
+            positions = torch.cat((positions, extra))
+        return positions.index_select(0, self.index)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Per-token results of own tokens [T / cp, ...] to those of the pack [T, ...], without padding, on every rank;
+        with gradient, for a loss that every rank computes."""
+        return all_gather_replicated(x, self.cp).index_select(0, self.inverse[: self.tokens])
