@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,16 +26,29 @@ from archon.engine_state import (
 )
 from archon.loss import LossFn, LossWeightFn
 from archon.models import get_model_spec
+from archon.models.args import BaseModelArgs
 from archon.models.attention.backend import resolve_backend
 from archon.models.base import BaseArchonModel
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.optim import LRSchedule, build_optimizer, check_schedule, clip_gradients, gradient_norm
+from archon.parallel.compile import compile_enabled
 from archon.parallel.dims import ArchonParallelDims
-from archon.parallel.fsdp import full_tensor, is_sharded
+from archon.parallel.fsdp import full_tensor, is_sharded, local_tensor, own_part
 from archon.parallel.layout import parse_layout
+from archon.parallel.pipeline import (
+    SPLIT_BACKWARD,
+    Pipeline,
+    StagedModel,
+    StagePlan,
+    plan_stages,
+    prune,
+    staged_weights,
+)
+from archon.pipeline_step import PipelineForward
+from archon.ranks import Ranks, TokenSplit, context_parallel_kind, join_process_group
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, UserError
-from archon.train_step import Batch, Forward, micro_batches, total_weight, whole_afterwards
+from archon.train_step import Batch, Forward, micro_batches, total_weight
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +69,12 @@ class ArchonEngine:
         engine.save("out")
     """
 
-    model: BaseArchonModel
+    model: BaseArchonModel | StagedModel
+    args: BaseModelArgs
     adapter: BaseStateDictAdapter
     device: torch.device
     parallel_dims: ArchonParallelDims
+    ranks: Ranks
     optimizer: Optimizer | None
     scheduler: LRSchedule | None
 
@@ -85,7 +101,7 @@ class ArchonEngine:
         config = self.config
         self.device = resolve_device(config.device)
         self.parallel_dims = parse_layout(config.layout).dims(self.device.type)
-        self.parallel_dims.require_implemented()
+        join_process_group(self.parallel_dims.world_size, self.device.type, config.timeout_s)
         compute = getattr(torch, config.dtype)
         resolve_backend(config.attn_type, self.device, compute)
         if config.optimizer:
@@ -93,31 +109,53 @@ class ArchonEngine:
         if config.deterministic:
             use_deterministic_algorithms(self.device)
         hf_config = hf_io.read_hf_config(config.path)
-        spec = get_model_spec(hf_config["model_type"])
+        self.spec = spec = get_model_spec(hf_config["model_type"])
         args = spec.model_args_class.from_hf_config(hf_config, is_critic=config.is_critic, attn_type=config.attn_type)
         self.adapter = spec.state_dict_adapter_class(
             hf_config, str(config.path), is_critic=config.is_critic, init_score=config.init_score
         )
         # Weights that are never updated need no wider masters than the computation uses.
         masters = torch.promote_types(compute, torch.float32) if config.optimizer else compute
-        with torch.device("meta"):
-            model = spec.model_class(args).to(masters)
-        spec.parallelize_fn(
-            model,
-            self.parallel_dims,
-            param_dtype=compute,
-            reduce_dtype=torch.promote_types(compute, torch.float32),
-            ac_config=config.activation_checkpoint,
-            enable_compile=config.compile,
-        )
-        hf_io.materialise(model, self.device)
-        model.tie_weights()
-        model.init_buffers(self.device)
-        self.model = model
+        dims = self.parallel_dims
+        self.ranks = Ranks.of(dims)
+
+        def build(take: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
+            with torch.device("meta"):
+                model = spec.model_class(args).to(masters)
+            take(model)
+            spec.parallelize_fn(
+                model,
+                dims,
+                param_dtype=compute,
+                reduce_dtype=torch.promote_types(compute, torch.float32),
+                cpu_offload=config.cpu_offload,
+                reshard_after_forward_policy=config.reshard_after_forward,
+                ac_config=config.activation_checkpoint,
+                enable_compile=config.compile,
+            )
+            hf_io.materialise(model, self.device)
+            model.tie_weights()
+            model.init_buffers(self.device)
+            return model
+
+        kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, args.n_heads, args.n_kv_heads)
+        tokens = TokenSplit(self.ranks, kind, config.attn_type)
+        self.args = args
         self._torn = False
-        self._forward = Forward(model, self.device, config.attn_type, config.is_critic)
+        self._forward: Forward | PipelineForward
+        if dims.pp_enabled:
+            plan = self._plan_stages(args)
+            stages = {
+                number: build(partial(prune, plan=plan, stage=number)) for number in plan.stages_of(self.ranks.pp.rank)
+            }
+            self.model = staged = StagedModel(plan, stages)
+            pipeline = Pipeline(staged, self.ranks.pp, self.device, compute, args.dim)
+            self._forward = PipelineForward(staged, self.device, tokens, config.is_critic, pipeline)
+        else:
+            self.model = build()
+            self._forward = Forward(self.model, self.device, tokens, config.is_critic, config.router_aux_loss_coef)
         self._load_or_init()
-        self.optimizer = build_optimizer(model, config.optimizer) if config.optimizer else None
+        self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
         if self.optimizer is not None and config.optimizer is not None:
             self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
@@ -134,14 +172,15 @@ class ArchonEngine:
         optimizer = self._require_optimizer()
         assert self.config.optimizer is not None and self.scheduler is not None
         packed, parts = self._cut(batch)
-        weight = total_weight(parts, loss_weight_fn)
+        weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
         self.model.train()
         reduce_every = self.config.gradient_reduction == "per_microbatch"
         optimizer.zero_grad(set_to_none=True)
         self._torn = is_sharded(self.model)
-        loss, sums = self._forward.accumulate(parts, loss_fn, weight, temperature, reduce_every)
+        loss, sums = self._forward.accumulate(parts, loss_fn, loss_weight_fn, weight, temperature, reduce_every)
         self._torn = False
-        metrics = sums.read(loss=loss, grad_norm=gradient_norm(self.model.parameters()))
+        norm = self.gradient_norm()
+        metrics = self._forward.read(sums, loss=loss, tokens=torch.tensor(packed.n_tokens)) | {"grad_norm": norm}
         finite = abs(metrics["grad_norm"]) < float("inf")
         lr = self.scheduler.lr
         if finite:
@@ -152,7 +191,6 @@ class ArchonEngine:
         self._count_skip(not finite)
         return metrics | {
             "lr": lr,
-            "tokens": float(packed.n_tokens),
             "micro_batches": float(len(parts)),
             "loss_weight": weight,
             "skipped": float(not finite),
@@ -163,10 +201,11 @@ class ArchonEngine:
     ) -> dict[str, float]:
         """`loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
         packed, parts = self._cut(batch)
-        weight = total_weight(parts, loss_weight_fn)
+        weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
         self.model.eval()
         loss, sums = self._forward.evaluate(parts, loss_fn, weight, temperature)
-        return sums.read(loss=loss) | {"tokens": float(packed.n_tokens), "loss_weight": weight}
+        metrics = self._forward.read(sums, loss=loss, tokens=torch.tensor(packed.n_tokens))
+        return metrics | {"loss_weight": weight}
 
     def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
         """log p of every token at `temperature`, or a critic's value before it: [B, S], or [T] for a `PackedBatch`.
@@ -193,6 +232,9 @@ class ArchonEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(native name, whole tensor) of every parameter, tied ones once, in the masters' dtype; one is gathered at a
         time."""
+        if isinstance(self.model, StagedModel):
+            yield from staged_weights(self.model, self.adapter.native_shapes, self.ranks.pp, self.device)
+            return
         for name, parameter in self.model.named_parameters():
             yield name, full_tensor(parameter.detach())
 
@@ -291,19 +333,76 @@ class ArchonEngine:
                 # DTensor warns of random numbers on CPU meshes because ranks may differ; one process cannot.
                 warnings.filterwarnings("ignore", message="DTensor random operators")
                 torch.manual_seed(self.config.seed)
-                self.model.init_weights()
+                self._init_weights()
         if not self.config.init_from_scratch:
             hf_io.load_hf_weights(self.model, self.adapter, self.config.path)
 
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        """Fresh weights that do not depend on the layout: every rank draws all of them and keeps its parts."""
+        if isinstance(self.model, BaseArchonModel) and self.parallel_dims.world_size == 1:
+            self.model.init_weights()
+            return
+        with torch.device("meta"):
+            whole = self.spec.model_class(self.args)
+        shapes = dict(whole.named_parameters(remove_duplicate=False))
+        own = dict(self.model.named_parameters())
+        for name, fill in whole.initializers():
+            drawn = torch.empty(shapes[name].shape, dtype=next(iter(own.values())).dtype)
+            fill(drawn)
+            aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and self.adapter.is_tied else {name}
+            for parameter in (own[alias].detach() for alias in aliases & own.keys()):
+                local_tensor(parameter).copy_(drawn[own_part(parameter)])
+
+    def gradient_norm(self) -> float:
+        """The norm of the whole model's gradient as it stands, the same on every rank."""
+        parameters = dict(self.model.named_parameters())
+        if self.adapter.is_tied and self.parallel_dims.pp_enabled:
+            parameters.pop("output.weight", None)  # the first stage counts the matrix that the last one shares
+        return float(gradient_norm(parameters.values(), self.ranks.pp))
+
+    def _plan_stages(self, args: BaseModelArgs) -> StagePlan:
+        """Which layers each stage holds; refuses what a pipeline does not run."""
+        config = self.config.pipeline
+        if self.config.router_aux_loss_coef:
+            raise ConfigError(
+                "router_aux_loss_coef needs the routers of all layers at once, and a pipeline has them on different "
+                "ranks; use p1, or balance by bias"
+            )
+        if self.config.gradient_reduction == "per_microbatch":
+            raise ConfigError("a pipeline reduces gradients once a step; set gradient_reduction = per_step")
+        if config.schedule in SPLIT_BACKWARD and (
+            self.config.activation_checkpoint.mode != "none" or compile_enabled(self.config.compile, self.device.type)
+        ):
+            raise ConfigError(
+                f"pipeline.schedule = {config.schedule} splits the backward pass, which recomputed and compiled blocks "
+                "do not allow; set activation_checkpoint.mode = none and compile = false, or use interleaved_1f1b"
+            )
+        return plan_stages(
+            config.schedule,
+            self.parallel_dims.pp,
+            args.n_layers,
+            stages_per_rank=config.stages_per_rank,
+            embedding_weight=config.embedding_weight,
+            head_weight=config.head_weight,
+            layers_per_stage=config.layers_per_stage,
+        )
+
+    @property
+    def whole_model(self) -> BaseArchonModel:
+        """The model, where this rank holds all of its layers; ConfigError in a pipeline."""
+        if not isinstance(self.model, BaseArchonModel):
+            raise ConfigError(f"layout {self.config.layout}: a rank of a pipeline holds a part of the model's layers")
+        return self.model
+
     def _cut(self, batch: Batch) -> tuple[Any, list[Any]]:
         self._refuse_unfit()
-        return micro_batches(batch, self.config.max_tokens_per_mb, self.model.args.vocab_size)
+        return micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
         packed, parts = self._cut(batch)
         self.model.eval()
-        with whole_afterwards(self.model):
-            results = [self._forward.scores(mb, temperature, entropy, only_trained) for mb in parts]
+        results = self._forward.scores(parts, temperature, entropy, only_trained)
         columns = [merge(packed, parts, column).cpu() for column in zip(*results, strict=True)]
         if packed is batch:
             return columns

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from archon.parallel.comm import Group, all_reduce
+from archon.parallel.fsdp import local_tensor
 from archon.schema.config import OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError
 
@@ -22,9 +24,15 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
     walks memory once an operation.
     """
     decayed, plain = decay_groups(model)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups: dict[Any, dict[str, Any]] = {}
+    for parameters, decay in ((decayed, config.weight_decay), (plain, 0.0)):
+        for parameter in parameters:
+            # One kernel takes parameters of one mesh, and experts have another than the rest.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            group = groups.setdefault((decay, mesh), {"params": [], "weight_decay": decay})
+            group["params"].append(parameter)
     return AdamW(
-        [group for group in groups if group["params"]],
+        list(groups.values()),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -37,7 +45,11 @@ def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
 
     A tied output matrix is the embedding, so it is not decayed. Each parameter appears once.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) or getattr(module, "tied", False)
+    }
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
@@ -46,11 +58,33 @@ def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
     return decayed, plain
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Euclidean norm of the whole model's gradient, a scalar; sharded gradients are reduced over their mesh."""
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], stages: Group | None = None) -> Tensor:
+    """Euclidean norm of the whole model's gradient, a float64 scalar, the same on every rank.
+
+    The squares of a sharded gradient are summed over the ranks that hold its shards, and over no rank that holds a
+    copy: experts, dense weights and replicas each have ranks of their own. `stages` are the ranks of a pipeline.
+    """
+    by_ranks: dict[tuple[Group, ...], list[Tensor]] = {}
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm(grads, norm_type=2.0)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    for grad in grads:
+        by_ranks.setdefault(_holders(grad), []).append(local_tensor(grad))
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for groups, parts in by_ranks.items():
+        squares = torch.stack(torch._foreach_norm(parts)).double().square().sum()
+        for group in groups:
+            squares = all_reduce(squares, group)
+        total += squares
+    return (total if stages is None else all_reduce(total, stages)).sqrt()
+
+
+def _holders(grad: Tensor) -> tuple[Group, ...]:
+    """The groups over which a gradient is sharded."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh = grad.device_mesh
+    sharded = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]
+    return tuple(Group(mesh.get_group(d).group_name, mesh.size(d), mesh.get_local_rank(d)) for d in sharded)
 
 
 @torch.no_grad()
@@ -59,7 +93,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
     2013]."""
     if max_norm is None or norm <= max_norm:
         return
-    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(grads, max_norm / norm)
 
 

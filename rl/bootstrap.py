@@ -181,8 +181,8 @@ class RewardProbe:
         if step % self.config.every:
             return {}, False
         if self._generator is None:
-            self._generator = InProcessEngine.from_model(engine.model, self.tokenizer, max_slots=256)
-        self._generator.update_weights(engine.model, version=step)
+            self._generator = InProcessEngine.from_model(engine.whole_model, self.tokenizer, max_slots=256)
+        self._generator.update_weights(engine.whole_model, version=step)
         rollout = Rollout(self._generator, self._workflow, seed=self._seed)
         measured = asyncio.run(evaluate(rollout, self._prompts))
         return {"eval/reward": measured["reward"]}, measured["reward"] >= self.config.at_least

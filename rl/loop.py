@@ -43,7 +43,7 @@ def long_lived_objects_frozen() -> Iterator[None]:
 
 def load_newest(runner: Runner, engine: ArchonEngine) -> tuple[int, dict[str, Any]] | None:
     """(step, state) of the run's newest checkpoint, its engine's part loaded; None where nothing has been saved."""
-    found = load_latest(runner.directory.checkpoints, model_fingerprint(engine.model.args))
+    found = load_latest(runner.directory.checkpoints, model_fingerprint(engine.args))
     if found is not None:
         engine.load_state_dict(found[1]["engine"])
     return found
@@ -51,5 +51,5 @@ def load_newest(runner: Runner, engine: ArchonEngine) -> tuple[int, dict[str, An
 
 def save_newest(runner: Runner, engine: ArchonEngine, step: int, state: dict[str, Any], keep: int) -> None:
     """Save the engine and `state` as the checkpoint of `step`, for `load_newest`."""
-    fingerprint = model_fingerprint(engine.model.args)
+    fingerprint = model_fingerprint(engine.args)
     save_state(runner.directory.checkpoints, step, {"engine": engine.state_dict(), **state}, keep, fingerprint)

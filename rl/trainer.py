@@ -176,7 +176,7 @@ class RLTrainer:
         if not self.config.verify_export:
             return
         documents = [encode_prompt(self.tokenizer, row) for row in self.prompts.rows[:8]]
-        difference = export_difference(self.engine.model, path, documents)
+        difference = export_difference(self.engine.whole_model, path, documents)
         self.runner.log(f"export {path}: logits differ from transformers' by {difference:.1e} (relative)")
         if difference > LOGIT_TOLERANCE:
             raise RuntimeError(f"the export's logits differ by {difference:.1e}, more than {LOGIT_TOLERANCE:.0e}")
@@ -244,7 +244,7 @@ class RLTrainer:
         config = self.config
         memory = config.generator.memory_gib
         self.generator = InProcessEngine.from_model(
-            self.engine.model,
+            self.engine.whole_model,
             self.tokenizer,
             cache_bytes=None if memory is None else int(memory * 2**30),
             seed=config.seed,

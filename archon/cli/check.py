@@ -86,9 +86,10 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     from archon.models.attention.backend import resolve_backend
     from archon.optim import check_schedule
     from archon.parallel.layout import parse_layout
+    from archon.ranks import require_processes
 
     device = resolve_device(config.device)
-    parse_layout(config.layout).dims(device.type).require_implemented()
+    require_processes(parse_layout(config.layout).dims(device.type).world_size)
     resolve_backend(config.attn_type, device, getattr(torch, config.dtype))
     if config.optimizer is not None and total_steps is not None:
         check_schedule(config.scheduler, total_steps)

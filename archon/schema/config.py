@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from archon.schema.errors import ConfigError
 
 AttnType = Literal["auto", "sdpa", "varlen", "flash"]
+ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -98,6 +99,18 @@ class ActivationCheckpointConfig(StrictModel):
         return self
 
 
+class PipelineConfig(StrictModel):
+    """How a layout with p > 1 cuts the model into stages and runs them."""
+
+    schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = Field(
+        "1f1b", description="order of forward and backward passes"
+    )
+    stages_per_rank: int = Field(2, ge=1, description="stages a rank holds in the interleaved schedules")
+    embedding_weight: float = Field(0.0, ge=0, description="what the embedding costs the first stage, in layers")
+    head_weight: float = Field(1.0, ge=0, description="what head and loss cost the last stage, in layers")
+    layers_per_stage: list[int] | None = Field(None, description="layers of each stage by hand; null balances them")
+
+
 class EngineConfig(StrictModel):
     """One model being trained: where it comes from, how it is laid out, how it is optimised."""
 
@@ -110,6 +123,20 @@ class EngineConfig(StrictModel):
         "float32", description="compute dtype; masters and optimiser state are float32 at least"
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
+    context_parallel: Literal["auto"] | ContextParallelKind = Field(
+        "auto",
+        description="how c ranks share attention: ulysses deals them the heads, allgather the queries; auto: ulysses "
+        "where the heads divide",
+    )
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="stages of a layout with p > 1")
+    reshard_after_forward: Literal["default", "always", "never"] = Field(
+        "default", description="when sharded weights are freed after a forward; default keeps the last ones"
+    )
+    cpu_offload: bool = Field(False, description="keep sharded weights, gradients and moments on the CPU")
+    timeout_s: float = Field(600.0, gt=0, description="seconds a collective may take before the run is ended")
+    router_aux_loss_coef: float = Field(
+        0.0, ge=0, description="weight of the auxiliary load-balancing loss of a mixture of experts"
+    )
     attn_type: AttnType = Field("auto", description="attention backend")
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
     gradient_reduction: Literal["per_step", "per_microbatch"] = Field(
