@@ -3,7 +3,7 @@
 #   TORCH_INDEX=URL      where torch comes from, when pip's configured index does not have the wanted variant
 export PYTHON TORCH_INDEX
 
-PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
 

@@ -162,7 +162,7 @@ def test_a_dry_run_of_the_demo_checks_what_its_bootstrap_would_make(archon, tmp_
         ("train_data.path=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
         ("reward=no_such_reward", "unknown reward 'no_such_reward'"),
         ("workflow=no.such.Workflow", "workflow 'no.such.Workflow' cannot be imported"),
-        ("actor.layout=d1t3", "tp=3"),
+        ("actor.layout=d1t3", "the layout needs 3 processes, but 1 are running"),
         ("run_dir=/dev/null/run", "/dev/null is not a folder"),
         ("actor.attn_type=varlen", "attn_type 'varlen' is impossible here"),
         ("actor.scheduler={kind: cosine, warmup_steps: 100000}", "scheduler.warmup_steps = 100000 leaves none"),

@@ -108,7 +108,8 @@ def engine_gradients(
     """The loss of a batch and every parameter's gradient, by the engine's own path up to the optimiser."""
     engine.model.zero_grad(set_to_none=True)
     _, parts = micro_batches(batch, max_tokens, VOCAB)
-    loss, _ = engine._forward.accumulate(parts, loss_fn, total_weight(parts, weight_fn), temperature, reduce_every)
+    weight = total_weight(parts, weight_fn, engine.ranks, engine.device)
+    loss, _ = engine._forward.accumulate(parts, loss_fn, weight_fn, weight, temperature, reduce_every)
     return float(loss), take_gradients(engine.model)
 
 

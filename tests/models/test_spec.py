@@ -105,7 +105,7 @@ def test_every_weight_belongs_to_a_module_with_a_role_in_the_plan() -> None:
 
 
 @pytest.mark.parametrize("family", spec.FAMILIES)
-def test_a_dense_family_is_five_short_files(family: str) -> None:
+def test_a_family_is_five_short_files(family: str) -> None:
     files = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "models" / family).glob("*.py")}
     assert set(files) == {"__init__.py", "args.py", "model.py", "parallelize.py", "spec.py", "state_dict_adapter.py"}
-    assert sum(files.values()) <= 150
+    assert sum(files.values()) <= (250 if "moe" in family else 150)

@@ -105,19 +105,14 @@ def test_broken_rules_are_named(degrees: dict[str, int], message: str) -> None:
         ArchonParallelDims(**degrees)
 
 
-def test_more_than_one_process_is_refused_with_one_line() -> None:
-    dims = parse_layout("d2t2").dims()
-    with pytest.raises(LayoutError, match=r"runs one process, got a layout of 4 \(dp_shard=2, tp=2\); use d1"):
-        dims.require_implemented()
-    with pytest.raises(LayoutError, match="runs one process"):
-        dims.get_mesh("tp")
-
-
 def test_on_one_process_every_mesh_is_that_rank() -> None:
     dims = ArchonParallelDims()
     for name in MESH_NAMES:
         assert dims.get_mesh(name).size() == 1
-        assert dims.get_group(name).size() == 1
+        if name != "ep_tp":
+            assert dims.get_group(name).size() == 1
+    with pytest.raises(LayoutError, match="ep_tp has two dimensions, and each a group of its own: ep, etp"):
+        dims.get_group("ep_tp")
     with pytest.raises(LayoutError, match="unknown mesh 'dp_tp'; known are pp"):
         dims.get_mesh("dp_tp")
 

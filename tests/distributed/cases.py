@@ -1,0 +1,154 @@
+"""What the gradient matrix runs: models of odd shapes, packed batches of odd lengths, and layouts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archon.batch import PackedBatch
+from archon.engine import ArchonEngine
+from archon.loss import CrossEntropyLoss, LossFn, Metrics, document_sums, masked_sum
+from archon.parallel.fsdp import full_tensor
+from archon.schema.config import EngineConfig
+
+VOCAB = 104
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 10,
+    "intermediate_size": 72,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "tied": DENSE | {"tie_word_embeddings": True},
+    "bias": DENSE | {"model_type": "qwen2", "num_key_value_heads": 2, "head_dim": 6},
+    "window": DENSE | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "few_kv": DENSE | {"num_key_value_heads": 2},
+    "moe": DENSE
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+}
+MODELS["tied_moe"] = MODELS["moe"] | {"tie_word_embeddings": True}
+MODELS["idle_experts"] = MODELS["moe"] | {"num_experts": 64, "num_experts_per_tok": 2}
+MODELS["shared"] = MODELS["moe"] | {"model_type": "archon_test_shared_moe"}
+# Odd lengths that no rank count divides, two equal neighbours, one document without a prediction.
+LENGTHS = (13, 5, 5, 1, 21, 8, 3, 17, 2, 9, 30)
+MAX_TOKENS = 40
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout × model: `config` holds engine options, `traps` what it guards against."""
+
+    layout: str
+    model: str = "dense"
+    dtype: str = "float64"
+    critic: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    traps: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        options = "-".join(f"{key}={value}" for key, value in self.config.items())
+        parts = [self.model, "critic" if self.critic else "", self.layout, self.dtype, options]
+        return "-".join(part for part in parts if part)
+
+
+class SequenceLoss:
+    """A loss that needs whole documents in their order: each document's mean log-probability, squared."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
+        counts = document_sums(mb["loss_mask"].to(logprobs.dtype), mb).clamp(min=1)
+        means = document_sums(logprobs * mb["loss_mask"], mb) / counts
+        loss = means.square().sum() - 0.1 * (logprobs * mb["loss_mask"]).sum()
+        if entropy is not None:
+            loss = loss - 0.01 * (entropy * mb["loss_mask"]).sum()
+        return loss, {"logprob": masked_sum(logprobs.detach(), mb["loss_mask"])}
+
+
+class ValueLoss:
+    """A critic's: squared error to a target of each token."""
+
+    def __call__(self, values: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
+        return ((values - mb["target"]).square() * mb["loss_mask"]).sum(), {}
+
+
+def loss_of(case: Case) -> LossFn:
+    if case.critic:
+        return ValueLoss()
+    return CrossEntropyLoss() if case.config.get("loss") == "fused" else SequenceLoss()
+
+
+def write_config(folder: Path, model: str) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    return str(folder)
+
+
+def batch(lengths: tuple[int, ...], seed: int) -> dict[str, Tensor]:
+    """A padded batch; the second document is not trained at all, and prompts of the others are not."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    loss_mask = mask.clone()
+    for row, length in enumerate(lengths):
+        loss_mask[row, : length if row == 1 else max(1, length // 3)] = False
+    return {
+        "input_ids": torch.randint(VOCAB, (len(lengths), width), generator=generator) * mask,
+        "attention_mask": mask,
+        "loss_mask": loss_mask.long(),
+        "target": torch.randn(len(lengths), width, generator=generator, dtype=torch.float64),
+    }
+
+
+def engine_config(case: Case, path: str, layout: str, **changes: Any) -> EngineConfig:
+    options = {key: value for key, value in case.config.items() if key != "loss"}
+    return EngineConfig.model_validate(
+        {
+            "path": path,
+            "device": "cpu",
+            "dtype": case.dtype,
+            "layout": layout,
+            "is_critic": case.critic,
+            "max_tokens_per_mb": MAX_TOKENS,
+            "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1},
+        }
+        | options
+        | changes
+    )
+
+
+def rows_of(data: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
+    """The documents of one data-parallel rank: uneven shares, so that ranks differ in tokens and micro-batches."""
+    count = data["input_ids"].shape[0]
+    bounds = [0, *(max(r + 1, int(count * ((r + 1) / ranks) ** 1.5)) for r in range(ranks))]
+    return {name: x[bounds[rank] : bounds[rank + 1]] for name, x in data.items()}
+
+
+def gradients(engine: ArchonEngine) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in engine.model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        found[name] = full_tensor(parameter.grad).detach().clone()
+    return found

@@ -1,0 +1,164 @@
+"""One case of the gradient matrix: what one process finds, and what every rank of a layout finds."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from archon.engine import ArchonEngine
+from archon.loss import loss_token_count
+from archon.parallel.compile import apply_compile
+from archon.parallel.fsdp import local_tensor
+from archon.parallel.layout import parse_layout
+from archon.train_step import total_weight
+from tests.distributed.cases import (
+    LENGTHS,
+    STEPS,
+    Case,
+    batch,
+    engine_config,
+    gradients,
+    loss_of,
+    rows_of,
+    write_config,
+)
+from tests.distributed.shared_moe import register
+
+TEMPERATURE = 0.8
+
+
+def reference_key(case: Case) -> tuple[object, ...]:
+    """Cases of one key have one reference; the auxiliary loss has one for each number of data-parallel ranks."""
+    shares = parse_layout(case.layout).dims().dp_ways if "router_aux_loss_coef" in case.config else 1
+    return case.model, case.dtype, case.critic, shares, str(_shared(case))
+
+
+def data_of(step: int) -> dict[str, Tensor]:
+    return batch(LENGTHS, seed=10 + step)
+
+
+def run_reference(case: Case, folder: Path) -> None:
+    """One process: a checkpoint of fresh weights, the gradients of the first batch and the weights after the steps."""
+    register()
+    plain = Case("d1", case.model, case.dtype, case.critic, _shared(case))
+    path = write_config(folder / "config", case.model)
+    engine = ArchonEngine(engine_config(plain, path, "d1", init_from_scratch=True, seed=3))
+    engine.initialize()
+    engine.save(folder / "checkpoint")
+    found = measure(engine, case, data_of(0), parse_layout(case.layout).dims().dp_ways)
+    if not case.config.get("router_aux_loss_coef"):
+        found |= train(engine, case, 0, 1)
+    save_file(found, folder / "reference.safetensors")
+
+
+def _shared(case: Case) -> dict[str, Any]:
+    """The options that change what is computed, not where."""
+    return {key: value for key, value in case.config.items() if key in ("router_aux_loss_coef", "loss")}
+
+
+def measure(engine: ArchonEngine, case: Case, data: dict[str, Tensor], shares: int = 1) -> dict[str, Tensor]:
+    """Loss, norm and every gradient of one batch, before any step.
+
+    One process is given the micro-batches of all `shares` data-parallel ranks: the auxiliary loss of a mixture of
+    experts is that of a micro-batch, and another partition has another one.
+    """
+    parts = [mb for share in range(shares) for mb in engine._cut(rows_of(data, share, shares))[1]]
+    weight = total_weight(parts, loss_token_count, engine.ranks, engine.device)
+    engine.model.train()
+    every = engine.config.gradient_reduction == "per_microbatch"
+    loss, sums = engine._forward.accumulate(parts, loss_of(case), loss_token_count, weight, TEMPERATURE, every)
+    found = {f"grad.{name}": grad for name, grad in gradients(engine).items()}
+    found["loss"] = torch.tensor(engine._forward.read(sums, loss=loss)["loss"], dtype=torch.float64)
+    found["norm"] = torch.tensor(engine.gradient_norm(), dtype=torch.float64)
+    engine.model.zero_grad(set_to_none=True)
+    return found
+
+
+def train(engine: ArchonEngine, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
+    """The weights after a few clipped steps."""
+    for step in range(STEPS):
+        engine.train_batch(rows_of(data_of(step), rank, ranks), loss_of(case), loss_token_count, TEMPERATURE)
+        engine.step_lr_scheduler()
+    return {f"weight.{name}": tensor.clone() for name, tensor in engine.weights()}
+
+
+def run_case(case: Case, folder: str) -> dict[str, float]:
+    """On every rank: the layout's findings against the reference, as max|a - b| / max|b| a tensor."""
+    register()
+    engine = ArchonEngine(engine_config(case, f"{folder}/checkpoint", case.layout))
+    # Shapes that are dynamic, fusion left out: what the compiler itself does to the numbers is another test's.
+    with mock.patch("archon.parallel.decoder.apply_compile", partial(apply_compile, backend="aot_eager")):
+        engine.initialize()
+    ranks = engine.ranks
+    check_shards(engine)
+    with Collectives() as comms:
+        found = measure(engine, case, rows_of(data_of(0), ranks.dp.rank, ranks.dp.size))
+    check_collectives(engine, comms.kinds)
+    if not case.config.get("router_aux_loss_coef"):
+        found |= train(engine, case, ranks.dp.rank, ranks.dp.size)
+    return compare(found, load_file(f"{folder}/reference.safetensors"))
+
+
+class Collectives(TorchDispatchMode):
+    """The kinds of functional collectives that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional":
+            self.kinds.add(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def check_shards(engine: ArchonEngine) -> None:
+    """No rank holds more of a parameter than its layout says; a layout that quietly replicates would pass otherwise."""
+    dims = engine.parallel_dims
+    for name, parameter in engine.model.named_parameters():
+        held, whole = local_tensor(parameter).numel(), parameter.numel()
+        expert = ".experts." in name and "shared" not in name
+        model_ways = dims.ep * dims.etp if expert else dims.tp
+        few = "attention.wk" in name or "attention.wv" in name
+        if not expert and (parameter.ndim < 2 or "router" in name or "score" in name):
+            model_ways = dims.tp if ".wq.bias" in name else 1
+        elif few and engine.args.n_kv_heads < dims.tp:
+            model_ways = 1
+        ways = dims.expert_shard if expert else dims.dp_shard * dims.cp
+        # FSDP gives whole rows, so that the last rank may hold none.
+        rows = -(-parameter.shape[0] // ways) * ways if ways > 1 else parameter.shape[0]
+        most = whole / parameter.shape[0] * max(rows, ways) / ways
+        if dims.world_size > 1:
+            assert held <= most / model_ways + whole / parameter.shape[0], f"{name}: {held} of {whole} elements"
+
+
+def check_collectives(engine: ArchonEngine, seen: set[str]) -> None:
+    """What the layout must have sent, by kind."""
+    dims = engine.parallel_dims
+    expected = set()
+    if dims.tp > 1:
+        expected |= {"all_gather_into_tensor", "reduce_scatter_tensor"}
+    if dims.ep > 1 or (dims.cp > 1 and engine._forward.tokens.kind == "ulysses"):
+        expected.add("all_to_all_single")
+    assert expected <= seen, f"expected {sorted(expected)}, seen {sorted(seen)}"
+
+
+def compare(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """Of what this rank holds; between them the ranks must hold everything."""
+    differences = {}
+    for name, wanted in reference.items():
+        if name not in found:
+            continue
+        scale = float(wanted.abs().max())
+        assert scale > 0, f"the reference's {name} is all zero"
+        got = found[name]
+        assert got.shape == wanted.shape, f"{name}: {tuple(got.shape)}, expected {tuple(wanted.shape)}"
+        differences[name] = float((got.double() - wanted.double()).abs().max()) / scale
+    return differences
