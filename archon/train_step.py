@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ class MetricSums:
     def read(self, ranks: Ranks, **scalars: Tensor) -> dict[str, float]:
         """The sum over data-parallel ranks of every scalar, and of every sum / count, in one transfer from the device;
         a metric that counted nothing is left out."""
+        _require_same_names([*scalars, *self.sums], ranks)
         device = next(iter(scalars.values())).device
         tensors = [*scalars.values(), *self.sums.values(), *self.counts.values()]
         joined = torch.stack([x.detach().to(device, torch.float64).reshape(()) for x in tensors])
@@ -48,6 +50,19 @@ class MetricSums:
         sums, counts = values[len(scalars) :][: len(self.sums)], values[len(scalars) + len(self.sums) :]
         result.update({name: s / c for name, s, c in zip(self.sums, sums, counts, strict=True) if c})
         return result
+
+
+def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
+    """RuntimeError, on every rank, where data-parallel ranks would add up metrics of different names."""
+    if ranks.dp.size == 1:
+        return
+    digest = float(zlib.crc32(" ".join(names).encode()))
+    low, high = all_reduce(torch.tensor([-digest, digest], dtype=torch.float64), ranks.dp, "max").tolist()
+    if -low != high:
+        raise RuntimeError(
+            f"data-parallel ranks report different metrics, this one {', '.join(names)}; "
+            "a loss function must give the same names for every micro-batch"
+        )
 
 
 def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[PackedBatch, list[PackedBatch]]:
@@ -189,6 +204,7 @@ class Forward:
                 loss = loss + self.router_aux_loss_coef * share * aux
                 metrics.add({"router_aux_loss": (aux.detach() * share, aux.new_tensor(share))})
             loss.backward()
+            self.model.router_stats = []  # it would keep the graph until the next forward
         return total, metrics
 
     def idle(self, mb: PackedBatch) -> Tensor:

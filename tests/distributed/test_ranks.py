@@ -1,0 +1,46 @@
+"""What ranks must agree on, and what they are told when they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from archon.batch import PackedBatch
+from archon.engine import ArchonEngine
+from archon.loss import CrossEntropyLoss, Metrics, loss_token_count
+from tests.distributed.cases import Case, engine_config, rows_of
+from tests.distributed.matrix import data_of
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+class _NamedByRank(CrossEntropyLoss):
+    """A metric whose name only this rank uses."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def metrics(self, logprobs: torch.Tensor, mb: PackedBatch) -> Metrics:
+        (value,) = super().metrics(logprobs, mb).values()
+        return {f"seen_by_{self.rank}": value}
+
+
+def train_with_other_names(folder: str) -> str:
+    engine = ArchonEngine(engine_config(Case("d2"), f"{folder}/checkpoint", "d2"))
+    engine.initialize()
+    rank = engine.ranks.dp.rank
+    try:
+        engine.train_batch(rows_of(data_of(0), rank, 2), _NamedByRank(rank), loss_token_count)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_metrics_of_other_names_end_every_rank(ranks: Callable[[int], Pool], reference: Callable[[Case], Path]) -> None:
+    found = ranks(2).run(train_with_other_names, str(reference(Case("d2"))))
+    for rank, message in enumerate(found):
+        assert f"this one loss, tokens, seen_by_{rank}" in message
