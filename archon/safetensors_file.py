@@ -47,9 +47,9 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # The reference reader's own limit: 100 MB of JSON name a million tensors.
 MAX_HEADER_BYTES = 100_000_000
-# A piece is read or converted at a time: large enough that calls do not count, small enough to stay in a shared cache
+# A piece is read or converted at a time: large enough that calls do not count, small enough to stay in a core's cache
 # and far below the largest tensor of any real model.
-PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True)

@@ -3,32 +3,14 @@
 Public names are loaded on first use, so that a layout string can be checked without loading torch.distributed.
 """
 
-from __future__ import annotations
+from archon.schema.lazy import lazy_exports
 
-import importlib
-from typing import Any
-
-if __name__ != "archon.parallel":
-    raise ImportError(
-        f"the parallel room was imported as {__name__!r}; import it as `archon.parallel` "
-        "(run from the repository root, or install archon-engine)"
-    )
-
-_EXPORTS = {
-    "ArchonParallelDims": "dims",
-    "ParallelLayout": "layout",
-    "parse_layout": "layout",
-    "parallelize_decoder": "decoder",
-}
-
-__all__ = sorted(_EXPORTS)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"archon.parallel.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module 'archon.parallel' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "dims": ("ArchonParallelDims",),
+        "layout": ("ParallelLayout", "parse_layout"),
+        "decoder": ("parallelize_decoder",),
+    },
+    expected="archon.parallel",
+)

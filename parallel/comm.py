@@ -62,13 +62,16 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, replicated: bool) -> Tensor:
+        ctx.group, ctx.replicated = group, replicated
         return _gather(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.replicated:
+            return _reduce_scatter(grad, ctx.group), None, None
+        rows = grad.shape[0] // ctx.group.size
+        return grad.narrow(0, ctx.group.rank * rows, rows).contiguous(), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -80,18 +83,6 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.group), None
-
-
-class _AllGatherReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        rows = grad.shape[0] // ctx.group.size
-        return grad.narrow(0, ctx.group.rank * rows, rows).contiguous(), None
 
 
 class _AllReduceReplicated(torch.autograd.Function):
@@ -118,7 +109,7 @@ class _AllToAll(torch.autograd.Function):
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """Shards [n, ...] to the whole [size * n, ...]; gradients of the ranks are summed, each gets its shard's."""
-    return x if group.size == 1 else _AllGather.apply(x, group)
+    return x if group.size == 1 else _AllGather.apply(x, group, False)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
@@ -128,7 +119,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 def all_gather_replicated(x: Tensor, group: Group) -> Tensor:
     """Shards [n, ...] to the whole [size * n, ...], for a computation that every rank repeats; the gradient is cut."""
-    return x if group.size == 1 else _AllGatherReplicated.apply(x, group)
+    return x if group.size == 1 else _AllGather.apply(x, group, True)
 
 
 def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:

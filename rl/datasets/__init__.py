@@ -5,30 +5,17 @@ An SFT row is `{"input_ids", "loss_mask"}` (lists of int of one length; 1 where 
 set's other columns, which reach the reward as `**data`.
 """
 
-from __future__ import annotations
+from archon.schema.lazy import lazy_exports
 
-import importlib
-from typing import Any
-
-_EXPORTS = {
-    "arithmetic": ("get_arithmetic_rl_dataset", "get_arithmetic_sft_dataset"),
-    "encoding": ("encode_prompt",),
-    "gsm8k": ("get_gsm8k_rl_dataset", "get_gsm8k_sft_dataset"),
-    "loader": ("RowLoader",),
-    "mapping": ("RowDataset", "rl_dataset", "sft_dataset"),
-    "registry": ("VALID_DATASETS", "get_custom_dataset"),
-    "sources": ("data_folder", "read_rows"),
-}
-_ROOM_OF = {name: room for room, names in _EXPORTS.items() for name in names}
-
-__all__ = sorted(_ROOM_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ROOM_OF:
-        return getattr(importlib.import_module(f"archon.rl.datasets.{_ROOM_OF[name]}"), name)
-    raise AttributeError(f"module 'archon.rl.datasets' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "arithmetic": ("get_arithmetic_rl_dataset", "get_arithmetic_sft_dataset"),
+        "encoding": ("encode_prompt",),
+        "gsm8k": ("get_gsm8k_rl_dataset", "get_gsm8k_sft_dataset"),
+        "loader": ("RowLoader",),
+        "mapping": ("RowDataset", "rl_dataset", "sft_dataset"),
+        "registry": ("VALID_DATASETS", "get_custom_dataset"),
+        "sources": ("data_folder", "read_rows"),
+    },
+)

@@ -1,0 +1,33 @@
+"""Names of a package that are loaded on first use: importing the package stays cheap."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def lazy_exports(
+    package: str, exports: Mapping[str, Sequence[str]], expected: str | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package.
+
+    Args:
+        package: the package's `__name__`.
+        exports: names by the module of the package that defines them.
+        expected: the one name the package may be imported under; ImportError for another.
+    """
+    if expected is not None and package != expected:
+        raise ImportError(
+            f"this package was imported as {package!r}; import it as `{expected}` "
+            "(run from the repository root, or install archon-engine)"
+        )
+    home = {name: module for module, names in exports.items() for name in names}
+    names = sorted(home)
+
+    def load(name: str) -> Any:
+        if name in home:
+            return getattr(importlib.import_module(f".{home[name]}", package), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return load, lambda: names, names
