@@ -6,32 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
-from archon.parallel.layout import parse_layout
 from tests.distributed.cases import Case
-from tests.distributed.matrix import run_case
 from tests.distributed.matrix_cases import CASES, FURTHER, QUICK
 from tests.distributed.pool import Pool
-from tests.tolerances import REORDER_FP32, REORDER_FP64, STEPS_FP64
+from tests.distributed.verdict import examine, record
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def check(case: Case, ranks: Callable[[int], Pool], reference: Callable[[Case], Path]) -> None:
     """Loss, norm and every gradient; in float64 also the weights after three clipped steps."""
-    folder = reference(case)
-    found = ranks(parse_layout(case.layout).world_size).run(run_case, case, str(folder))
-    with safe_open(str(folder / "reference.safetensors"), "pt") as file:
-        names = set(file.keys())
-    assert set().union(*found) == names, "between them the ranks hold every parameter"
-    tolerance = REORDER_FP64 if case.dtype == "float64" else REORDER_FP32
-    for rank, differences in enumerate(found):
-        for name, difference in differences.items():
-            if not name.startswith("weight."):
-                assert difference <= tolerance, f"rank {rank}, {name}: {difference:.1e} > {tolerance:.0e}"
-            elif case.dtype == "float64":
-                assert difference <= STEPS_FP64, f"rank {rank}, {name} after the steps: {difference:.1e}"
+    verdict = examine(case, ranks, reference)
+    assert verdict.beyond == {}
+    record(case, verdict)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
