@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -15,6 +13,7 @@ from torch.optim import Optimizer
 
 from archon import hf_io
 from archon.batch import merge, unpack
+from archon.engine_build import Build, plan_of, resolve_device, use_deterministic_algorithms
 from archon.engine_state import (
     load_model_state,
     load_optimizer_state,
@@ -31,17 +30,12 @@ from archon.models.attention.backend import resolve_backend
 from archon.models.base import BaseArchonModel
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.optim import LRSchedule, build_optimizer, check_schedule, clip_gradients, gradient_norm
-from archon.parallel.compile import compile_enabled
 from archon.parallel.dims import ArchonParallelDims
-from archon.parallel.fsdp import full_tensor, is_sharded, local_tensor, own_part
+from archon.parallel.fsdp import full_tensor, is_sharded
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import (
-    SPLIT_BACKWARD,
     Pipeline,
     StagedModel,
-    StagePlan,
-    plan_stages,
-    prune,
     staged_weights,
 )
 from archon.pipeline_step import PipelineForward
@@ -100,43 +94,21 @@ class ArchonEngine:
         """
         config = self.config
         self.device = resolve_device(config.device)
-        self.parallel_dims = parse_layout(config.layout).dims(self.device.type)
-        join_process_group(self.parallel_dims.world_size, self.device.type, config.timeout_s)
-        compute = getattr(torch, config.dtype)
-        resolve_backend(config.attn_type, self.device, compute)
+        self.parallel_dims = dims = parse_layout(config.layout).dims(self.device.type)
+        hf_config = hf_io.read_hf_config(config.path)
+        spec = get_model_spec(hf_config["model_type"])
+        args = spec.model_args_class.from_hf_config(hf_config, is_critic=config.is_critic, attn_type=config.attn_type)
+        build = Build(config, spec, args, dims, self.device)
+        resolve_backend(config.attn_type, self.device, build.compute)
         if config.optimizer:
             check_schedule(config.scheduler, total_steps)
+        join_process_group(dims.world_size, self.device.type, config.timeout_s)
         if config.deterministic:
             use_deterministic_algorithms(self.device)
-        hf_config = hf_io.read_hf_config(config.path)
-        self.spec = spec = get_model_spec(hf_config["model_type"])
-        args = spec.model_args_class.from_hf_config(hf_config, is_critic=config.is_critic, attn_type=config.attn_type)
         self.adapter = spec.state_dict_adapter_class(
             hf_config, str(config.path), is_critic=config.is_critic, init_score=config.init_score
         )
-        # Weights that are never updated need no wider masters than the computation uses.
-        masters = torch.promote_types(compute, torch.float32) if config.optimizer else compute
-        dims = self.parallel_dims
         self.ranks = Ranks.of(dims)
-
-        def build(take: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
-            with torch.device("meta"):
-                model = spec.model_class(args).to(masters)
-            take(model)
-            spec.parallelize_fn(
-                model,
-                dims,
-                param_dtype=compute,
-                reduce_dtype=torch.promote_types(compute, torch.float32),
-                cpu_offload=config.cpu_offload,
-                reshard_after_forward_policy=config.reshard_after_forward,
-                ac_config=config.activation_checkpoint,
-                enable_compile=config.compile,
-            )
-            hf_io.materialise(model, self.device)
-            model.tie_weights()
-            model.init_buffers(self.device)
-            return model
 
         kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, args.n_heads, args.n_kv_heads)
         tokens = TokenSplit(self.ranks, kind, config.attn_type)
@@ -144,17 +116,13 @@ class ArchonEngine:
         self._torn = False
         self._forward: Forward | PipelineForward
         if dims.pp_enabled:
-            plan = self._plan_stages(args)
-            stages = {
-                number: build(partial(prune, plan=plan, stage=number)) for number in plan.stages_of(self.ranks.pp.rank)
-            }
-            self.model = staged = StagedModel(plan, stages)
-            pipeline = Pipeline(staged, self.ranks.pp, self.device, compute, args.dim)
+            self.model = staged = build.stages(plan_of(config, dims, args), self.ranks.pp.rank)
+            pipeline = Pipeline(staged, self.ranks.pp, self.device, build.compute, args.dim)
             self._forward = PipelineForward(staged, self.device, tokens, config.is_critic, pipeline)
         else:
-            self.model = build()
+            self.model = build.whole()
             self._forward = Forward(self.model, self.device, tokens, config.is_critic, config.router_aux_loss_coef)
-        self._load_or_init()
+        build.fill(self.model, self.adapter)
         self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
         if self.optimizer is not None and config.optimizer is not None:
@@ -325,68 +293,12 @@ class ArchonEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _load_or_init(self) -> None:
-        """Fresh weights where the config asks for them, in part or whole; a checkpoint's otherwise."""
-        if self.config.init_from_scratch or self.adapter.init_score:
-            gpus = [self.device] if self.device.type == "cuda" else []
-            with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
-                # DTensor warns of random numbers on CPU meshes because ranks may differ; one process cannot.
-                warnings.filterwarnings("ignore", message="DTensor random operators")
-                torch.manual_seed(self.config.seed)
-                self._init_weights()
-        if not self.config.init_from_scratch:
-            hf_io.load_hf_weights(self.model, self.adapter, self.config.path)
-
-    @torch.no_grad()
-    def _init_weights(self) -> None:
-        """Fresh weights that do not depend on the layout: every rank draws all of them and keeps its parts."""
-        if isinstance(self.model, BaseArchonModel) and self.parallel_dims.world_size == 1:
-            self.model.init_weights()
-            return
-        with torch.device("meta"):
-            whole = self.spec.model_class(self.args)
-        shapes = dict(whole.named_parameters(remove_duplicate=False))
-        own = dict(self.model.named_parameters())
-        for name, fill in whole.initializers():
-            drawn = torch.empty(shapes[name].shape, dtype=next(iter(own.values())).dtype)
-            fill(drawn)
-            aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and self.adapter.is_tied else {name}
-            for parameter in (own[alias].detach() for alias in aliases & own.keys()):
-                local_tensor(parameter).copy_(drawn[own_part(parameter)])
-
     def gradient_norm(self) -> float:
         """The norm of the whole model's gradient as it stands, the same on every rank."""
         parameters = dict(self.model.named_parameters())
         if self.adapter.is_tied and self.parallel_dims.pp_enabled:
             parameters.pop("output.weight", None)  # the first stage counts the matrix that the last one shares
         return float(gradient_norm(parameters.values(), self.ranks.pp))
-
-    def _plan_stages(self, args: BaseModelArgs) -> StagePlan:
-        """Which layers each stage holds; refuses what a pipeline does not run."""
-        config = self.config.pipeline
-        if self.config.router_aux_loss_coef:
-            raise ConfigError(
-                "router_aux_loss_coef needs the routers of all layers at once, and a pipeline has them on different "
-                "ranks; use p1, or balance by bias"
-            )
-        if self.config.gradient_reduction == "per_microbatch":
-            raise ConfigError("a pipeline reduces gradients once a step; set gradient_reduction = per_step")
-        if config.schedule in SPLIT_BACKWARD and (
-            self.config.activation_checkpoint.mode != "none" or compile_enabled(self.config.compile, self.device.type)
-        ):
-            raise ConfigError(
-                f"pipeline.schedule = {config.schedule} splits the backward pass, which recomputed and compiled blocks "
-                "do not allow; set activation_checkpoint.mode = none and compile = false, or use interleaved_1f1b"
-            )
-        return plan_stages(
-            config.schedule,
-            self.parallel_dims.pp,
-            args.n_layers,
-            stages_per_rank=config.stages_per_rank,
-            embedding_weight=config.embedding_weight,
-            head_weight=config.head_weight,
-            layers_per_stage=config.layers_per_stage,
-        )
 
     @property
     def whole_model(self) -> BaseArchonModel:
@@ -434,26 +346,3 @@ class ArchonEngine:
                 "an error ended an earlier train_batch half way, and its gradients cannot be taken back; "
                 "call initialize() and load the last checkpoint"
             )
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one; anything that is not there is refused."""
-    if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} was asked for, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def use_deterministic_algorithms(device: torch.device) -> None:
-    """For the whole process: refuse kernels whose result depends on timing."""
-    if device.type == "cuda":
-        # cuBLAS reads it when its first handle is made.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)

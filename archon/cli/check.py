@@ -80,7 +80,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     read."""
     import torch
 
-    from archon.engine import resolve_device
+    from archon.engine_build import resolve_device
     from archon.hf_io import read_hf_config
     from archon.inspect import inspect_checkpoint
     from archon.models.attention.backend import resolve_backend

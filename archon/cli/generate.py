@@ -54,7 +54,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
     """Load the checkpoint, answer every prompt, print what comes."""
     import torch
 
-    from archon.engine import resolve_device
+    from archon.engine_build import resolve_device
     from archon.hf_io import load_model, load_tokenizer
     from archon.rl.generation import InProcessEngine
 

@@ -15,7 +15,8 @@ from torch import Tensor
 import archon
 from archon.batch import PackedBatch
 from archon.checkpoint import load_latest, save_state
-from archon.engine import ArchonEngine, resolve_device
+from archon.engine import ArchonEngine
+from archon.engine_build import resolve_device
 from archon.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, LayoutError, UserError

@@ -1,0 +1,151 @@
+"""From a configuration to a model on its device: built on meta, cut into stages, parallelised, materialised, filled."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from archon import hf_io
+from archon.models.args import BaseModelArgs
+from archon.models.base import BaseArchonModel
+from archon.models.spec import ModelSpec
+from archon.models.state_dict import BaseStateDictAdapter
+from archon.parallel.compile import compile_enabled
+from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.fsdp import local_tensor, own_part
+from archon.parallel.pipeline import SPLIT_BACKWARD, StagedModel, StagePlan, plan_stages, prune
+from archon.schema.config import EngineConfig
+from archon.schema.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a model is built from."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    args: BaseModelArgs
+    dims: ArchonParallelDims
+    device: torch.device
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of the computation."""
+        return getattr(torch, self.config.dtype)
+
+    @property
+    def masters(self) -> torch.dtype:
+        """The dtype of the weights; those that are never updated need none wider than the computation's."""
+        return torch.promote_types(self.compute, torch.float32) if self.config.optimizer else self.compute
+
+    def whole(self, take: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
+        """The model with its memory, weights undefined; `take` removes what this rank does not hold."""
+        config = self.config
+        with torch.device("meta"):
+            model = self.spec.model_class(self.args).to(self.masters)
+        take(model)
+        self.spec.parallelize_fn(
+            model,
+            self.dims,
+            param_dtype=self.compute,
+            reduce_dtype=torch.promote_types(self.compute, torch.float32),
+            cpu_offload=config.cpu_offload,
+            reshard_after_forward_policy=config.reshard_after_forward,
+            ac_config=config.activation_checkpoint,
+            enable_compile=config.compile,
+        )
+        hf_io.materialise(model, self.device)
+        model.tie_weights()
+        model.init_buffers(self.device)
+        return model
+
+    def stages(self, plan: StagePlan, rank: int) -> StagedModel:
+        """The stages that the `rank`-th rank of a pipeline holds."""
+        return StagedModel(
+            plan, {stage: self.whole(partial(prune, plan=plan, stage=stage)) for stage in plan.stages_of(rank)}
+        )
+
+    def fill(self, model: BaseArchonModel | StagedModel, adapter: BaseStateDictAdapter) -> None:
+        """Fresh weights where the config asks for them, in part or whole; a checkpoint's otherwise."""
+        if self.config.init_from_scratch or adapter.init_score:
+            gpus = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
+                # DTensor warns of random numbers on CPU meshes because ranks may differ; one process cannot.
+                warnings.filterwarnings("ignore", message="DTensor random operators")
+                torch.manual_seed(self.config.seed)
+                self._init_weights(model, adapter.is_tied)
+        if not self.config.init_from_scratch:
+            hf_io.load_hf_weights(model, adapter, self.config.path)
+
+    @torch.no_grad()
+    def _init_weights(self, model: BaseArchonModel | StagedModel, tied: bool) -> None:
+        """Fresh weights that do not depend on the layout: every rank draws all of them and keeps its parts."""
+        if isinstance(model, BaseArchonModel) and self.dims.world_size == 1:
+            model.init_weights()
+            return
+        with torch.device("meta"):
+            whole = self.spec.model_class(self.args)
+        shapes = dict(whole.named_parameters(remove_duplicate=False))
+        own = dict(model.named_parameters())
+        for name, fill in whole.initializers():
+            drawn = torch.empty(shapes[name].shape, dtype=next(iter(own.values())).dtype)
+            fill(drawn)
+            aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and tied else {name}
+            for parameter in (own[alias].detach() for alias in aliases & own.keys()):
+                local_tensor(parameter).copy_(drawn[own_part(parameter)])
+
+
+def plan_of(config: EngineConfig, dims: ArchonParallelDims, args: BaseModelArgs) -> StagePlan:
+    """Which layers each stage holds; refuses what a pipeline does not run."""
+    pipeline = config.pipeline
+    if config.router_aux_loss_coef:
+        raise ConfigError(
+            "router_aux_loss_coef needs the routers of all layers at once, and a pipeline has them on different "
+            "ranks; use p1, or balance by bias"
+        )
+    if config.gradient_reduction == "per_microbatch":
+        raise ConfigError("a pipeline reduces gradients once a step; set gradient_reduction = per_step")
+    if pipeline.schedule in SPLIT_BACKWARD and (
+        config.activation_checkpoint.mode != "none" or compile_enabled(config.compile, dims.device_type)
+    ):
+        raise ConfigError(
+            f"pipeline.schedule = {pipeline.schedule} splits the backward pass, which recomputed and compiled blocks "
+            "do not allow; set activation_checkpoint.mode = none and compile = false, or use interleaved_1f1b"
+        )
+    return plan_stages(
+        pipeline.schedule,
+        dims.pp,
+        args.n_layers,
+        stages_per_rank=pipeline.stages_per_rank,
+        embedding_weight=pipeline.embedding_weight,
+        head_weight=pipeline.head_weight,
+        layers_per_stage=pipeline.layers_per_stage,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one; anything that is not there is refused."""
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} was asked for, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def use_deterministic_algorithms(device: torch.device) -> None:
+    """For the whole process: refuse kernels whose result depends on timing."""
+    if device.type == "cuda":
+        # cuBLAS reads it when its first handle is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
