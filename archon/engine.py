@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from archon import hf_io
 from archon.batch import merge, unpack
-from archon.engine_build import Build, plan_of, resolve_device, use_deterministic_algorithms
+from archon.engine_build import Build, resolve_device, use_deterministic_algorithms
 from archon.engine_state import (
     load_model_state,
     load_optimizer_state,
@@ -23,6 +23,7 @@ from archon.engine_state import (
     rng_state,
     set_rng_state,
 )
+from archon.layout_check import check_layout
 from archon.loss import LossFn, LossWeightFn
 from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
@@ -86,6 +87,14 @@ class ArchonEngine:
         # behind that nothing clears, and training on would be wrong without a word.
         self._torn = False
 
+    if not TYPE_CHECKING:  # a checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """What `initialize` makes is asked for before it has."""
+            if name in type(self).__annotations__:
+                raise ConfigError(f"the engine has no {name} yet; call initialize() first")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def initialize(self, total_steps: int | None = None) -> None:
         """Build on the meta device, parallelise, materialise, load; then make optimiser and schedule.
 
@@ -98,6 +107,7 @@ class ArchonEngine:
         hf_config = hf_io.read_hf_config(config.path)
         spec = get_model_spec(hf_config["model_type"])
         args = spec.model_args_class.from_hf_config(hf_config, is_critic=config.is_critic, attn_type=config.attn_type)
+        check_layout(config, args, dims)
         build = Build(config, spec, args, dims, self.device)
         resolve_backend(config.attn_type, self.device, build.compute)
         if config.optimizer:
@@ -116,7 +126,7 @@ class ArchonEngine:
         self._torn = False
         self._forward: Forward | PipelineForward
         if dims.pp_enabled:
-            self.model = staged = build.stages(plan_of(config, dims, args), self.ranks.pp.rank)
+            self.model = staged = build.stages(self.ranks.pp.rank)
             pipeline = Pipeline(staged, self.ranks.pp, self.device, build.compute, args.dim)
             self._forward = PipelineForward(staged, self.device, tokens, config.is_critic, pipeline)
         else:

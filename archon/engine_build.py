@@ -15,10 +15,9 @@ from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.spec import ModelSpec
 from archon.models.state_dict import BaseStateDictAdapter
-from archon.parallel.compile import compile_enabled
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_tensor, own_part
-from archon.parallel.pipeline import SPLIT_BACKWARD, StagedModel, StagePlan, plan_stages, prune
+from archon.parallel.pipeline import StagedModel, configured_stages, prune
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 
@@ -64,8 +63,9 @@ class Build:
         model.init_buffers(self.device)
         return model
 
-    def stages(self, plan: StagePlan, rank: int) -> StagedModel:
+    def stages(self, rank: int) -> StagedModel:
         """The stages that the `rank`-th rank of a pipeline holds."""
+        plan = configured_stages(self.config.pipeline, self.dims.pp, self.args.n_layers)
         return StagedModel(
             plan, {stage: self.whole(partial(prune, plan=plan, stage=stage)) for stage in plan.stages_of(rank)}
         )
@@ -98,34 +98,6 @@ class Build:
             aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and tied else {name}
             for parameter in (own[alias].detach() for alias in aliases & own.keys()):
                 local_tensor(parameter).copy_(drawn[own_part(parameter)])
-
-
-def plan_of(config: EngineConfig, dims: ArchonParallelDims, args: BaseModelArgs) -> StagePlan:
-    """Which layers each stage holds; refuses what a pipeline does not run."""
-    pipeline = config.pipeline
-    if config.router_aux_loss_coef:
-        raise ConfigError(
-            "router_aux_loss_coef needs the routers of all layers at once, and a pipeline has them on different "
-            "ranks; use p1, or balance by bias"
-        )
-    if config.gradient_reduction == "per_microbatch":
-        raise ConfigError("a pipeline reduces gradients once a step; set gradient_reduction = per_step")
-    if pipeline.schedule in SPLIT_BACKWARD and (
-        config.activation_checkpoint.mode != "none" or compile_enabled(config.compile, dims.device_type)
-    ):
-        raise ConfigError(
-            f"pipeline.schedule = {pipeline.schedule} splits the backward pass, which recomputed and compiled blocks "
-            "do not allow; set activation_checkpoint.mode = none and compile = false, or use interleaved_1f1b"
-        )
-    return plan_stages(
-        pipeline.schedule,
-        dims.pp,
-        args.n_layers,
-        stages_per_rank=pipeline.stages_per_rank,
-        embedding_weight=pipeline.embedding_weight,
-        head_weight=pipeline.head_weight,
-        layers_per_stage=pipeline.layers_per_stage,
-    )
 
 
 def resolve_device(name: str) -> torch.device:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from archon.models.attention.context import GatheredAttention, SharedAttention, UlyssesAttention, ulysses_repeat
+from archon.models.attention.context import GatheredAttention, SharedAttention, UlyssesAttention
 from archon.models.attention.meta import PackedAttention
 from archon.parallel.comm import Group, all_reduce
-from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, zigzag_plan
+from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, ulysses_repeat, zigzag_plan
 from archon.parallel.dims import ArchonParallelDims
 from archon.schema.config import AttnType, ContextParallelKind
 from archon.schema.errors import LayoutError

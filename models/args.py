@@ -10,6 +10,7 @@ from archon.models.attention.backend import ATTN_TYPES, AttnType
 from archon.models.hf_config import DENSE_FIELDS, Field, read_config
 from archon.models.layers.feed_forward import ACTIVATIONS
 from archon.models.layers.rope import RopeConfig
+from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
 
 
@@ -88,6 +89,11 @@ class BaseModelArgs:
                 raise ConfigError(
                     f"RoPE {name} has {len(divisors)} entries; head_dim {self.head_dim} needs half as many"
                 )
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """What a layout divides."""
+        return ModelSizes(self.n_heads, self.n_kv_heads, self.vocab_size, self.n_layers, (self.hidden_dim,))
 
     def feed_forward_parameters(self, layer: int) -> tuple[int, int]:
         """Matrix parameters of a layer's feed-forward network: those a token meets, and all."""

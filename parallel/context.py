@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from archon.parallel.comm import Group, all_gather_replicated
+from archon.schema.errors import LayoutError
 
 Chunk = tuple[int, int, int]
 """(document, start, stop): a rank's tokens start .. stop of a document."""
@@ -71,6 +72,18 @@ def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0)
             own.append((len(lengths), padding, padding + rows - total))
             padding += rows - total
     return ContextPlan((*lengths, padding) if padding else lengths, padding, tuple(map(tuple, chunks)))
+
+
+def ulysses_repeat(heads: int, key_heads: int, cp: int) -> int:
+    """How often each key head is repeated so that `cp` divides them; LayoutError where the heads cannot be dealt."""
+    if heads % cp == 0:
+        for repeat in range(1, heads // key_heads + 1):
+            if key_heads * repeat % cp == 0 and heads % (key_heads * repeat) == 0:
+                return repeat
+    raise LayoutError(
+        f"Ulysses deals heads to ranks, and cp = {cp} does not divide the {heads} heads of a rank; "
+        "use context_parallel = allgather, which has no such bound"
+    )
 
 
 def _ceil(a: int, b: int) -> int:

@@ -29,6 +29,19 @@ class Decoder(Protocol):
     def tie_weights(self) -> None: ...
 
 
+def check_options(
+    dims: ArchonParallelDims, cpu_offload: bool, ac_config: ActivationCheckpointConfig, enable_compile: CompileChoice
+) -> None:
+    """Raises ConfigError for options that contradict each other or the layout."""
+    if cpu_offload and dims.world_size == 1:
+        raise ConfigError("cpu_offload = true needs sharded parameters, and one process has none; leave it false")
+    if ac_config.mode == "memory_budget" and not compile_enabled(enable_compile, dims.device_type):
+        raise ConfigError(
+            "activation_checkpoint.mode = memory_budget is carried out by torch.compile, which is off; "
+            "set compile = true, or choose full or selective"
+        )
+
+
 def parallelize_decoder(
     model: nn.Module,
     parallel_dims: ArchonParallelDims,
@@ -63,18 +76,12 @@ def parallelize_decoder(
     Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
     """
     dims, decoder = parallel_dims, cast(Decoder, model)
-    if cpu_offload and dims.world_size == 1:
-        raise ConfigError("cpu_offload = true needs sharded parameters, and one process has none; leave it false")
     if dims.tp_enabled and not loss_parallel:
         raise ConfigError("loss_parallel = false would gather the logits under tensor parallelism; leave it true")
-    compiled = compile_enabled(enable_compile, dims.device_type)
     ac = ac_config or ActivationCheckpointConfig()
+    check_options(dims, cpu_offload, ac, enable_compile)
+    compiled = compile_enabled(enable_compile, dims.device_type)
     budget = ac.memory_budget if ac.mode == "memory_budget" else None
-    if budget is not None and not compiled:
-        raise ConfigError(
-            "activation_checkpoint.mode = memory_budget is carried out by torch.compile, which is off; "
-            "set compile = true, or choose full or selective"
-        )
     has_experts = any(getattr(module, "role", None) == "experts" for module in model.modules())
     if (dims.ep_enabled or dims.etp_enabled) and not has_experts and dims.pp == 1:
         raise LayoutError(f"ep = {dims.ep} and etp = {dims.etp} lay out experts, and this model has none; leave e out")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 from archon.parallel.dims import ArchonParallelDims
 from archon.schema.errors import LayoutError
@@ -62,6 +63,19 @@ class ParallelLayout:
             raise LayoutError(f"layout {self}: {error}; {_suggest(self, self.world_size)}") from None
 
 
+@dataclass(frozen=True)
+class ModelSizes:
+    """What layouts divide. `hidden` are the inner widths of dense networks, shared experts included."""
+
+    heads: int
+    key_heads: int
+    vocab: int
+    layers: int
+    hidden: tuple[int, ...] = ()
+    experts: int = 0
+    expert_hidden: int = 0
+
+
 def parse_layout(text: str, world_size: int | None = None) -> ParallelLayout:
     """Read a layout string and check its rules; a dimension left out is 1, an `archon:` prefix is accepted.
 
@@ -82,8 +96,16 @@ def parse_layout(text: str, world_size: int | None = None) -> ParallelLayout:
     return layout
 
 
-def nearest_layouts(wanted: ParallelLayout, world_size: int, count: int = 3) -> list[ParallelLayout]:
-    """The legal layouts of `world_size` ranks closest to `wanted`: fewest doublings apart, summed over dimensions."""
+def nearest_layouts(
+    wanted: ParallelLayout,
+    world_size: int,
+    count: int = 3,
+    fits: Callable[[ParallelLayout], bool] = lambda layout: True,
+) -> list[ParallelLayout]:
+    """The legal layouts of `world_size` ranks closest to `wanted`: fewest doublings apart, summed over dimensions.
+
+    `fits` leaves out those that a model does not fit.
+    """
     names = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
 
@@ -91,15 +113,16 @@ def nearest_layouts(wanted: ParallelLayout, world_size: int, count: int = 3) -> 
         pairs = [(getattr(layout, name), getattr(wanted, name)) for name in (*names, "ep", "etp")]
         return sum(abs(math.log2(a / b)) for a, b in pairs), str(layout)
 
-    legal = []
+    legal: list[ParallelLayout] = []
     for pp, tp, cp, replicas in product(divisors, repeat=4):
         rest = world_size // (pp * tp * cp * replicas)
         if rest * pp * tp * cp * replicas != world_size:
             continue
         for etp in {1, tp} if wanted.etp > 1 else {1}:
             lender = rest * cp * (tp if etp == 1 else 1)
-            ep = min((n for n in divisors if lender % n == 0), key=lambda n: (abs(math.log2(n / wanted.ep)), n))
-            legal.append(ParallelLayout(rest, replicas, pp, tp, cp, ep, etp))
+            nearest = sorted(divisors, key=lambda n: (abs(math.log2(n / wanted.ep)), n))
+            layouts = (ParallelLayout(rest, replicas, pp, tp, cp, ep, etp) for ep in nearest if lender % ep == 0)
+            legal += islice(filter(fits, layouts), 1)
     return sorted(legal, key=distance)[:count]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from archon.parallel.comm import Group, all_gather_replicated
 from archon.parallel.fsdp import full_tensor
+from archon.schema.config import PipelineConfig
 from archon.schema.errors import LayoutError
 
 ScheduleName = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
@@ -93,6 +94,19 @@ def plan_stages(
         )
     bounds = [sum(layers_per_stage[:stage]) for stage in range(stages + 1)]
     return StagePlan(schedule, pp, tuple(pairwise(bounds)))
+
+
+def configured_stages(config: PipelineConfig, pp: int, n_layers: int) -> StagePlan:
+    """`plan_stages` as the configuration says."""
+    return plan_stages(
+        config.schedule,
+        pp,
+        n_layers,
+        stages_per_rank=config.stages_per_rank,
+        embedding_weight=config.embedding_weight,
+        head_weight=config.head_weight,
+        layers_per_stage=config.layers_per_stage,
+    )
 
 
 def balanced_split(n_layers: int, stages: int, embedding: float, head: float) -> list[int]:

@@ -83,19 +83,23 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     from archon.engine_build import resolve_device
     from archon.hf_io import read_hf_config
     from archon.inspect import inspect_checkpoint
+    from archon.layout_check import check_layout
     from archon.models.attention.backend import resolve_backend
     from archon.optim import check_schedule
     from archon.parallel.layout import parse_layout
     from archon.ranks import require_processes
 
     device = resolve_device(config.device)
-    require_processes(parse_layout(config.layout).dims(device.type).world_size)
+    dims = parse_layout(config.layout).dims(device.type)
     resolve_backend(config.attn_type, device, getattr(torch, config.dtype))
     if config.optimizer is not None and total_steps is not None:
         check_schedule(config.scheduler, total_steps)
     found = inspect_checkpoint(config.path, read_hf_config(made.get(config.path, config.path)))
     if found.refused:
         raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
+    assert found.args is not None  # as nothing was refused
+    check_layout(config, found.args, dims)
+    require_processes(dims.world_size)
     origin = ", to be made by the bootstrap" if config.path in made else ""
     return [f"{name}: {found.family}, {found.parameters:,} parameters{origin}"]
 

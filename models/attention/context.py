@@ -12,8 +12,8 @@ from archon.models.attention.blockwise import blockwise_attention
 from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.varlen import varlen_attention
 from archon.parallel.comm import Group, all_gather, all_to_all
-from archon.parallel.context import SequenceShare
-from archon.schema.errors import ConfigError, LayoutError
+from archon.parallel.context import SequenceShare, ulysses_repeat
+from archon.schema.errors import ConfigError
 
 
 class SharedAttention(AttentionMeta):
@@ -53,18 +53,6 @@ class UlyssesAttention(SharedAttention):
         q, k, v = (_tokens_to_heads(x, group) for x in (q, k, v))
         out = self.inner.attend(layer, q, k, v, window=window, scale=scale)
         return _heads_to_tokens(out, group)
-
-
-def ulysses_repeat(heads: int, key_heads: int, cp: int) -> int:
-    """How often each key head is repeated so that `cp` divides them; LayoutError where the heads cannot be dealt."""
-    if heads % cp == 0:
-        for repeat in range(1, heads // key_heads + 1):
-            if key_heads * repeat % cp == 0 and heads % (key_heads * repeat) == 0:
-                return repeat
-    raise LayoutError(
-        f"Ulysses deals heads to ranks, and cp = {cp} does not divide the {heads} heads of a rank; "
-        "use context_parallel = allgather, which has no such bound"
-    )
 
 
 def _tokens_to_heads(x: Tensor, group: Group) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from archon.models.args import BaseModelArgs
 from archon.models.hf_config import DENSE_FIELDS, Field, as_dict, refuse
+from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
 
 
@@ -63,6 +64,13 @@ class Qwen3MoEModelArgs(BaseModelArgs):
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer, counted from zero, is a mixture of experts."""
         return layer not in self.mlp_only_layers and self.n_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """See `BaseModelArgs.sizes`."""
+        sparse = [self.is_sparse(layer) for layer in range(self.n_layers)]
+        sizes = replace(super().sizes, hidden=() if all(sparse) else (self.hidden_dim,))
+        return replace(sizes, experts=self.n_experts, expert_hidden=self.moe_hidden_dim) if any(sparse) else sizes
 
     def feed_forward_parameters(self, layer: int) -> tuple[int, int]:
         """See `BaseModelArgs.feed_forward_parameters`; a token meets the router and the experts it chose."""

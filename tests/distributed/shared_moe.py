@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import nn
@@ -14,6 +14,7 @@ from archon.models.layers.moe import MoE
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
 from archon.models.spec import ModelSpec
+from archon.parallel.layout import ModelSizes
 
 MODEL_TYPE = "archon_test_shared_moe"
 SHARED_HIDDEN = 40
@@ -24,6 +25,11 @@ class SharedMoEArgs(Qwen3MoEModelArgs):
     """As Qwen3-MoE's."""
 
     model_types: ClassVar[frozenset[str]] = frozenset({MODEL_TYPE})
+
+    @property
+    def sizes(self) -> ModelSizes:
+        sizes = super().sizes
+        return replace(sizes, hidden=(*sizes.hidden, SHARED_HIDDEN))
 
 
 class SharedMoEModel(Qwen3MoEModel):

@@ -241,7 +241,7 @@ def test_hf_weights_are_every_parameter_by_its_hugging_face_name(tmp_path: Path)
         ({"device": "tpu"}, ConfigError, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({"device": "mps"}, ConfigError, "device must be auto, cpu, cuda or cuda:N, got 'mps'"),
         ({"device": "cuda:97"}, ConfigError, "'cuda:97' was asked for, but PyTorch sees"),
-        ({"layout": "d2t2"}, LayoutError, "the layout needs 4 processes, but 1 are running"),
+        ({"layout": "d2c2"}, LayoutError, "the layout needs 4 processes, but 1 are running"),
         ({"layout": "q2"}, LayoutError, "'q' is not one of"),
         ({"scheduler": {"kind": "cosine"}}, ConfigError, "cosine needs total_steps"),
         ({"attn_type": "varlen", "device": "cpu"}, ConfigError, "attn_type 'varlen' is impossible here"),

@@ -1,0 +1,70 @@
+"""Whether a model fits a layout: every rule by name, with neighbours that do fit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from archon.parallel.fit import Fit
+from archon.parallel.layout import ModelSizes, parse_layout
+from archon.schema.config import PipelineConfig
+from archon.schema.errors import LayoutError
+
+DENSE = ModelSizes(heads=8, key_heads=4, vocab=104, layers=4, hidden=(72,))
+MOE = ModelSizes(heads=8, key_heads=4, vocab=104, layers=4, hidden=(72, 40), experts=6, expert_hidden=9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "options", "rule"),
+    [
+        ("t3", DENSE, {}, "tp = 3 does not divide the 8 attention heads"),
+        ("t16", DENSE, {}, "tp = 16 does not divide the 8 attention heads"),
+        (
+            "t4",
+            ModelSizes(12, 6, 104, 4, (72,)),
+            {},
+            "tp = 4 neither divides the 6 key heads nor is a multiple of them",
+        ),
+        ("t8", ModelSizes(8, 4, 100, 4, (72,)), {}, "tp = 8 does not divide the vocabulary of 100"),
+        ("t8", ModelSizes(8, 4, 104, 4, (60,)), {}, "tp = 8 does not divide the 60 hidden features"),
+        ("t8", ModelSizes(8, 4, 104, 4, (72, 20)), {}, "tp = 8 does not divide the 20 hidden features"),
+        ("d2e2", DENSE, {}, "ep = 2 and etp = 1 lay out experts, and the model has none"),
+        ("(attn:d2t2|ffn:d2t2)", DENSE, {}, "ep = 1 and etp = 2 lay out experts, and the model has none"),
+        ("d4e4", MOE, {}, "ep = 4 does not divide the 6 experts"),
+        ("(attn:d2t2|ffn:d2t2)", MOE, {}, "etp = 2 does not divide the 9 hidden features of an expert"),
+        ("c3", DENSE, {"context_parallel": "ulysses"}, "cp = 3 does not divide the 8 heads of a rank"),
+        ("c4t4", DENSE, {"context_parallel": "ulysses"}, "cp = 4 does not divide the 2 heads of a rank"),
+        ("p8", DENSE, {}, "p = 8 with schedule 1f1b has 8 stages, and the model 4 layers"),
+        ("p4", DENSE, {"pipeline": PipelineConfig(schedule="zbv")}, "p = 4 with schedule zbv has 8 stages"),
+        ("p2", DENSE, {"pipeline": PipelineConfig(layers_per_stage=[1, 2])}, "expected 2 numbers of at least 1"),
+    ],
+)
+def test_a_broken_rule_is_named_with_neighbours_that_fit(
+    layout: str, sizes: ModelSizes, options: dict[str, Any], rule: str
+) -> None:
+    fit = Fit(sizes, **options)
+    with pytest.raises(LayoutError) as refused:
+        fit.check(parse_layout(layout))
+    message = str(refused.value)
+    assert rule in message
+    near = re.findall(r"\([^)]*\)|[a-z0-9]+", message.partition("nearest layouts that this model fits: ")[2])
+    assert near
+    for text in near:
+        assert parse_layout(text).world_size == parse_layout(layout).world_size
+        fit.check(parse_layout(text))
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ("t8", DENSE),  # fewer key heads than ranks: neighbours share one
+        ("c3", DENSE),  # keys are gathered where heads do not divide
+        ("d3p2e3", MOE),
+        ("d6e6", MOE),
+        ("p4", DENSE),
+    ],
+)
+def test_what_fits_is_accepted(layout: str, sizes: ModelSizes) -> None:
+    Fit(sizes).check(parse_layout(layout))
