@@ -36,9 +36,14 @@ def _check_pipeline(config: EngineConfig, dims: ArchonParallelDims) -> None:
         )
     if config.gradient_reduction == "per_microbatch":
         raise ConfigError("a pipeline reduces gradients once a step; set gradient_reduction = per_step")
-    if config.pipeline.schedule in SPLIT_BACKWARD and (
-        config.activation_checkpoint.mode != "none" or compile_enabled(config.compile, dims.device_type)
-    ):
+    if config.pipeline.schedule not in SPLIT_BACKWARD:
+        return
+    if config.reshard_after_forward == "always":
+        raise ConfigError(
+            f"pipeline.schedule = {config.pipeline.schedule} finds the gradients of weights after those of inputs, "
+            "and weights freed in between get none; set reshard_after_forward = default, or use interleaved_1f1b"
+        )
+    if config.activation_checkpoint.mode != "none" or compile_enabled(config.compile, dims.device_type):
         raise ConfigError(
             f"pipeline.schedule = {config.pipeline.schedule} splits the backward pass, which recomputed and compiled "
             "blocks do not allow; set activation_checkpoint.mode = none and compile = false, or use interleaved_1f1b"

@@ -157,6 +157,10 @@ class Forward:
         differentiated once and as a whole; `fuse` says whether it may be.
         """
         if self.is_critic:
+            if isinstance(loss_fn, WeightedTokenLoss):
+                raise ConfigError(
+                    f"{_name(loss_fn)} weighs token log-probabilities, and a critic gives values; use a loss of values"
+                )
             return _with_metrics(loss_fn(_tensor(self.call(mb)), None, mb))
         labels = mb.scored_labels()
         if fuse and isinstance(loss_fn, WeightedTokenLoss):
