@@ -95,9 +95,9 @@ class ValueLoss:
 
 
 def loss_of(case: Case) -> LossFn:
-    if case.critic:
-        return ValueLoss()
-    return CrossEntropyLoss() if case.config.get("loss") == "fused" else SequenceLoss()
+    if case.config.get("loss") == "fused":
+        return CrossEntropyLoss()
+    return ValueLoss() if case.critic else SequenceLoss()
 
 
 def write_config(folder: Path, model: str) -> str:

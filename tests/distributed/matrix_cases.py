@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.distributed.cases import Case
+from tests.distributed.features import BUDGET, BY_OP, EVERY_SECOND, FULL
 
 
 def _case(
@@ -14,10 +15,6 @@ def _case(
 def _pipeline(layout: str, schedule: str, model: str = "dense", *traps: str, **config: object) -> Case:
     return _case(layout, model, *traps, pipeline={"schedule": schedule}, **config)
 
-
-FULL = {"mode": "full"}
-BY_OP = {"mode": "selective", "selective": "op"}
-EVERY_SECOND = {"mode": "selective", "selective": 2}
 
 # Run by `make test`: every axis and every trap once.
 QUICK: tuple[Case, ...] = (
@@ -114,4 +111,165 @@ FURTHER: tuple[Case, ...] = (
     _pipeline("p2t2e2", "1f1b", "moe", dtype="float32"),
 )
 
-CASES = QUICK + FURTHER
+# Pairs of features that nothing above has, as many as possible in a case.
+PAIRED: tuple[Case, ...] = (
+    _case(
+        "c2e2",
+        "tied_moe",
+        critic=True,
+        context_parallel="allgather",
+        activation_checkpoint=FULL,
+        cpu_offload=True,
+        gradient_reduction="per_microbatch",
+        reshard_after_forward="always",
+        router_aux_loss_coef=0.1,
+    ),
+    _case(
+        "(attn:t2|ffn:t2)",
+        "moe",
+        activation_checkpoint=BY_OP,
+        cpu_offload=True,
+        gradient_reduction="per_microbatch",
+        reshard_after_forward="never",
+        loss="fused",
+        router_aux_loss_coef=0.1,
+    ),
+    _case(
+        "(attn:t2|ffn:t2)",
+        "tied_moe",
+        activation_checkpoint=BUDGET,
+        compile=True,
+        cpu_offload=True,
+        gradient_reduction="per_microbatch",
+        reshard_after_forward="always",
+        loss="fused",
+        router_aux_loss_coef=0.1,
+    ),
+    _case(
+        "c2e2",
+        "tied_moe",
+        critic=True,
+        context_parallel="allgather",
+        activation_checkpoint=EVERY_SECOND,
+        gradient_reduction="per_microbatch",
+        reshard_after_forward="never",
+        router_aux_loss_coef=0.1,
+    ),
+    _pipeline(
+        "p2c2e2",
+        "interleaved_1f1b",
+        "moe",
+        context_parallel="ulysses",
+        activation_checkpoint=EVERY_SECOND,
+        cpu_offload=True,
+        reshard_after_forward="always",
+        loss="fused",
+    ),
+    _case(
+        "r2",
+        "few_kv",
+        critic=True,
+        activation_checkpoint=BY_OP,
+        cpu_offload=True,
+        gradient_reduction="per_microbatch",
+        reshard_after_forward="always",
+    ),
+    _case(
+        "r2c2e2",
+        "tied_moe",
+        critic=True,
+        context_parallel="allgather",
+        activation_checkpoint=BUDGET,
+        compile=True,
+        reshard_after_forward="never",
+        router_aux_loss_coef=0.1,
+    ),
+    _case(
+        "c2e2",
+        "moe",
+        context_parallel="ulysses",
+        activation_checkpoint=FULL,
+        gradient_reduction="per_microbatch",
+        reshard_after_forward="never",
+        loss="fused",
+    ),
+    _pipeline(
+        "p2c2",
+        "1f1b",
+        context_parallel="allgather",
+        activation_checkpoint=BY_OP,
+        cpu_offload=True,
+        reshard_after_forward="never",
+        loss="fused",
+    ),
+    _pipeline("(attn:p2t2|ffn:p2t2)", "interleaved_zero_bubble", "tied_moe", critic=True),
+    _pipeline(
+        "(attn:p2t2|ffn:p2t2)",
+        "1f1b",
+        "tied_moe",
+        activation_checkpoint=EVERY_SECOND,
+        reshard_after_forward="always",
+        loss="fused",
+    ),
+    _pipeline("p2", "zbv", "few_kv", cpu_offload=True, loss="fused"),
+    _pipeline(
+        "p2c2e2",
+        "interleaved_zero_bubble",
+        "tied_moe",
+        context_parallel="allgather",
+        cpu_offload=True,
+        reshard_after_forward="never",
+    ),
+    _pipeline(
+        "(attn:p2t2|ffn:p2t2)",
+        "interleaved_1f1b",
+        "tied_moe",
+        activation_checkpoint=FULL,
+        reshard_after_forward="never",
+        loss="fused",
+    ),
+    _pipeline(
+        "r2p2", "interleaved_1f1b", critic=True, activation_checkpoint=EVERY_SECOND, compile=True, cpu_offload=True
+    ),
+    _pipeline("r2p2", "zbv", "few_kv", critic=True, reshard_after_forward="never"),
+    _case("r2", "few_kv", activation_checkpoint=FULL, compile=True, reshard_after_forward="never"),
+    _case(
+        "c2e2",
+        "moe",
+        context_parallel="ulysses",
+        activation_checkpoint=BY_OP,
+        compile=True,
+        cpu_offload=True,
+        loss="fused",
+        router_aux_loss_coef=0.1,
+    ),
+    _pipeline("r2p2", "interleaved_zero_bubble", "moe", cpu_offload=True, loss="fused"),
+    _pipeline(
+        "d2p2c2",
+        "interleaved_1f1b",
+        "tied",
+        context_parallel="allgather",
+        activation_checkpoint=BUDGET,
+        compile=True,
+        loss="fused",
+    ),
+    _case(
+        "(attn:c2t2|ffn:d2t2)",
+        "moe",
+        context_parallel="ulysses",
+        activation_checkpoint=BUDGET,
+        compile=True,
+        gradient_reduction="per_microbatch",
+        reshard_after_forward="always",
+    ),
+    _pipeline("p2", "1f1b", "tied", activation_checkpoint=BUDGET, compile=True, reshard_after_forward="always"),
+    _case(
+        "(attn:r2t2|ffn:r2t2)", "tied_moe", activation_checkpoint=EVERY_SECOND, loss="fused", router_aux_loss_coef=0.1
+    ),
+    _case("(attn:c2t2|ffn:d2t2)", "moe", context_parallel="allgather", activation_checkpoint=EVERY_SECOND),
+    _pipeline("p2c2", "zbv", "tied", critic=True, context_parallel="ulysses", cpu_offload=True),
+    _pipeline("(attn:p2t2|ffn:p2t2)", "zbv", "tied_moe", loss="fused"),
+    _pipeline("p2c2e2", "zbv", "moe", context_parallel="allgather", reshard_after_forward="never", loss="fused"),
+)
+
+CASES = QUICK + FURTHER + PAIRED

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.cases import Case
-from tests.distributed.matrix_cases import CASES, FURTHER, QUICK
+from tests.distributed.matrix_cases import CASES, FURTHER, PAIRED, QUICK
 from tests.distributed.pool import Pool
 from tests.distributed.verdict import examine, record
 
@@ -30,7 +30,7 @@ def test_layout_computes_what_one_process_computes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FURTHER, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FURTHER + PAIRED, ids=lambda case: case.name)
 def test_further_layout_computes_what_one_process_computes(
     case: Case, ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
 ) -> None:
