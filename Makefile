@@ -6,14 +6,16 @@ export PYTHON TORCH_INDEX
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
+MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
-.PHONY: help setup demo test test-slow test-all test-kill lint format bench
+.PHONY: help setup demo test test-slow test-all test-kill test-matrix lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
 	@echo "make test       every test that takes less than 20 s"
 	@echo "make test-all   every test"
 	@echo "make test-kill  all kill tests, with their record"
+	@echo "make test-matrix  the gradient matrix, with its record and its table in parallel/README.md"
 	@echo "make lint       ruff, mypy, import directions, spelling"
 	@echo "make bench      the benchmarks side by side with their peers, with their records"
 
@@ -35,6 +37,11 @@ test-all: setup
 test-kill: setup
 	rm -f $(KILL_RECORD)
 	ARCHON_KILLS=20 ARCHON_KILL_RECORD=$(abspath $(KILL_RECORD)) $(PYTEST) -k kill
+
+test-matrix: setup
+	rm -f $(MATRIX_RECORD)
+	ARCHON_MATRIX_RECORD=$(abspath $(MATRIX_RECORD)) $(PYTEST) tests/distributed/test_matrix.py
+	.venv/bin/python -m tests.distributed.table
 
 lint: setup
 	.venv/bin/ruff check .
