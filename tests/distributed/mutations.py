@@ -115,6 +115,11 @@ def _nothing(target: Any, name: str) -> Plant:
     return lambda case: mock.patch.object(target, name, return_value=None)
 
 
+def _padding_counted(case: Case) -> Any:
+    forward = MoE.forward
+    return mock.patch.object(MoE, "forward", lambda self, x, counted=None: forward(self, x, None))
+
+
 def _loss_of_balance_by_rank(case: Case) -> Any:
     from archon.models.layers.moe import load_balancing_loss
 
@@ -135,6 +140,13 @@ _GATE = (MODELS["moe"]["num_experts"], DENSE["hidden_size"])
 _HEAD_NORM = (DENSE["head_dim"],)
 _AUX = "router_aux_loss_coef=0.1"
 _PIPE = "pipeline={'schedule': '1f1b'}"
+
+# Two mirrored chunks of each document: the ranks' totals differ, and padding evens them.
+_PADDED = (
+    "tied_moe-critic-c2e2-float64-context_parallel=allgather-"
+    "activation_checkpoint={'mode': 'selective', 'selective': 2}"
+    f"-gradient_reduction=per_microbatch-reshard_after_forward=never-{_AUX}"
+)
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -215,6 +227,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "dense-critic-t2-float64",
         "grad.score.weight",
     ),
+    Mutation("padding counted by the router", _padding_counted, _PADDED, "moe.router.gate.weight"),
     Mutation(
         "balancing loss of each rank's tokens",
         _loss_of_balance_by_rank,
