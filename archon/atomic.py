@@ -30,6 +30,7 @@ KILL_POINTS = (
     "save.staged",
     "save.tensor",
     "save.tensors_written",
+    "save.all_written",
     "save.manifest_written",
     "save.renamed",
     "save.latest_written",

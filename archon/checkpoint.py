@@ -1,9 +1,13 @@
 """Full-state checkpoints: everything a run needs to go on bitwise as if it had not stopped. No pickle.
 
-    root/step-00000010/tensors.safetensors   every tensor of the state
+    root/step-00000010/tensors*.safetensors  every tensor of the state (`archon.state_file`)
+                       index.json            where the parts of each lie, if several processes wrote it
                        state.json            everything else, with names where the tensors stood
-                       manifest.json         step, fingerprint of the model, size and SHA-256 of both files
+                       manifest.json         step, fingerprint of the model, size and SHA-256 of the files
     root/latest                              the name of the newest checkpoint
+
+Where several processes run, saving and loading are collectives: all ranks write one checkpoint together, on a file
+system they share, and each reads what it needs of it, in whatever layout it was written.
 
 A checkpoint is written under a hidden name, synced and renamed; then `latest` is replaced. So whatever moment a process
 is killed at, each `step-*` folder is whole, and `latest` names one of them. A step that is saved again gets a folder of
@@ -14,16 +18,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import archon
@@ -40,14 +43,34 @@ from archon.atomic import (
     writing,
 )
 from archon.models.args import BaseModelArgs
-from archon.safetensors_file import SafetensorsFile, bytes_of, refuse, write_safetensors
+from archon.parallel.agreement import Agreement
+from archon.safetensors_file import refuse
 from archon.schema.errors import CheckpointError
+from archon.state_file import (
+    INDEX_FILE,
+    StateFiles,
+    build_index,
+    file_digest,
+    own_share,
+    read_whole,
+    write_share,
+)
+from archon.state_tree import Encoder, assemble, decode
 
-__all__ = ["KILL_POINTS", "kill_point", "load_latest", "load_state", "model_fingerprint", "save_state"]
+__all__ = [
+    "KILL_POINTS",
+    "kill_point",
+    "load_latest",
+    "load_state",
+    "model_fingerprint",
+    "opened_state",
+    "prepare_save",
+    "save_state",
+]
 
-FORMAT = 1
+# Of one process, and of several.
+FORMATS = (1, 2)
 LATEST_FILE = "latest"
-TENSORS_FILE = "tensors.safetensors"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
@@ -75,39 +98,118 @@ def save_state(
         root: folder of the run's checkpoints; made where it is missing.
         step: of the run, at least 0.
         state: nested dictionaries, lists and tuples of tensors, numbers, strings, booleans and None. Floats come back
-            bit for bit, integers at any size. Tensors may be live ones of any device; they are only read.
+            bit for bit, integers at any size. Tensors may be live ones of any device; they are only read. Of several
+            ranks, each gives the parts it holds (`state_tree.Part`); plain values are rank 0's.
         keep: how many checkpoints to leave, this one included; None leaves all.
         fingerprint: of the model (`model_fingerprint`), to be compared by whoever loads it.
 
-    Raises CheckpointError where `root` cannot be written, TypeError for a value that cannot be stored.
+    Raises CheckpointError where `root` cannot be written, TypeError for a value that cannot be stored; on every rank
+    where it happens on one.
+    """
+    return prepare_save(root, step, state, keep, fingerprint)()
+
+
+def prepare_save(
+    root: str | os.PathLike[str],
+    step: int,
+    state: Mapping[str, Any],
+    keep: int | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
+    *,
+    snapshot: bool = False,
+) -> Callable[[], Path]:
+    """The first half of `save_state`, which looks at the state; what it gives back is the second, which writes.
+
+    With `snapshot` what this rank will write is copied to the CPU, so that the training may go on before the second
+    half, and the second half may run in another thread.
     """
     if step < 0 or (keep is not None and keep < 1):
         raise CheckpointError(f"{root}: step must be at least 0 and keep at least 1, got step={step}, keep={keep}")
-    tensors: dict[str, Tensor] = {}
-    text = json.dumps(_encode(state, "", tensors), allow_nan=False)
-    root = Path(root)
-    kill_point("save.begin")
-    with writing(root):
-        root.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(root)
-        target = root / _free_name(root, step)
-        with staged_folder(target) as folder:
+    agreement = Agreement.of_world("saves")
+    encoder = Encoder(agreement.rank)
+    tree = json.dumps(agreement.together(lambda: encoder.encode(state)), allow_nan=False)
+    share = own_share(encoder.parts, agreement)
+    if snapshot:
+        share = {name: replace(part, data=_copy(part.data)) for name, part in share.items()}
+    paths = {name: encoder.paths[name] for name in share if name in encoder.paths}
+    own = json.dumps(encoder.own, allow_nan=False)
+    target = Path(root)
+
+    def write() -> Path:
+        kill_point("save.begin")
+        with ExitStack() as stack:
+
+            def stage() -> Path:
+                with writing(target):
+                    target.mkdir(parents=True, exist_ok=True)
+                    remove_leftovers(target)
+                    return stack.enter_context(staged_folder(target / _free_name(target, step)))
+
+            def write_own() -> dict[str, Any]:
+                with writing(folder):
+                    return write_share(folder, share, agreement)
+
+            def publish() -> str:
+                with writing(target):
+                    text = json.dumps(assemble(json.loads(tree), _paths(written), [w["own"] for w in written]))
+                    return _publish(folder, step, text, written, keep, fingerprint, agreement.size)
+
+            first = agreement.rank == 0
+            folder = agreement.together(stage if first else lambda: target)
+            folder = target / agreement.share(folder.name)
             kill_point("save.staged")
-            digest = write_safetensors(folder / TENSORS_FILE, tensors, "save.tensor")
+            mine = agreement.together(write_own)
             kill_point("save.tensors_written")
-            write_synced(folder / STATE_FILE, text)
-            digests = {TENSORS_FILE: digest, STATE_FILE: hashlib.sha256(text.encode()).hexdigest()}
-            _write_manifest(folder, step, digests, fingerprint)
-            kill_point("save.manifest_written")
-            sync_folder(folder)
-            folder.rename(target)
-            sync_folder(root)
-        kill_point("save.renamed")
-        replace_file(root / LATEST_FILE, target.name + "\n", "save.latest_written")
-        kill_point("save.latest_renamed")
-        _prune(root, target, keep)
-    kill_point("save.end")
-    return target
+            mine |= {"paths": paths, "own": json.loads(own)}
+            written = [json.loads(text) for text in agreement.collect(json.dumps(mine))]
+            kill_point("save.all_written")
+            name = agreement.share(agreement.together(publish if first else str))
+        kill_point("save.end")
+        return target / name
+
+    return write
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _paths(written: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(path) for entry in written for name, path in entry["paths"].items()}
+
+
+def _publish(
+    folder: Path,
+    step: int,
+    text: str,
+    written: list[dict[str, Any]],
+    keep: int | None,
+    fingerprint: Mapping[str, Any] | None,
+    ranks: int,
+) -> str:
+    """Complete the staged folder by what rank 0 writes, rename it and point `latest` to it; gives back its name."""
+    digests = {entry["file"]: entry["sha256"] for entry in written if entry["file"]}
+    index = build_index(written)
+    if ranks > 1:
+        digests[INDEX_FILE] = _write_text(folder / INDEX_FILE, json.dumps(index))
+    digests[STATE_FILE] = _write_text(folder / STATE_FILE, text)
+    _write_manifest(folder, step, digests, fingerprint, FORMATS[ranks > 1])
+    kill_point("save.manifest_written")
+    sync_folder(folder)
+    root = folder.parent
+    target = root / _free_name(root, step)
+    folder.rename(target)
+    sync_folder(root)
+    kill_point("save.renamed")
+    replace_file(root / LATEST_FILE, target.name + "\n", "save.latest_written")
+    kill_point("save.latest_renamed")
+    _prune(root, target, keep)
+    return target.name
+
+
+def _write_text(path: Path, text: str) -> str:
+    write_synced(path, text)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_latest(
@@ -118,8 +220,16 @@ def load_latest(
     Where there is no `latest` (the first save was killed just before writing it), it is the newest by step. See
     `load_state` for errors.
     """
-    folder = latest_checkpoint(root)
+    folder = agreed_latest(root)
     return None if folder is None else load_state(folder, fingerprint)
+
+
+def agreed_latest(root: str | os.PathLike[str]) -> Path | None:
+    """What rank 0 finds by `latest_checkpoint`, on every rank."""
+    agreement = Agreement.of_world("loads")
+    found = agreement.together(lambda: latest_checkpoint(root) if agreement.rank == 0 else None)
+    name = agreement.share("" if found is None else found.name)
+    return Path(root) / name if name else None
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
@@ -137,15 +247,39 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     return root / name
 
 
+def state_folder(path: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint at `path`: it, or the newest beneath it; None where it is another kind of folder."""
+    return Path(path) if (Path(path) / MANIFEST_FILE).is_file() else agreed_latest(path)
+
+
 def load_state(
     path: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """(step, state) of one checkpoint folder, with tensors on the CPU.
+    """(step, state) of one checkpoint folder, with whole tensors on the CPU.
 
     Raises CheckpointError naming the file where one is missing, truncated or altered, and naming the difference where
     `fingerprint` is given and the checkpoint was written by another model.
     """
-    folder = Path(path)
+    with opened_state(path, fingerprint) as (step, state):
+        return step, read_whole(state)
+
+
+@contextmanager
+def opened_state(
+    path: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As `load_state`, with `StoredTensor`s that are read, part by part, within the block. Every file is checked first,
+    each by one rank."""
+    folder, agreement = Path(path), Agreement.of_world("loads")
+    manifest = agreement.together(lambda: _checked_manifest(folder, fingerprint, agreement))
+    files = agreement.together(lambda: StateFiles(folder, {*manifest["files"]}))
+    try:
+        yield manifest["step"], decode(json.loads((folder / STATE_FILE).read_bytes()), files.tensors)
+    finally:
+        files.close()
+
+
+def _checked_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, agreement: Agreement) -> dict[str, Any]:
     manifest = _read_manifest(folder)
     if fingerprint is not None:
         _require_same_model(folder, manifest["fingerprint"], fingerprint)
@@ -155,17 +289,18 @@ def load_state(
             refuse(file, "it is missing")
         if file.stat().st_size != entry["bytes"]:
             refuse(file, f"it has {file.stat().st_size} bytes, {MANIFEST_FILE} says {entry['bytes']}; truncated?")
-    text = (folder / STATE_FILE).read_bytes()
-    _require_digest(folder / STATE_FILE, hashlib.sha256(text).hexdigest(), manifest)
-    tensors, digest = _read_tensors(folder / TENSORS_FILE)
-    _require_digest(folder / TENSORS_FILE, digest, manifest)
-    return manifest["step"], _decode(json.loads(text), tensors)
+    for name in sorted(manifest["files"])[agreement.rank :: agreement.size]:
+        if file_digest(folder / name) != manifest["files"][name]["sha256"]:
+            refuse(folder / name, f"it was altered: its SHA-256 is not the one in {MANIFEST_FILE}")
+    return manifest
 
 
-def _write_manifest(folder: Path, step: int, digests: Mapping[str, str], fingerprint: Mapping[str, Any] | None) -> None:
+def _write_manifest(
+    folder: Path, step: int, digests: Mapping[str, str], fingerprint: Mapping[str, Any] | None, format: int
+) -> None:
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
     content = {
-        "format": FORMAT,
+        "format": format,
         "archon": archon.__version__,
         "step": step,
         "fingerprint": None if fingerprint is None else dict(fingerprint),
@@ -190,8 +325,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         intact = False
     if not intact:
         refuse(file, "it is damaged or was altered: its checksum does not match")
-    if content["format"] != FORMAT:
-        refuse(file, f"its format is {content['format']!r}; this archon reads format {FORMAT}")
+    if content["format"] not in FORMATS:
+        refuse(file, f"its format is {content['format']!r}; this archon reads formats {FORMATS}")
     return content
 
 
@@ -204,65 +339,6 @@ def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, given: Ma
                 f"it was written by another model: {name} is {before!r} there and {now!r} here; "
                 "resume with the model it was written by, or choose another run directory",
             )
-
-
-def _require_digest(file: Path, digest: str, manifest: Mapping[str, Any]) -> None:
-    if digest != manifest["files"][file.name]["sha256"]:
-        refuse(file, f"it was altered: its SHA-256 is not the one in {MANIFEST_FILE}")
-
-
-def _read_tensors(path: Path) -> tuple[dict[str, Tensor], str]:
-    """Every tensor of a file, and the file's SHA-256 over what was read."""
-    tensors = {}
-    with SafetensorsFile(path) as file:
-        digest = hashlib.sha256(len(file.header).to_bytes(8, "little") + file.header)
-        for name, entry in file.entries.items():
-            tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
-            view = bytes_of(tensors[name])
-            file.read_into(view, entry.start, f"key {name!r}")
-            digest.update(view)
-    return tensors, digest.hexdigest()
-
-
-def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; tensors go to `tensors` by their path. What JSON lacks becomes an object with one `$` key."""
-    if value is None or isinstance(value, bool | str) or type(value) is int:
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {"$float": str(value)}
-    if isinstance(value, Tensor):
-        name = where
-        while name in tensors:  # {"a": {"b": x}, "a.b": y}
-            name += "'"
-        tensors[name] = value
-        return {"$tensor": name}
-    if isinstance(value, list):
-        return [_encode(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": _encode([*value], where, tensors)}
-    if isinstance(value, Mapping):
-        items = {key: _encode(item, f"{where}.{key}" if where else str(key), tensors) for key, item in value.items()}
-        if all(isinstance(key, str) and not key.startswith("$") for key in items):
-            return items
-        return {"$dict": [[_encode(key, where, tensors), item] for key, item in items.items()]}
-    raise TypeError(f"state {where!r} is a {type(value).__name__}, which a checkpoint cannot hold without pickle")
-
-
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match value:
-        case {"$tensor": name}:
-            return tensors[name]
-        case {"$float": text}:
-            return float(text)
-        case {"$tuple": items}:
-            return tuple(_decode(items, tensors))
-        case {"$dict": pairs}:
-            return {_decode(key, tensors): _decode(item, tensors) for key, item in pairs}
-    return {key: _decode(item, tensors) for key, item in value.items()}
 
 
 def _order(folder: Path) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from archon import hf_io
 from archon.batch import merge, unpack
+from archon.checkpoint import model_fingerprint, opened_state, state_folder
 from archon.engine_build import Build, resolve_device, use_deterministic_algorithms
 from archon.engine_state import (
     load_model_state,
@@ -20,6 +21,7 @@ from archon.engine_state import (
     model_state,
     move_optimizer_state,
     optimizer_state,
+    own_value,
     rng_state,
     set_rng_state,
 )
@@ -31,6 +33,7 @@ from archon.models.attention.backend import resolve_backend
 from archon.models.base import BaseArchonModel
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.optim import LRSchedule, build_optimizer, check_schedule, clip_gradients, gradient_norm
+from archon.parallel.agreement import Agreement
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import full_tensor, is_sharded
 from archon.parallel.layout import parse_layout
@@ -41,8 +44,11 @@ from archon.parallel.pipeline import (
 )
 from archon.pipeline_step import PipelineForward
 from archon.ranks import Ranks, TokenSplit, context_parallel_kind, join_process_group
+from archon.saver import Saver
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, UserError
+from archon.state_file import read_whole
+from archon.state_tree import PerRank
 from archon.train_step import Batch, Forward, micro_batches, total_weight
 
 logger = logging.getLogger(__name__)
@@ -81,6 +87,7 @@ class ArchonEngine:
         """Calls of `train_batch` so far."""
         self.skipped_steps = 0
         """Steps of those whose gradient was not finite, so that no weight changed."""
+        self.saver = Saver()
         self._skipped_in_a_row = 0
         self._offloaded = False
         # True within a sharded model's forward and backward: an error there leaves gathered weights and gradients
@@ -228,36 +235,71 @@ class ArchonEngine:
         asynchronous: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Export a Hugging Face checkpoint: shards, index, config and tokenizer, written aside and renamed.
+        """Write the weights, or everything; every rank calls it.
 
-        Weights are converted to `dtype`, by default the masters'.
-        For a checkpoint to resume from (optimiser, schedule, random state), store `state_dict()` with
-        `archon.checkpoint`.
+        Args:
+            format: `hf` exports a Hugging Face checkpoint in any layout: shards, index, config and tokenizer, written
+                by rank 0 alone, which holds a shard at a time. `dcp` is a checkpoint of this engine's state beneath
+                `path` (see `archon.checkpoint`): each rank writes what it holds, and any layout can load it.
+            asynchronous: of a `dcp`: copy to the CPU, and write while the training goes on. What goes wrong is
+                raised by the next save or by `wait_for_saves`.
+            dtype: of an `hf` export, by default the masters'.
         """
         if format == "dcp":
-            raise ConfigError(
-                "format='dcp' is a distributed checkpoint, and this version runs one process; use format='hf' for "
-                "weights, or archon.checkpoint.save_state(…, engine.state_dict()) for a state to resume from"
-            )
+            if dtype is not None:
+                raise ConfigError(f"format='dcp' keeps every dtype; dtype={dtype} belongs to format='hf'")
+            state = {"engine": self.state_dict()}
+            self.saver.save(path, self.step, state, None, model_fingerprint(self.args), asynchronous=asynchronous)
+            return
         if format != "hf":
             raise ConfigError(f"format must be 'hf' or 'dcp', got {format!r}")
         if asynchronous:
             raise ConfigError(
                 "asynchronous saves belong to format='dcp'; an 'hf' export is written before save returns"
             )
-        hf_io.save_hf(path, self.hf_weights(), like=self.config.path, dtype=dtype)
+        ranks, weights = Agreement.of_world("exports"), self.hf_weights()
+
+        def export() -> None:
+            try:
+                if ranks.rank == 0:
+                    hf_io.save_hf(path, weights, like=self.config.path, dtype=dtype)
+            finally:
+                for _ in weights:  # every rank gathers all of them, also where the writing failed
+                    pass
+
+        ranks.together(export)
+
+    def wait_for_saves(self) -> None:
+        """Until the newest asynchronous save is on disk; raises what went wrong."""
+        self.saver.wait()
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the weights by those of a Hugging Face checkpoint of the same config; optimiser and schedule stay."""
-        hf_io.load_hf_weights(self.model, self.adapter, path)
+        """Replace the weights by those of a checkpoint of the same model; optimiser and schedule stay.
+
+        It may be a Hugging Face checkpoint, or a `dcp` of any layout and dtype: then every rank calls it.
+        """
+        folder = state_folder(path)
+        if folder is None:
+            hf_io.load_hf_weights(self.model, self.adapter, path)
+            return
+        with opened_state(folder, model_fingerprint(self.args)) as (_, state):
+            load_model_state(self.model, state["engine"]["model"], self._known_names(), any_dtype=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bitwise resume needs: weights, moments, schedule, random generators, step, version.
 
-        Tensors are the live ones, as in PyTorch: store or copy them before the next step.
+        Of what is spread over ranks each has its own parts. Tensors are the live ones, as in PyTorch: store or copy
+        them before the next step.
         """
         self._refuse_unfit()
-        state = {"model": model_state(self.model), "rng": rng_state(), "step": self.step, "version": self.version}
+        alone = self.parallel_dims.world_size == 1
+        state = {
+            "model": model_state(self.model),
+            "rng": rng_state() if alone else PerRank((rng_state(),)),
+            "layout": str(parse_layout(self.config.layout)),
+            "step": self.step,
+            "version": self.version,
+        }
         if self.optimizer is not None and self.scheduler is not None:
             state["optimizer"] = optimizer_state(self.model, self.optimizer)
             state["scheduler"] = self.scheduler.state_dict()
@@ -266,20 +308,33 @@ class ArchonEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict` into an initialised engine of the same config; `CheckpointError` names what does not
-        match."""
+        match.
+
+        A state from a checkpoint may be of any layout. Each rank's random generators go on where the layout is the
+        same; in another one all of them start from rank 0's.
+        """
         self._refuse_unfit()
         if (self.optimizer is None) != ("optimizer" not in state):
             has = "has" if "optimizer" in state else "lacks"
             raise CheckpointError(
                 f"the checkpoint {has} an optimiser state and this engine does not; was optimizer changed?"
             )
-        load_model_state(self.model, state["model"])
+        load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer is not None and self.scheduler is not None:
-            load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+            load_optimizer_state(self.model, self.optimizer, state["optimizer"], self._known_names())
             self.scheduler.load_state_dict(state["scheduler"])
             self.skipped_steps = int(state["skipped_steps"])
         self.step, self.version = int(state["step"]), int(state["version"])
-        set_rng_state(state["rng"])
+        same = state.get("layout") == str(parse_layout(self.config.layout))
+        rank = torch.distributed.get_rank() if self.parallel_dims.world_size > 1 else 0
+        set_rng_state(read_whole(own_value(state["rng"], rank, same)))
+
+    def _known_names(self) -> list[str]:
+        """What a state of the whole model holds, where this rank has a part of its layers."""
+        if isinstance(self.model, BaseArchonModel):
+            return []
+        with torch.device("meta"):
+            return list(model_state(self.spec.model_class(self.args)))
 
     def offload(self) -> None:
         """Free the device: gradients are dropped, parameters and optimiser state move to the CPU.

@@ -122,6 +122,7 @@ def _write_weights(
             raise CheckpointError(
                 f"{name!r} holds NaN or infinite values as {tensor.dtype}; such an export would be of no use to anyone"
             )
+        tensor = tensor.cpu()
         written[name] = (tuple(tensor.shape), tensor.dtype)
         size = tensor.numel() * tensor.dtype.itemsize
         if shard and shard_bytes + size > max_shard_bytes:

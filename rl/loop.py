@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from archon.checkpoint import load_latest, model_fingerprint, save_state
+from archon.checkpoint import agreed_latest, model_fingerprint, opened_state
 from archon.engine import ArchonEngine
 from archon.runner import Runner
+from archon.state_file import read_whole
 
 
 def due(step: int, every: int) -> bool:
@@ -42,14 +43,22 @@ def long_lived_objects_frozen() -> Iterator[None]:
 
 
 def load_newest(runner: Runner, engine: ArchonEngine) -> tuple[int, dict[str, Any]] | None:
-    """(step, state) of the run's newest checkpoint, its engine's part loaded; None where nothing has been saved."""
-    found = load_latest(runner.directory.checkpoints, model_fingerprint(engine.args))
-    if found is not None:
-        engine.load_state_dict(found[1]["engine"])
-    return found
+    """(step, state) of the run's newest checkpoint, its engine's part loaded; None where nothing has been saved.
+
+    Every rank calls it; the checkpoint may be of another layout.
+    """
+    folder = agreed_latest(runner.directory.checkpoints)
+    if folder is None:
+        return None
+    with opened_state(folder, model_fingerprint(engine.args)) as (step, state):
+        engine.load_state_dict(state.pop("engine"))
+        return step, read_whole(state)
 
 
-def save_newest(runner: Runner, engine: ArchonEngine, step: int, state: dict[str, Any], keep: int) -> None:
-    """Save the engine and `state` as the checkpoint of `step`, for `load_newest`."""
+def save_newest(
+    runner: Runner, engine: ArchonEngine, step: int, state: dict[str, Any], keep: int, *, asynchronous: bool = False
+) -> None:
+    """Save the engine and `state` as the checkpoint of `step`, for `load_newest`; every rank calls it."""
     fingerprint = model_fingerprint(engine.args)
-    save_state(runner.directory.checkpoints, step, {"engine": engine.state_dict(), **state}, keep, fingerprint)
+    everything = {"engine": engine.state_dict(), **state}
+    engine.saver.save(runner.directory.checkpoints, step, everything, keep, fingerprint, asynchronous=asynchronous)

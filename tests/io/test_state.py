@@ -310,9 +310,9 @@ def test_truncated_or_altered_checkpoint_is_refused_by_name(tmp_path: Path, dama
 
 def test_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("archon.checkpoint.FORMAT", 99)
+        patch.setattr("archon.checkpoint.FORMATS", (99, 100))
         save_state(tmp_path, 3, {})
-    with pytest.raises(CheckpointError, match="its format is 99; this archon reads format 1"):
+    with pytest.raises(CheckpointError, match="its format is 99; this archon reads formats"):
         load_latest(tmp_path)
 
 

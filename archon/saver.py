@@ -1,0 +1,63 @@
+"""Checkpoints that are written while the training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from archon.checkpoint import prepare_save
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes one checkpoint at a time, in this thread or in one of its own.
+
+    What goes wrong in the background is logged when it happens, and raised by the next `save` or `wait`. The process
+    does not end before the thread has. Several ranks make the same calls in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        root: str | os.PathLike[str],
+        step: int,
+        state: Mapping[str, Any],
+        keep: int | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool = False,
+    ) -> None:
+        """`checkpoint.save_state`, once an earlier save has ended. With `asynchronous` it returns as soon as this
+        rank's share has been copied to the CPU."""
+        self.wait()
+        write = prepare_save(root, step, state, keep, fingerprint, snapshot=asynchronous)
+        if not asynchronous:
+            write()
+            return
+
+        def work() -> None:
+            try:
+                write()
+            except BaseException as error:
+                logger.exception("the checkpoint of step %d could not be written to %s", step, Path(root))
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name=f"archon-save-{step}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what is being written is on disk; raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,129 @@
+"""What the ranks of a layout do in the tests of checkpoints: train, save, load, export, and say what they hold."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from archon.checkpoint import agreed_latest, model_fingerprint, opened_state
+from archon.engine import ArchonEngine
+from archon.loss import loss_token_count
+from archon.parallel.fsdp import full_tensor
+from archon.safetensors_file import write_safetensors
+from archon.schema.errors import CheckpointError
+from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, rows_of
+from tests.io.killing import digest
+
+TRAINED = 2
+
+
+def engine_of(case: Case, model: str, **changes: Any) -> ArchonEngine:
+    engine = ArchonEngine(engine_config(case, model, case.layout, **changes))
+    engine.initialize(total_steps=10)
+    return engine
+
+
+def train(engine: ArchonEngine, case: Case, steps: range) -> None:
+    ranks = engine.ranks
+    for step in steps:
+        rows = rows_of(batch(LENGTHS, seed=10 + step), ranks.dp.rank, ranks.dp.size)
+        engine.train_batch(rows, loss_of(case), loss_token_count)
+        engine.step_lr_scheduler()
+
+
+def whole_state(engine: ArchonEngine) -> dict[str, Tensor]:
+    """Every weight and moment that this rank has a part of, whole, by name; a collective. The head of a pipeline's
+    last stage that is tied to the embedding is among them, by its own name."""
+    found = {}
+    for name, parameter in engine.model.named_parameters():
+        found[name] = full_tensor(parameter.detach()).clone()
+        for key, value in engine.optimizer.state[parameter].items():  # type: ignore[union-attr]
+            found[f"{name}.{key}"] = full_tensor(value).clone()
+    return found
+
+
+def save_trained(case: Case, model: str, out: str, asynchronous: bool) -> dict[str, str]:
+    """Train, save; gives back the digest of each tensor."""
+    engine = engine_of(case, model)
+    train(engine, case, range(TRAINED))
+    state = whole_state(engine)
+    engine.version = 7
+    engine.save(out, format="dcp", asynchronous=asynchronous)
+    if asynchronous:
+        train(engine, case, range(TRAINED, TRAINED + 1))  # what is written must not see it
+    engine.wait_for_saves()
+    return digests(state)
+
+
+def digests(state: dict[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in state.items()}
+
+
+def load_into(case: Case, model: str, saved: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Load into another layout; gives back the digest of each tensor, and the weights after a further step."""
+    engine = engine_of(case, model)
+    resume(engine, saved)
+    assert engine.scheduler is not None
+    assert (engine.step, engine.version, engine.scheduler.state_dict()) == (TRAINED, 7, {"position": TRAINED})
+    found = digests(whole_state(engine))
+    train(engine, case, range(TRAINED, TRAINED + 1))
+    return found, {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def resume(engine: ArchonEngine, saved: str) -> None:
+    folder = agreed_latest(saved)
+    assert folder is not None
+    with opened_state(folder, model_fingerprint(engine.args)) as (_, state):
+        engine.load_state_dict(state["engine"])
+
+
+def export(case: Case, model: str, saved: str, out: str) -> None:
+    engine = engine_of(case, model)
+    engine.load(saved)
+    engine.save(out)
+
+
+def random_numbers(case: Case, model: str, saved: str, seed: int, save: bool) -> float:
+    """What the next draw of this rank is: after a save, or after the load of what was saved."""
+    engine = engine_of(case, model)
+    torch.manual_seed(seed + 10 * torch.distributed.get_rank())
+    if save:
+        engine.save(saved, format="dcp")
+    else:
+        resume(engine, saved)
+    return float(torch.rand(()))
+
+
+def failed_export(case: Case, model: str, out: str) -> str:
+    """The error of an export that cannot be written; the next collective must go well."""
+    engine = engine_of(case, model)
+    try:
+        engine.save(out)
+    except CheckpointError as error:
+        assert len(list(engine.weights())) > 0
+        return f"CheckpointError: {error}"
+    return "none"
+
+
+def failed_save(case: Case, model: str, out: str) -> str:
+    """The error of an asynchronous save for which rank 1 has no room."""
+
+    def no_room(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    engine = engine_of(case, model)
+    train(engine, case, range(1))
+    with mock.patch("archon.state_file.write_safetensors", no_room if engine.ranks.dp.rank == 1 else write_safetensors):
+        engine.save(out, format="dcp", asynchronous=True)
+        train(engine, case, range(1, 2))
+        try:
+            engine.wait_for_saves()
+        except CheckpointError as error:
+            engine.wait_for_saves()  # it is told once
+            return f"CheckpointError: {error}"
+    return "none"
