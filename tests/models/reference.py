@@ -1,4 +1,4 @@
-"""Random small Qwen2 and Qwen3 configurations, and transformers run on packed documents one at a time."""
+"""Random small Qwen2, Qwen3 and Qwen3-MoE configurations, and transformers run on packed documents one at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ import random
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor, nn
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 ACTIVATIONS = ("silu", "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
-HF_CLASSES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+HF_CLASSES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+FIRST_MOE_SEED = 102
+"""`random_config` gives mixtures of experts from here on, a multiple of the number of RoPE kinds."""
 
 
 def random_rope(rng: random.Random, kind: str, head_dim: int) -> dict[str, Any]:
@@ -39,6 +52,8 @@ def random_config(seed: int) -> Any:
     """A transformers config; the seed walks through families and RoPE kinds, the rest is drawn."""
     rng = random.Random(seed)
     family, kind = ("qwen2", "qwen3")[seed % 2], ROPE_KINDS[(seed // 2) % len(ROPE_KINDS)]
+    if seed >= FIRST_MOE_SEED:
+        family, kind = "qwen3_moe", ROPE_KINDS[seed % len(ROPE_KINDS)]
     kv_heads = rng.choice([1, 2, 3])
     heads = kv_heads * rng.choice([1, 2, 3, 4])
     head_dim = rng.choice([4, 6, 8, 16])
@@ -61,13 +76,24 @@ def random_config(seed: int) -> Any:
         # whose gradient cancels puts transformers itself 3e-5 away from its own float64 value.
         "initializer_range": 0.13,
     }
-    if family == "qwen3":
+    if family != "qwen2":
         fields["attention_bias"] = rng.random() < 0.5
     if rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": rng.choice([2, 5, 11])}
-        fields |= rng.choice(
-            [{"max_window_layers": 1}, {"layer_types": ["sliding_attention"] + ["full_attention"] * (layers - 1)}]
-        )
+        windows = [
+            {"max_window_layers": 1},
+            {"layer_types": ["sliding_attention"] + ["full_attention"] * (layers - 1)},
+        ]
+        fields |= rng.choice(windows) if family != "qwen3_moe" else {}  # which slides in every layer or in none
+    if family == "qwen3_moe":
+        experts = rng.choice([4, 6, 8])
+        fields |= {
+            "num_experts": experts,
+            "num_experts_per_tok": rng.choice([1, 2, 3, experts]),
+            "moe_intermediate_size": rng.choice([8, 20]),
+            "norm_topk_prob": rng.random() < 0.5,
+        }
+        fields |= rng.choice([{}, {"mlp_only_layers": [rng.randrange(layers)]}, {"decoder_sparse_step": 2}])
     return HF_CLASSES[family][0](**fields)
 
 
@@ -92,22 +118,45 @@ def pack(lengths: list[int], vocab: int, seed: int) -> tuple[Tensor, Tensor, Ten
 
 
 def build_pair(
-    config: Any, *, attention: str = "eager", seed: int = 0
+    config: Any, *, attention: str = "eager", seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, BaseArchonModel, BaseStateDictAdapter]:
     """A transformers model with every weight drawn at random (biases and norms too), and ours with the same weights."""
     torch.manual_seed(seed)
-    reference = HF_CLASSES[config.model_type][1]._from_config(config, attn_implementation=attention)
+    # Its experts one at a time: the plainest way it has.
+    options = {"experts_implementation": "eager"} if config.model_type == "qwen3_moe" else {}
+    reference = HF_CLASSES[config.model_type][1]._from_config(config, attn_implementation=attention, **options)
+    reference = reference.to(dtype)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if parameter.dim() == 1:
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
     spec = get_model_spec(config.model_type)
     adapter = spec.state_dict_adapter_class(config)
-    model = spec.model_class(adapter.args)
-    missing, unexpected = model.load_state_dict(adapter.from_hf(dict(reference.state_dict())), strict=False)
+    model = spec.model_class(adapter.args).to(dtype)
+    missing, unexpected = model.load_state_dict(adapter.from_hf(checkpoint_tensors(reference)), strict=False)
     assert not unexpected
     assert set(missing) <= {"output.weight"}
     return reference, model, adapter
+
+
+def checkpoint_tensors(reference: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Parameters of a transformers model, or their gradients, as its checkpoints name and shape them.
+
+    In memory transformers stacks the experts, gate and up as one; in a file each has its matrices.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in reference.named_parameters():
+        tensor = parameter.grad if gradients else parameter.detach()
+        assert tensor is not None, name
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".mlp.experts"):
+            tensors[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = {"gate_proj": 0, "up_proj": 1} if last == "gate_up_proj" else {last: 0}
+            for part, piece in zip(parts, matrix.chunk(len(parts)), strict=True):
+                tensors[f"{prefix}.{expert}.{part}.weight"] = piece
+    return tensors
 
 
 def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tensor:

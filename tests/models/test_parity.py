@@ -8,41 +8,52 @@ import pytest
 import torch
 
 from tests.models.reference import (
+    FIRST_MOE_SEED,
     ROPE_KINDS,
     build_pair,
+    checkpoint_tensors,
     pack,
     random_config,
     random_lengths,
     reference_logits,
     relative,
 )
-from tests.tolerances import PARITY_FP32
+from tests.tolerances import PARITY_FP32, PARITY_FP64
 
-SEEDS = range(48)
+MOE_SEEDS = range(FIRST_MOE_SEED, FIRST_MOE_SEED + 18)
+SEEDS = [*range(48), *MOE_SEEDS]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_logits_and_every_gradient_equal_transformers(seed: int) -> None:
+def check(seed: int, dtype: torch.dtype, tolerance: float) -> None:
     config = random_config(seed)
-    reference, model, adapter = build_pair(config, attention="eager" if seed % 3 else "sdpa", seed=seed)
+    reference, model, adapter = build_pair(config, attention="eager" if seed % 3 else "sdpa", seed=seed, dtype=dtype)
     lengths = random_lengths(seed)
     tokens, positions, cu_seqlens, max_seqlen = pack(lengths, config.vocab_size, seed)
 
     logits = model(tokens, positions, cu_seqlens, max_seqlen)
     expected = reference_logits(reference, tokens, lengths)
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     (logits * weight).sum().backward()
     (expected * weight).sum().backward()
 
-    assert relative(logits, expected) <= PARITY_FP32
+    assert relative(logits, expected) <= tolerance
+    wanted = adapter.from_hf(checkpoint_tensors(reference, gradients=True))
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    reached = set()
-    for hf_name, parameter in reference.named_parameters():
-        target = adapter.hf_to_native(hf_name)
-        assert parameter.grad.abs().max() > 0, hf_name
-        assert relative(gradients[target.name], parameter.grad) <= PARITY_FP32, hf_name
-        reached.add(target.name)
-    assert reached == set(gradients)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 0, name
+        assert relative(gradients[name], gradient) <= tolerance, name
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_logits_and_every_gradient_equal_transformers(seed: int) -> None:
+    check(seed, torch.float32, PARITY_FP32)
+
+
+@pytest.mark.parametrize("seed", MOE_SEEDS)
+def test_in_float64_too(seed: int) -> None:
+    """Routing that differs for one token in a thousand would pass for rounding in float32."""
+    check(seed, torch.float64, PARITY_FP64)
 
 
 def test_the_configurations_cover_what_they_claim() -> None:
@@ -69,7 +80,32 @@ def test_the_configurations_cover_what_they_claim() -> None:
         lambda c: 1 < c.num_key_value_heads < c.num_attention_heads,
         lambda c: c.num_key_value_heads == 1 < c.num_attention_heads,
         lambda c: c.model_type == "qwen3" and c.attention_bias,
-        lambda c: "sliding_attention" in c.layer_types and "full_attention" in c.layer_types,
+        lambda c: {"sliding_attention", "full_attention"} <= {*getattr(c, "layer_types", ())},
         lambda c: c.hidden_act != "silu",
     ):
         assert sum(map(feature, configs)) >= 5
+
+
+def test_the_mixtures_of_experts_cover_what_they_claim() -> None:
+    configs = [random_config(seed) for seed in MOE_SEEDS]
+    assert {c.model_type for c in configs} == {"qwen3_moe"}
+    for feature in (
+        lambda c: c.norm_topk_prob,
+        lambda c: not c.norm_topk_prob,
+        lambda c: c.num_experts_per_tok == 1,
+        lambda c: 1 < c.num_experts_per_tok < c.num_experts,
+        lambda c: c.num_experts_per_tok == c.num_experts,
+        lambda c: c.mlp_only_layers,
+        lambda c: c.decoder_sparse_step > 1,
+        lambda c: not c.mlp_only_layers and c.decoder_sparse_step == 1,
+        lambda c: c.tie_word_embeddings,
+        lambda c: not c.tie_word_embeddings,
+        lambda c: c.attention_bias,
+        lambda c: c.sliding_window,
+        lambda c: c.num_attention_heads == c.num_key_value_heads,
+        lambda c: 1 < c.num_key_value_heads < c.num_attention_heads,
+        lambda c: c.num_key_value_heads == 1 < c.num_attention_heads,
+        lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,
+        lambda c: c.hidden_act != "silu",
+    ):
+        assert sum(bool(feature(c)) for c in configs) >= 2

@@ -12,10 +12,10 @@ from transformers import Qwen2ForSequenceClassification, Qwen3ForSequenceClassif
 from archon.models import BaseArchonModel, BaseModelArgs, BaseStateDictAdapter, NativeTarget, get_model_spec
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from archon.schema.errors import CheckpointError
-from tests.models.reference import HF_CLASSES, build_pair, random_config
+from tests.models.reference import FIRST_MOE_SEED, HF_CLASSES, build_pair, checkpoint_tensors, random_config
 from tests.models.test_hf_config import DENSE, read
 
-SEEDS = range(12)
+SEEDS = [*range(12), *range(FIRST_MOE_SEED, FIRST_MOE_SEED + 6)]
 TIED, UNTIED = (
     next(s for s in range(1, 40, 2) if random_config(s).tie_word_embeddings == tied) for tied in (True, False)
 )
@@ -23,7 +23,7 @@ TIED, UNTIED = (
 
 def hf_state(seed: int) -> tuple[Any, dict[str, torch.Tensor], BaseStateDictAdapter]:
     reference, _, adapter = build_pair(random_config(seed))
-    return random_config(seed), {name: p.detach() for name, p in reference.named_parameters()}, adapter
+    return random_config(seed), checkpoint_tensors(reference), adapter
 
 
 @pytest.mark.parametrize("seed", SEEDS)
