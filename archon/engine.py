@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from archon import hf_io
+from archon.balance import RouterLoad
 from archon.batch import merge, unpack
 from archon.checkpoint import model_fingerprint, opened_state, state_folder
-from archon.engine_build import Build, resolve_device, use_deterministic_algorithms
+from archon.engine_build import Build, balancing, resolve_device, use_deterministic_algorithms
 from archon.engine_state import (
     load_model_state,
     load_optimizer_state,
@@ -31,6 +32,7 @@ from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
 from archon.models.attention.backend import resolve_backend
 from archon.models.base import BaseArchonModel
+from archon.models.layers.moe import expert_biases
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.optim import LRSchedule, build_optimizer, check_schedule, clip_gradients, gradient_norm
 from archon.parallel.agreement import Agreement
@@ -113,7 +115,9 @@ class ArchonEngine:
         self.parallel_dims = dims = parse_layout(config.layout).dims(self.device.type)
         hf_config = hf_io.read_hf_config(config.path)
         spec = get_model_spec(hf_config["model_type"])
-        args = spec.model_args_class.from_hf_config(hf_config, is_critic=config.is_critic, attn_type=config.attn_type)
+        args = spec.model_args_class.from_hf_config(
+            hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config, spec)
+        )
         check_layout(config, args, dims)
         build = Build(config, spec, args, dims, self.device)
         resolve_backend(config.attn_type, self.device, build.compute)
@@ -129,7 +133,7 @@ class ArchonEngine:
 
         kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, args.n_heads, args.n_kv_heads)
         tokens = TokenSplit(self.ranks, kind, config.attn_type)
-        self.args = args
+        self.spec, self.args = spec, args
         self._torn = False
         self._forward: Forward | PipelineForward
         if dims.pp_enabled:
@@ -138,7 +142,10 @@ class ArchonEngine:
             self._forward = PipelineForward(staged, self.device, tokens, config.is_critic, pipeline)
         else:
             self.model = build.whole()
-            self._forward = Forward(self.model, self.device, tokens, config.is_critic, config.router_aux_loss_coef)
+            load = RouterLoad(self.model)
+            self._forward = Forward(
+                self.model, self.device, tokens, config.is_critic, load, config.router_aux_loss_coef
+            )
         build.fill(self.model, self.adapter)
         self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
@@ -161,6 +168,8 @@ class ArchonEngine:
         self.model.train()
         reduce_every = self.config.gradient_reduction == "per_microbatch"
         optimizer.zero_grad(set_to_none=True)
+        for load in self._forward.loads:
+            load.clear()
         self._torn = is_sharded(self.model)
         loss, sums = self._forward.accumulate(parts, loss_fn, loss_weight_fn, weight, temperature, reduce_every)
         self._torn = False
@@ -171,6 +180,9 @@ class ArchonEngine:
         if finite:
             clip_gradients(self.model.parameters(), metrics["grad_norm"], self.config.optimizer.max_grad_norm)
             optimizer.step()
+            if self.config.router_bias_update_rate:
+                for load in self._forward.loads:
+                    load.update_biases(self.config.router_bias_update_rate, self.ranks)
         optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._count_skip(not finite)
@@ -215,18 +227,27 @@ class ArchonEngine:
         self.scheduler.step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(native name, whole tensor) of every parameter, tied ones once, in the masters' dtype; one is gathered at a
-        time."""
+        """(native name, whole tensor) of every parameter, tied ones once, and of every balancing bias, in the masters'
+        dtype; one is gathered at a time."""
         if isinstance(self.model, StagedModel):
-            yield from staged_weights(self.model, self.adapter.native_shapes, self.ranks.pp, self.device)
+            with torch.device("meta"):
+                biases = expert_biases(self.spec.model_class(self.args))
+            shapes = self.adapter.native_shapes | {name: tuple(bias.shape) for name, bias in biases.items()}
+            yield from staged_weights(self.model, shapes, expert_biases(self.model), self.ranks.pp, self.device)
             return
         for name, parameter in self.model.named_parameters():
             yield name, full_tensor(parameter.detach())
+        yield from expert_biases(self.model).items()
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor): the one source of every export and weight push."""
+        """(Hugging Face name, tensor): the one source of every export and weight push.
+
+        CheckpointError, on every rank, where a balancing bias is not 0.
+        """
+        hf_io.refuse_expert_biases(self.model, self.ranks.pp)
         for name, tensor in self.weights():
-            yield from self.adapter.convert_single_to_hf(name, tensor)
+            if name in self.adapter.native_shapes:
+                yield from self.adapter.convert_single_to_hf(name, tensor)
 
     def save(
         self,
@@ -276,11 +297,14 @@ class ArchonEngine:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the weights by those of a checkpoint of the same model; optimiser and schedule stay.
 
-        It may be a Hugging Face checkpoint, or a `dcp` of any layout and dtype: then every rank calls it.
+        It may be a Hugging Face checkpoint, with which balancing biases start at 0, or a `dcp` of any layout and dtype:
+        then every rank calls it.
         """
         folder = state_folder(path)
         if folder is None:
             hf_io.load_hf_weights(self.model, self.adapter, path)
+            for bias in expert_biases(self.model).values():
+                bias.zero_()
             return
         with opened_state(folder, model_fingerprint(self.args)) as (_, state):
             load_model_state(self.model, state["engine"]["model"], self._known_names(), any_dtype=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable
@@ -98,6 +99,18 @@ class Build:
             aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and tied else {name}
             for parameter in (own[alias].detach() for alias in aliases & own.keys()):
                 local_tensor(parameter).copy_(drawn[own_part(parameter)])
+
+
+def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
+    """The model argument that gives routers a balancing bias, where the config moves one."""
+    rate = config.router_bias_update_rate
+    if not rate:
+        return {}
+    if "balance_by_bias" not in {field.name for field in dataclasses.fields(spec.model_args_class)}:
+        raise ConfigError(
+            f"router_bias_update_rate = {rate:g} balances experts, and family {spec.name} has none; set it to 0"
+        )
+    return {"balance_by_bias": True}
 
 
 def resolve_device(name: str) -> torch.device:

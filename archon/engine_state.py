@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from archon.models.layers.moe import expert_biases
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.pipeline import StagedModel
 from archon.schema.errors import CheckpointError
@@ -105,8 +106,7 @@ def load_optimizer_state(
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a state of the model is made of."""
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
-    return {name: parameter.detach() for name, parameter in model.named_parameters()} | biases
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | expert_biases(model)
 
 
 def _is_copy(model: nn.Module, name: str) -> bool:
@@ -187,6 +187,12 @@ def _check_names(what: str, expected: Collection[str], given: Collection[str], k
             f"lacks {', '.join(missing[:3])}" if missing else "",
             f"has {', '.join(extra[:3])} besides" if extra else "",
         ]
+        if all(name.endswith("expert_bias") for name in missing + extra):
+            where, advice = ("this engine", "0") if missing else ("the checkpoint", "the rate it was trained with")
+            raise CheckpointError(
+                f"only {where} has the routers' balancing biases ({(missing + extra)[0]}, …); set "
+                f"router_bias_update_rate to {advice}"
+            )
         raise CheckpointError(
             f"the checkpoint's {what} are not this model's: it {' and '.join(p for p in parts if p)}; "
             "was it written for another model?"

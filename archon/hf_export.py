@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from archon.atomic import kill_point, publish, restore_aside, staged_folder, sync_tree, write_json, writing
 from archon.hf_reader import CONFIG_FILE, INDEX_FILE, WEIGHT_DTYPES, WEIGHTS_FILE, existing_folder, read_hf_config
 from archon.models import get_model_spec
+from archon.models.layers.moe import expert_biases
+from archon.parallel.comm import Group, all_reduce
 from archon.safetensors_file import write_safetensors
 from archon.schema.errors import CheckpointError
 
@@ -93,6 +95,21 @@ def save_hf(
             publish(folder, target)
             kill_point("export.published")
     kill_point("export.end")
+
+
+def refuse_expert_biases(model: nn.Module, pp: Group | None = None) -> None:
+    """CheckpointError where a router's balancing bias is not 0, on all ranks of the pipeline `pp` alike: the format
+    has no place for it, and without it the export would send tokens to other experts."""
+    moved = [name for name, bias in expert_biases(model).items() if bool(bias.any())]
+    found = torch.tensor(len(moved), device=next(model.parameters()).device)
+    if pp is not None:
+        found = all_reduce(found, pp)
+    if int(found):
+        raise CheckpointError(
+            f"{int(found)} balancing biases are not 0 ({moved[0] if moved else 'in other stages'}, …), and a Hugging "
+            "Face checkpoint cannot hold them; keep this model in a training checkpoint (archon.checkpoint), and train "
+            "with router_bias_update_rate = 0 what is to be exported"
+        )
 
 
 def _write_weights(

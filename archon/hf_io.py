@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from archon.hf_export import MAX_SHARD_BYTES, VOCABULARY_FILES, save_hf
+from archon.hf_export import MAX_SHARD_BYTES, VOCABULARY_FILES, refuse_expert_biases, save_hf
 from archon.hf_reader import WEIGHT_DTYPES, HFCheckpoint, load_hf_weights, read_hf_config
 from archon.models import get_model_spec
 from archon.models.attention.backend import AttnType
@@ -29,6 +29,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "read_hf_config",
+    "refuse_expert_biases",
     "save_hf",
     "save_model",
 ]
@@ -102,11 +103,14 @@ def save_model(
 ) -> None:
     """Export a model with the config and the tokenizer of the checkpoint folder `like`; see `save_hf`.
 
-    Raises CheckpointError where that config describes another model.
+    Raises CheckpointError where that config describes another model, or a balancing bias is not 0.
     """
+    refuse_expert_biases(model)
     hf_config = read_hf_config(like)
     spec = get_model_spec(hf_config["model_type"])
     own = asdict(model.args)
+    if "balance_by_bias" in own:
+        own["balance_by_bias"] = False  # biases of 0 change nothing
     given = asdict(
         spec.model_args_class.from_hf_config(hf_config, model.args.is_critic, attn_type=model.args.attn_type)
     )

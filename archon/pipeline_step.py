@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from archon.balance import RouterLoad
 from archon.batch import PackedBatch
 from archon.loss import LossFn, LossWeightFn
 from archon.parallel.comm import Group
@@ -32,7 +33,7 @@ class PipelineForward:
         self.model, self.device, self.tokens, self.pipeline = model, device, tokens, pipeline
         # Each stage's own forward, given a share of tokens and, but for the first, hidden states in their place.
         self.stages = {
-            number: Forward(stage, device, tokens, is_critic)  # type: ignore[arg-type]
+            number: Forward(stage, device, tokens, is_critic, RouterLoad(stage))  # type: ignore[arg-type]
             for number, stage in zip(model.numbers, model.stages, strict=True)
         }
         self.last_stage = model.plan.n_stages - 1
@@ -42,6 +43,11 @@ class PipelineForward:
     @property
     def ranks(self) -> Ranks:
         return self.tokens.ranks
+
+    @property
+    def loads(self) -> list[RouterLoad]:
+        """As `Forward.loads`, one for each stage of this rank."""
+        return [stage.load for stage in self.stages.values()]
 
     @property
     def is_last(self) -> bool:
@@ -147,7 +153,10 @@ class PipelineForward:
             idle = index >= len(batches)
             mb, forward = batches[0 if idle else index], self.stages[stage]
             forward = forward.with_input(hidden, least)
-            return finish(forward, mb, idle) if stage == self.last_stage else forward.hidden(mb)
+            out = finish(forward, mb, idle) if stage == self.last_stage else forward.hidden(mb)
+            if not idle:
+                forward.load.add()
+            return out
 
         through(run, count, least // self.ranks.tp.size)
 

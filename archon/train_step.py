@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from archon.balance import RouterLoad
 from archon.batch import PackedBatch, pack, split
 from archon.loss import LossFn, LossWeightFn, Metrics, WeightedTokenLoss
 from archon.models.attention.meta import AttentionMeta, PackedAttention
@@ -96,6 +97,7 @@ class Forward:
     device: torch.device
     tokens: TokenSplit
     is_critic: bool
+    load: RouterLoad
     router_aux_loss_coef: float = 0.0
     input: Tensor | None = None
     least: int = 0
@@ -202,6 +204,7 @@ class Forward:
             loss = loss / denominator
             total += loss.detach()
             metrics.add(extra)
+            self.load.add()
             if self.router_aux_loss_coef and self.model.router_stats:
                 aux = load_balancing_loss(self.model.router_stats, (self.ranks.cp, self.ranks.tp))
                 share = float(loss_weight_fn(mb)) / denominator
@@ -257,6 +260,11 @@ class Forward:
     def _idle_forwards(self, parts: Sequence[PackedBatch]) -> None:
         for _ in range(self.ranks.most(len(parts), self.device) - len(parts)):
             self.idle(parts[0].to(self.device))
+
+    @property
+    def loads(self) -> list[RouterLoad]:
+        """What the routers chose in the training micro-batches, one for each part of the model."""
+        return [self.load]
 
     def read(self, sums: MetricSums, **scalars: Tensor) -> dict[str, float]:
         """See `MetricSums.read`."""

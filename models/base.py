@@ -210,4 +210,5 @@ class BaseArchonModel(nn.Module):
         self.rope.init_buffers(device)
         for module in self.modules():
             if isinstance(module, Router) and module.expert_bias is not None:
-                module.expert_bias = torch.zeros_like(module.expert_bias, device=device)
+                dtype = torch.promote_types(module.expert_bias.dtype, torch.float32)
+                module.expert_bias = torch.zeros_like(module.expert_bias, dtype=dtype, device=device)

@@ -173,13 +173,18 @@ class _Stage(PipelineStage):
 
 
 def staged_weights(
-    model: StagedModel, shapes: Mapping[str, tuple[int, ...]], group: Group, device: torch.device
+    model: StagedModel,
+    shapes: Mapping[str, tuple[int, ...]],
+    further: Mapping[str, Tensor],
+    group: Group,
+    device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the whole model by name, on every rank: the stage that holds it sends it to the others.
+    """Every parameter of the whole model by name, on every rank: the stage that holds it sends it to the others;
+    `further` are tensors of this rank's stages, of the parameters' dtype, to be sent with them.
 
     A head tied to the embedding is not among `shapes`; it is the embedding.
     """
-    own = dict(model.named_parameters())
+    own = dict(model.named_parameters()) | dict(further)
     dtype = next(iter(own.values())).dtype
     holders = torch.tensor([[name in own for name in shapes]], dtype=torch.int32, device=device)
     holders = all_gather_replicated(holders, group)

@@ -137,6 +137,12 @@ class EngineConfig(StrictModel):
     router_aux_loss_coef: float = Field(
         0.0, ge=0, description="weight of the auxiliary load-balancing loss of a mixture of experts"
     )
+    router_bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="what a router's balancing bias moves by after each step; 0 keeps none. A Hugging Face export "
+        "cannot hold such biases and is refused",
+    )
     attn_type: AttnType = Field("auto", description="attention backend")
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
     gradient_reduction: Literal["per_step", "per_microbatch"] = Field(
@@ -157,4 +163,13 @@ class EngineConfig(StrictModel):
     def _only_a_critic_has_a_score(self) -> EngineConfig:
         if self.init_score and not self.is_critic:
             raise ValueError("init_score = true makes a critic from an actor; set is_critic = true as well")
+        return self
+
+    @model_validator(mode="after")
+    def _biases_move_with_the_optimiser(self) -> EngineConfig:
+        if self.router_bias_update_rate and self.optimizer is None:
+            raise ValueError(
+                f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases after each optimiser step, "
+                "and optimizer is null; set it to 0"
+            )
         return self

@@ -38,7 +38,7 @@ class Router(nn.Module):
     """Chooses `top_k` of `n_experts` for a token and weighs them, in at least float32.
 
     `balance` adds `expert_bias` [E] to the probabilities where experts are chosen, and not where they are weighed
-    (Wang et al. 2024, arXiv:2408.15664); the engine moves it.
+    (Wang et al. 2024, arXiv:2408.15664); `archon.balance` moves it.
     """
 
     expert_bias: Tensor | None
@@ -154,6 +154,11 @@ class MoE(nn.Module):
             out = self.ep.combine(self.experts(rows, counts), way_back)
         out = out.index_select(0, order.argsort()).unflatten(0, experts.shape)
         return torch.bmm(weights.unsqueeze(1), out).squeeze(1)
+
+
+def expert_biases(model: nn.Module) -> dict[str, Tensor]:
+    """The balancing bias [E] of each router that keeps one, by name, in the order of the layers: the live tensors."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")}
 
 
 def load_balancing_loss(stats: Sequence[RouterStats], groups: Sequence[Group] = ()) -> Tensor:

@@ -32,6 +32,7 @@ from tests.distributed.cases import (
 from tests.distributed.shared_moe import register
 
 TEMPERATURE = 0.8
+COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss")
 
 
 def reference_key(case: Case) -> tuple[object, ...]:
@@ -60,7 +61,7 @@ def run_reference(case: Case, folder: Path) -> None:
 
 def _shared(case: Case) -> dict[str, Any]:
     """The options that change what is computed, not where."""
-    return {key: value for key, value in case.config.items() if key in ("router_aux_loss_coef", "loss")}
+    return {key: value for key, value in case.config.items() if key in COMPUTED}
 
 
 def measure(engine: ArchonEngine, case: Case, data: dict[str, Tensor], shares: int = 1) -> dict[str, Tensor]:

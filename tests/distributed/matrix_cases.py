@@ -16,6 +16,8 @@ def _pipeline(layout: str, schedule: str, model: str = "dense", *traps: str, **c
     return _case(layout, model, *traps, pipeline={"schedule": schedule}, **config)
 
 
+BALANCED = {"router_bias_update_rate": 0.01}
+
 # Run by `make test`: every axis and every trap once.
 QUICK: tuple[Case, ...] = (
     _case("d2", "dense", "unequal token counts across ranks and micro-batches"),
@@ -39,6 +41,8 @@ QUICK: tuple[Case, ...] = (
     _case("(attn:d2t2|ffn:d1t2e2)", "moe", "experts split by hidden features"),
     _case("d2e2", "moe", "statistics under recomputation", activation_checkpoint=FULL, dtype="float32"),
     _case("d2e2", "idle_experts", "experts without a token"),
+    _case("d2e2", "moe", "statistics under recomputation", activation_checkpoint=FULL, **BALANCED),
+    _case("t2", "moe", "router statistics counted once", **BALANCED),
     _case("t2", "shared", "shared experts under TP"),
 )
 
@@ -105,6 +109,8 @@ FURTHER: tuple[Case, ...] = (
     _case("d2e2", "moe", compile=True),
     _case("d2e2", "moe", dtype="float32", gradient_reduction="per_microbatch"),
     _case("d2e2", "moe", critic=True),
+    _case("c2t2", "moe", "router statistics counted once", **BALANCED),
+    _pipeline("d2p2", "interleaved_1f1b", "moe", "router statistics counted once", **BALANCED),
     _pipeline("p2", "1f1b", "moe"),
     _pipeline("d2p2e2", "zbv", "moe"),
     _pipeline("d2p2e2", "interleaved_1f1b", "tied_moe"),
