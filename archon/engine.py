@@ -45,7 +45,7 @@ from archon.parallel.pipeline import (
     staged_weights,
 )
 from archon.pipeline_step import PipelineForward
-from archon.ranks import Ranks, TokenSplit, context_parallel_kind, join_process_group
+from archon.ranks import Ranks, TokenSplit, context_parallel_kind, join_process_group, limit_collectives
 from archon.saver import Saver
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, UserError
@@ -130,6 +130,8 @@ class ArchonEngine:
             hf_config, str(config.path), is_critic=config.is_critic, init_score=config.init_score
         )
         self.ranks = Ranks.of(dims)
+        if dims.world_size > 1:
+            limit_collectives(config.timeout_s)
 
         kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, args.n_heads, args.n_kv_heads)
         tokens = TokenSplit(self.ranks, kind, config.attn_type)

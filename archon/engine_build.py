@@ -19,6 +19,7 @@ from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.pipeline import StagedModel, configured_stages, prune
+from archon.ranks import own_gpu, started_processes
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 
@@ -116,7 +117,7 @@ def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
 def resolve_device(name: str) -> torch.device:
     """`auto` is a GPU where there is one; anything that is not there is refused."""
     if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -125,6 +126,12 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} was asked for, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cpu" and device.index is not None:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and started_processes() > 1:
+        if name != "cuda":
+            raise ConfigError(f"device {name!r} is one GPU, and there are several processes; set device to cuda")
+        return own_gpu()
     return device
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from archon.failure import Failure
 from archon.models.attention.context import GatheredAttention, SharedAttention, UlyssesAttention
 from archon.models.attention.meta import PackedAttention
 from archon.parallel.comm import Group, all_reduce
@@ -108,9 +110,14 @@ def context_parallel_kind(kind: str, cp: int, tp: int, heads: int, key_heads: in
     return "ulysses"
 
 
+def started_processes() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def require_processes(world_size: int) -> None:
     """LayoutError unless as many processes run as the layout needs."""
-    running = int(os.environ.get("WORLD_SIZE", "1"))
+    running = started_processes()
     if dist.is_initialized():
         running = dist.get_world_size()
     if running != world_size:
@@ -121,8 +128,37 @@ def require_processes(world_size: int) -> None:
 
 
 def join_process_group(world_size: int, device_type: str, timeout_s: float) -> None:
-    """Join the process group that torchrun has prepared; LayoutError where it has prepared none, or another size."""
+    """Join the process group that torchrun has prepared, and end with it; LayoutError where it has prepared none, or
+    another size."""
     require_processes(world_size)
-    if world_size > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    if world_size == 1 or dist.is_initialized():
+        return
+    rank = int(os.environ["RANK"])
+    logging.basicConfig(format=f"archon: rank {rank}: %(message)s", level=logging.WARNING)
+    failure = Failure.connect()
+    if failure is not None:
+        failure.watch()
+        atexit.register(failure.done)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def limit_collectives(timeout_s: float) -> None:
+    """Let no collective of any group take longer; a group that a mesh has made does not inherit the default group's
+    limit."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def own_gpu() -> torch.device:
+    """The GPU of this process: the one of torchrun's LOCAL_RANK, else the current one; LayoutError where there are
+    fewer GPUs than processes."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is not None and started_processes() > 1:
+        if int(local) >= torch.cuda.device_count():
+            raise LayoutError(
+                f"process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()}; start at most "
+                "as many processes a machine (--nproc-per-node), or set device to cpu"
+            )
+        torch.cuda.set_device(int(local))
+    return torch.device("cuda", torch.cuda.current_device())

@@ -21,6 +21,7 @@ import platform
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -34,6 +35,7 @@ import archon
 from archon.metrics import METRICS_FILE, TRAJECTORIES_FILE, MetricsWriter, TrajectoryWriter
 from archon.progress import Progress
 from archon.schema.errors import ConfigError
+from archon.world import World
 
 PACKAGES_RECORDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "omegaconf")
 
@@ -96,12 +98,19 @@ class StopSignal:
     """Turns the first SIGINT or SIGTERM into a request the loop honours after its step; the second leaves at once.
 
     Only the main thread may install handlers; in any other thread nothing is installed and nothing is ever requested.
+
+    Args:
+        world: with several processes, one key press reaches each of them twice (from the terminal and from torchrun),
+            so what follows within `ECHO_SECONDS` counts as the same, and only the main rank speaks.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    ECHO_SECONDS = 2.0
 
-    def __init__(self) -> None:
+    def __init__(self, world: World | None = None) -> None:
         self.received: signal.Signals | None = None
+        self._world = world or World()
+        self._received_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -117,15 +126,22 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # os.write, not print: the handler may have interrupted a print, whose buffer cannot be entered twice.
         if self.received is not None:
+            if self._world.size > 1 and time.monotonic() - self._received_at < self.ECHO_SECONDS:
+                return
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\narchon: leaving at once, unsaved\n")
             os._exit(128 + number)
-        self.received = signal.Signals(number)
+        self.received, self._received_at = signal.Signals(number), time.monotonic()
+        if not self._world.is_main:
+            return
         message = f"\narchon: {self.received.name}: finishing the step and saving; once more leaves at once\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())
 
 
 class Runner:
     """One run: `with Runner(run_dir, config, resume=…) as runner:` around everything that trains.
+
+    With several processes all of them enter it, after they have joined; the main one holds the directory, writes and
+    prints, and what the others write goes nowhere.
 
     Attributes: `directory` (`RunDirectory`), `metrics`, `trajectories` (writers) and `console`.
     """
@@ -145,15 +161,18 @@ class Runner:
         self.directory = RunDirectory(run_dir)
         self.config = config
         self.resume = resume
-        self.console = console or Console()
+        self.world = World.now()
+        self.console = console or Console(quiet=not self.world.is_main)
         self._line_seconds = line_seconds
-        self._signals = StopSignal()
+        self._signals = StopSignal(self.world)
+        self._stopping = 0
 
     def __enter__(self) -> Self:
-        self.directory.acquire(self.config, resume=self.resume)
+        self.world.main_first(lambda: self.directory.acquire(self.config, resume=self.resume))
+        main = self.world.is_main
         try:
-            self.metrics = MetricsWriter(self.directory.metrics)
-            self.trajectories = TrajectoryWriter(self.directory.trajectories)
+            self.metrics = MetricsWriter(self.directory.metrics if main else os.devnull)
+            self.trajectories = TrajectoryWriter(self.directory.trajectories if main else os.devnull)
         except OSError:
             self.directory.release()
             raise
@@ -161,6 +180,8 @@ class Runner:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self.world.most(0)  # no rank leaves while another still waits for what it has sent
         self._signals.__exit__(kind, error, tb)
         self.metrics.close()
         self.trajectories.close()
@@ -168,13 +189,16 @@ class Runner:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether SIGINT or SIGTERM asked the run to finish its step, save and leave."""
-        return self._signals.received is not None
+        """Whether SIGINT or SIGTERM asked the run to finish its step, save and leave: of any rank, on every rank, which
+        all ask together."""
+        self._stopping = self._stopping or self.world.most(self._signals.received or 0)
+        return self._stopping > 0
 
     @property
     def exit_code(self) -> int:
         """0, or 128 + the number of the signal that ended the run early (130, 143)."""
-        return 0 if self._signals.received is None else 128 + self._signals.received
+        number = self._stopping or self._signals.received or 0
+        return 128 + number if number else 0
 
     def rewind(self, step: int) -> None:
         """Forget the records later than `step`, the step of the checkpoint a resumed run starts from."""

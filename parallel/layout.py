@@ -35,6 +35,11 @@ class ParallelLayout:
     def world_size(self) -> int:
         return self.dp_replicate * self.dp_shard * self.pp * self.tp * self.cp
 
+    @property
+    def dp(self) -> int:
+        """Ranks, or groups of them, that train different documents."""
+        return self.dp_replicate * self.dp_shard
+
     def __str__(self) -> str:
         """The canonical string, which parses back to this layout."""
         if self.etp > 1:

@@ -25,6 +25,7 @@ from archon.rl.rewards import AsyncRewardWrapper
 from archon.rl.rollout import Prompt, Rollout
 from archon.rl.sft import SFTTrainer
 from archon.rl.types import GenerationHyperparameters
+from archon.rl.weights import in_process, weights_of
 from archon.rl.workflows import RLVRWorkflow
 from archon.runner import Runner
 from archon.schema.config import EngineConfig
@@ -94,12 +95,49 @@ def ensure_checkpoint(
         config: what to make.
         path: where.
         runner: of the run it is made for; says what is going on.
-        like: device, dtype and kernels to make it with; the defaults when not given.
+        like: layout, device, dtype and kernels to make it with; the defaults when not given.
 
     Raises `ConfigError` when something else stands at `path`, or a checkpoint made with other values.
     """
     target = Path(path)
     wanted = config.model_dump(mode="json")
+    world = runner.world
+    if world.tell(lambda: _is_made(target, wanted)):
+        return True
+    workshop = target.with_name(target.name + ".making")
+    blank = workshop / "blank"
+    made = workshop / "export" if config.warmup is None else workshop / "warmup" / "export"
+
+    def begin() -> None:
+        if not (blank / RECORD).is_file():
+            runner.log(f"bootstrap: making {config.model_type} and its tokenizer in {target}")
+            write_blank(config, blank)
+            (blank / RECORD).write_text(json.dumps(wanted))
+        elif json.loads((blank / RECORD).read_text()) != wanted:
+            raise ConfigError(f"{workshop} holds an unfinished checkpoint with other `bootstrap` values; remove it")
+        # Of an attempt that was killed before the rename: an export replaces only what an export has.
+        (made / RECORD).unlink(missing_ok=True)
+
+    def end() -> None:
+        (made / RECORD).write_text(json.dumps(wanted, indent=2) + "\n")
+        made.rename(target)
+        shutil.rmtree(workshop)
+
+    world.main_first(begin)
+    changes = {"path": str(blank), "init_from_scratch": True, "seed": config.seed}
+    model = (like or EngineConfig(path=str(blank))).model_copy(update=changes)
+    if config.warmup is None:
+        # Nothing is trained here, so no schedule is needed either.
+        engine = ArchonEngine(model.model_copy(update={"optimizer": None}))
+        engine.initialize()
+        engine.save(made)
+    elif not warm_up(config.warmup, model, workshop / "warmup"):
+        return False
+    world.main_first(end)
+    return True
+
+
+def _is_made(target: Path, wanted: dict[str, Any]) -> bool:
     if target.exists():
         record = target / RECORD
         if not record.is_file():
@@ -109,30 +147,7 @@ def ensure_checkpoint(
         if json.loads(record.read_text()) != wanted:
             raise ConfigError(f"{target} was made with other `bootstrap` values; remove it, or choose another path")
         return True
-    workshop = target.with_name(target.name + ".making")
-    blank = workshop / "blank"
-    if not (blank / RECORD).is_file():
-        runner.log(f"bootstrap: making {config.model_type} and its tokenizer in {target}")
-        write_blank(config, blank)
-        (blank / RECORD).write_text(json.dumps(wanted))
-    elif json.loads((blank / RECORD).read_text()) != wanted:
-        raise ConfigError(f"{workshop} holds an unfinished checkpoint with other `bootstrap` values; remove it")
-    changes = {"path": str(blank), "init_from_scratch": True, "seed": config.seed}
-    model = (like or EngineConfig(path=str(blank))).model_copy(update=changes)
-    made = workshop / "export" if config.warmup is None else workshop / "warmup" / "export"
-    # Of an attempt that was killed before the rename: an export replaces only what an export has.
-    (made / RECORD).unlink(missing_ok=True)
-    if config.warmup is None:
-        # Nothing is trained here, so no schedule is needed either.
-        engine = ArchonEngine(model.model_copy(update={"optimizer": None}))
-        engine.initialize()
-        engine.save(made)
-    elif not warm_up(config.warmup, model, workshop / "warmup"):
-        return False
-    (made / RECORD).write_text(json.dumps(wanted, indent=2) + "\n")
-    made.rename(target)
-    shutil.rmtree(workshop)
-    return True
+    return False
 
 
 def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> bool:
@@ -181,8 +196,8 @@ class RewardProbe:
         if step % self.config.every:
             return {}, False
         if self._generator is None:
-            self._generator = InProcessEngine.from_model(engine.whole_model, self.tokenizer, max_slots=256)
-        self._generator.update_weights(engine.whole_model, version=step)
+            self._generator = in_process(engine, self.tokenizer, max_slots=256)
+        self._generator.update_weights(weights_of(engine), version=step)
         rollout = Rollout(self._generator, self._workflow, seed=self._seed)
         measured = asyncio.run(evaluate(rollout, self._prompts))
         return {"eval/reward": measured["reward"]}, measured["reward"] >= self.config.at_least

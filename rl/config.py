@@ -228,6 +228,8 @@ class RLConfig(StrictModel):
             )
         if self.gconfig.seed is not None:
             raise ValueError("gconfig.seed is not for a run, whose answers would all be alike; set `seed`")
+        if self.ref is not None and "layout" not in self.ref.model_fields_set:
+            self.ref.layout = self.actor.layout  # both are on all processes
         if self.verify_export and self.actor.dtype == "bfloat16":
             raise ValueError(
                 "verify_export compares float32 logits, and actor.dtype is bfloat16, whose rounding is larger than any "

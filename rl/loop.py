@@ -4,14 +4,44 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from archon.checkpoint import agreed_latest, model_fingerprint, opened_state
 from archon.engine import ArchonEngine
+from archon.engine_build import resolve_device
+from archon.parallel.layout import parse_layout
+from archon.ranks import join_process_group
 from archon.runner import Runner
+from archon.schema.config import EngineConfig, StrictModel
 from archon.state_file import read_whole
+from archon.world import World
+
+Config = TypeVar("Config", bound=StrictModel)
+
+
+def join(config: Config, model: EngineConfig) -> Config:
+    """Join the processes that the model's layout needs; gives back the main one's configuration, for what a file says
+    (the time, an environment variable) may differ between them."""
+    device = resolve_device(model.device)
+    join_process_group(parse_layout(model.layout).dims(device.type).world_size, device.type, model.timeout_s)
+    if World.now().size == 1:
+        return config
+    return type(config).model_validate(World.now().tell(lambda: config.model_dump(mode="json")))
+
+
+@contextmanager
+def saved_at_the_end(save: Callable[[], None]) -> Iterator[None]:
+    """Call `save` after the block, also when an error or Ctrl-C ends it; with several processes not after an error,
+    when the others have no part in it."""
+    try:
+        yield
+    except BaseException:
+        if World.now().size == 1:
+            save()
+        raise
+    save()
 
 
 def due(step: int, every: int) -> bool:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from archon.rl.context import EpisodeContext, EpisodeEngine, derive_seed, workflow_context
-from archon.rl.rewards.result import RewardRaised
+from archon.rl.exchange import error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.types import GenerationHyperparameters, InferenceEngine, concat_padded_tensors, validate_trajectory
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.rl.workflows.trajectory import UnusableAnswerError
 from archon.schema.errors import ConfigError, RolloutError, UserError
+from archon.world import World
 
 if TYPE_CHECKING:
     from archon.rl.config import GroupsWithoutSpread
@@ -145,27 +146,34 @@ class Rollout:
     async def run(self, prompts: Sequence[Prompt], step: int = 0, *, is_eval: bool = False) -> list[Episode]:
         """Run one episode for each prompt, all at once; results in the order of `prompts`.
 
+        With several processes each runs its share of them and is told the others' results, so that all know all.
+
         Raises `WorkflowError` with the first failure as its cause once `FAILURES_AT_START` episodes failed before any
         succeeded.
         """
         stream = EVAL_STREAM if is_eval else TRAIN_STREAM
-        tasks = [
-            asyncio.create_task(
-                self._episode(
-                    prompt, EpisodeContext(prompt.index, is_eval, derive_seed(self._seed, stream, step, prompt.index))
-                )
-            )
+        episodes = [
+            Episode(prompt, EpisodeContext(prompt.index, is_eval, derive_seed(self._seed, stream, step, prompt.index)))
             for prompt in prompts
         ]
+        world = World.now()
+        own = range(world.rank, len(prompts), world.size)
+        tasks = [asyncio.create_task(self._episode(episodes[place])) for place in own]
         try:
-            return await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+        if world.size > 1:
+            everyone = world.gather(pack_episodes({place: episodes[place] for place in own}))
+            for rank, data in enumerate(everyone):
+                if rank != world.rank:
+                    unpack_episodes(data, episodes)
+        return episodes
 
-    async def _episode(self, prompt: Prompt, context: EpisodeContext) -> Episode:
+    async def _episode(self, episode: Episode) -> None:
+        prompt, context = episode.prompt, episode.context
         workflow_context.enter(context)
-        episode = Episode(prompt, context)
         engine = EpisodeEngine(self.engine, context, None if context.is_eval else self._check)
         try:
             result = await self.workflow.arun_episode(engine, prompt.row)
@@ -181,7 +189,6 @@ class Rollout:
                 raise self._always_fails(self._failures, self._first_error) from self._first_error
         else:
             self._succeeded = True
-        return episode
 
     def stop_if_nothing_came(self, episodes: Sequence[Episode]) -> None:
         """Raise when no episode returned a trajectory: `WorkflowError` where any failed, else `RolloutError`."""
@@ -198,16 +205,15 @@ class Rollout:
 
     def _always_fails(self, n: int, first: BaseException) -> WorkflowError:
         failed = f"{type(self.workflow).__name__} failed on {n} prompts and succeeded on none; the first failure"
-        # A reward that raised is the user's code: it comes with the traceback of its process.
-        if isinstance(first, UserError) and not isinstance(first, RewardRaised):
+        if is_one_line(first):
             return WorkflowRefusedError(f"{failed}: {first}")
-        return WorkflowError(f"{failed}, whose traceback stands above: {type(first).__name__}: {first}")
+        return WorkflowError(f"{failed}, whose traceback stands above: {error_kind(first)}: {first}")
 
     def _count(self, batch: RolloutBatch, episodes: Sequence[Episode]) -> None:
         for episode in episodes:
             batch.counts.update({f"dropped/{kind}": n for kind, n in episode.context.drops.items()})
             if episode.error:
-                batch.counts[f"failed/{type(episode.error).__name__}"] += 1
+                batch.counts[f"failed/{error_kind(episode.error)}"] += 1
             elif episode.trajectories is None:
                 batch.counts["rejected"] += 1
             elif not episode.has_spread:
@@ -222,7 +228,7 @@ class Rollout:
             for kind, error in episode.context.first_errors.items():
                 first.setdefault(f"dropped/{kind}", error)
             if episode.error:
-                first.setdefault(f"failed/{type(episode.error).__name__}", episode.error)
+                first.setdefault(f"failed/{error_kind(episode.error)}", episode.error)
         for name, error in first.items():
             what = "samples dropped" if name.startswith("dropped/") else "episodes failed"
             self._log(f"step {step}: {batch.counts[name]} {what} ({name.partition('/')[2]}): {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 from archon.engine import ArchonEngine
 from archon.hf_io import load_tokenizer
 from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.parallel.layout import parse_layout
 from archon.rl.config import SFTConfig
 from archon.rl.data import load_rows
 from archon.rl.datasets import RowDataset, RowLoader
-from archon.rl.loop import due, load_newest, save_newest, timed
+from archon.rl.loop import due, join, load_newest, save_newest, saved_at_the_end, timed
+from archon.rl.shares import own_rows, require_documents
 from archon.runner import Runner
 
 COLUMNS = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
@@ -67,6 +70,7 @@ class SFTTrainer:
         config, metrics = self.config, dict[str, float]()
         with ExitStack() as stack:
             if self.runner is None:
+                self.config = config = join(config, config.model)
                 self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
             runner = self.runner
             if config.bootstrap is not None:
@@ -76,7 +80,7 @@ class SFTTrainer:
                 if not ensure_checkpoint(config.bootstrap, config.model.path, runner, config.model):
                     return {}
             self.open()
-            stack.callback(self.save)  # also when an error or Ctrl-C ends the run
+            stack.enter_context(saved_at_the_end(self.save))
             with runner.progress("sft", self.total_steps, start=self.step, columns=COLUMNS) as progress:
                 while not self.finished and not runner.stop_requested:
                     metrics = self.train_step()
@@ -109,6 +113,10 @@ class SFTTrainer:
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
         rows = load_rows(config.train_data, "sft", tokenizer)
         self.held_out = load_rows(config.eval_data, "sft", tokenizer) if config.eval_data else None
+        ranks = parse_layout(config.model.layout).dp
+        require_documents(config.batch_size, ranks, "batch_size")
+        if self.held_out is not None:
+            require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
         self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
         self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
         self.engine = ArchonEngine(config.model)
@@ -129,10 +137,14 @@ class SFTTrainer:
         seconds: dict[str, float] = {}
         self._stepping = True
         with timed(seconds, "step"):
-            batch = padded_batch(self.loader.next_batch())
+            batch = self._own_batch(self.loader.next_batch())
             metrics = self.engine.train_batch(batch, self._loss, loss_token_count)
             self.engine.step_lr_scheduler()
         return metrics | {"tokens_per_second": metrics["tokens"] / seconds["step"]}
+
+    def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """This rank's documents of the rows of all, shorter ones first."""
+        return padded_batch(sorted(rows, key=lambda row: len(row["input_ids"]))[own_rows(self.engine.ranks.dp)])
 
     def evaluate(self) -> dict[str, float]:
         """`eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics; {} without
@@ -140,9 +152,12 @@ class SFTTrainer:
         if self.held_out is None:
             return {}
         sums: dict[str, float] = {}
-        size = self.config.batch_size
-        for start in range(0, len(self.held_out), size):
-            batch = padded_batch(self.held_out[start : start + size])
+        rows, size = self.held_out, self.config.batch_size
+        starts = list(range(0, len(rows), size))
+        if len(rows) - starts[-1] < self.engine.ranks.dp.size:
+            starts.pop()  # what is left is too little to share out, and goes with the batch before
+        for start, stop in pairwise([*starts, len(rows)]):
+            batch = self._own_batch(rows[start:stop])
             measured = self.engine.eval_batch(batch, self._loss, loss_token_count)
             weight = measured.pop("loss_weight")
             sums["weight"] = sums.get("weight", 0.0) + weight

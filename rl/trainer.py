@@ -11,21 +11,32 @@ import torch
 from archon.engine import ArchonEngine
 from archon.hf_io import load_tokenizer
 from archon.metrics import read_jsonl
+from archon.parallel.layout import parse_layout
 from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
 from archon.rl.data import PromptStream, load_rows
 from archon.rl.datasets import encode_prompt
 from archon.rl.evaluation import evaluate
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
-from archon.rl.generation import InProcessEngine
-from archon.rl.loop import due, load_newest, long_lived_objects_frozen, save_newest, timed
+from archon.rl.loop import (
+    due,
+    join,
+    load_newest,
+    long_lived_objects_frozen,
+    save_newest,
+    saved_at_the_end,
+    timed,
+)
 from archon.rl.replay import check_gate, check_replayable, gate_limit
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold
 from archon.rl.rollout import Prompt, Rollout, RolloutBatch
+from archon.rl.shares import require_documents
 from archon.rl.summary import batch_metrics, write_groups
 from archon.rl.update import PolicyUpdate
+from archon.rl.weights import in_process, weights_of
 from archon.rl.workflows import RolloutWorkflow, resolve_workflow
 from archon.runner import Runner
+from archon.world import World
 
 COLUMNS = (
     "reward",
@@ -68,12 +79,13 @@ class RLTrainer:
         config = self.config
         with ExitStack() as stack:
             if self.runner is None:
+                self.config = config = join(config, config.actor)
                 self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
             runner = self.runner
             if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner, config.actor):
                 return {}
             stack.enter_context(self.opened(workflow, eval_workflow))
-            stack.callback(self.save)  # also when an error or Ctrl-C ends the run
+            stack.enter_context(saved_at_the_end(self.save))
             with runner.progress("rl", config.total_steps, start=self.step, columns=COLUMNS) as progress:
                 metrics = self.evaluate() if self.step == 0 else {}
                 if metrics:
@@ -114,7 +126,7 @@ class RLTrainer:
             check_gate(metrics["first_logprob_diff"], self._gate_limit)
             with timed(seconds, "push"):
                 self.engine.version += 1
-                self.generator.update_weights(self.engine.model, version=self.engine.version)
+                self.generator.update_weights(weights_of(self.engine), version=self.engine.version)
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         metrics["skipped_update"] = float(not batch)
         return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
@@ -162,6 +174,8 @@ class RLTrainer:
         assert self.runner is not None
         self.save()
         self.export()
+        if not self.runner.world.is_main:
+            return
         rewards = [r for r in read_jsonl(self.runner.directory.metrics) if "eval/reward" in r]
         for name, what in (("eval/reward", "sampled"), ("eval/greedy_reward", "greedy")):
             if len(rewards) > 1 and name in rewards[0]:
@@ -176,7 +190,11 @@ class RLTrainer:
         if not self.config.verify_export:
             return
         documents = [encode_prompt(self.tokenizer, row) for row in self.prompts.rows[:8]]
-        difference = export_difference(self.engine.whole_model, path, documents)
+        if not self.runner.world.is_main:
+            return
+        # Of a model that lies on several processes the generator holds the whole.
+        model = self.engine.whole_model if self.runner.world.size == 1 else self.generator.model
+        difference = export_difference(model, path, documents)
         self.runner.log(f"export {path}: logits differ from transformers' by {difference:.1e} (relative)")
         if difference > LOGIT_TOLERANCE:
             raise RuntimeError(f"the export's logits differ by {difference:.1e}, more than {LOGIT_TOLERANCE:.0e}")
@@ -211,12 +229,15 @@ class RLTrainer:
         self.prompts = PromptStream(rows, config.seed)
         self._cursor = self.prompts.state_dict()
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
-        if config.rollout.gold_checked != 0:
+        if config.rollout.gold_checked != 0 and World.now().is_main:
             for checked in filter(None, (rows, held_out)):
                 self._loop.run_until_complete(averify_gold(reward, checked, config.rollout.gold_checked))
 
     def _open_models(self) -> None:
         config, algorithm = self.config, self.config.algorithm
+        ranks = parse_layout(config.actor.layout).dp
+        answers = config.rollout.prompts_per_step * config.gconfig.n_samples
+        require_documents(answers, ranks, "rollout.prompts_per_step * gconfig.n_samples")
         self.engine = ArchonEngine(config.actor)
         self.engine.initialize(config.total_steps * algorithm.ppo_epochs * algorithm.minibatches)
         reference = None
@@ -243,8 +264,8 @@ class RLTrainer:
     ) -> None:
         config = self.config
         memory = config.generator.memory_gib
-        self.generator = InProcessEngine.from_model(
-            self.engine.whole_model,
+        self.generator = in_process(
+            self.engine,
             self.tokenizer,
             cache_bytes=None if memory is None else int(memory * 2**30),
             seed=config.seed,

@@ -13,12 +13,15 @@ from archon.rl.algorithms.objective import PolicyObjective
 from archon.rl.config import AlgorithmConfig
 from archon.rl.context import derive_seed
 from archon.rl.replay import mean_logprob_difference
+from archon.rl.shares import own_documents, score_shared
 
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "advantages", "ref_logprobs")
 
 
 class PolicyUpdate:
     """Advantages, reference logprobs and optimiser steps for one batch at a time.
+
+    With several processes each has the whole batch, and scores and trains its share of the documents.
 
     Args:
         engine: the policy.
@@ -49,7 +52,7 @@ class PolicyUpdate:
 
     def logprob_difference(self, trajectories: Mapping[str, Tensor]) -> float:
         """Mean |log π_trainer − log π_generator| over the loss tokens of a batch that was just generated."""
-        logprobs = self.engine.forward_batch(_fields(trajectories), self.temperature, only_trained=True)
+        logprobs = self._logprobs(self.engine, _fields(trajectories))
         return mean_logprob_difference(logprobs, trajectories["logprobs"], trajectories["loss_mask"])
 
     def advantages(self, trajectories: Mapping[str, Tensor], step: int) -> Tensor:
@@ -74,7 +77,8 @@ class PolicyUpdate:
         batch = self._prepare(trajectories, advantages)
         results = []
         for minibatch in self._minibatches(batch, step):
-            results.append(self.engine.train_batch(minibatch, self._objective, self._objective.units, self.temperature))
+            own = own_documents(minibatch, self.engine.ranks.dp)
+            results.append(self.engine.train_batch(own, self._objective, self._objective.units, self.temperature))
             self.engine.step_lr_scheduler()
         means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return means | {"first_logprob_diff": results[0]["logprob_diff"]}
@@ -86,8 +90,14 @@ class PolicyUpdate:
         order = trajectories["attention_mask"].sum(1).argsort(stable=True)
         batch = {name: batch[name][order] for name in TRAINED_FIELDS if name in batch}
         if self.reference is not None:
-            batch["ref_logprobs"] = self.reference.forward_batch(batch, self.temperature, only_trained=True)
+            batch["ref_logprobs"] = self._logprobs(self.reference, batch)
         return batch
+
+    def _logprobs(self, engine: ArchonEngine, batch: Mapping[str, Tensor]) -> Tensor:
+        def score(documents: dict[str, Tensor]) -> Tensor:
+            return engine.forward_batch(documents, self.temperature, only_trained=True)
+
+        return score_shared(score, batch, engine.ranks.dp, engine.device)
 
     def _minibatches(self, batch: Mapping[str, Tensor], step: int) -> Iterator[dict[str, Tensor]]:
         size, count = len(batch["input_ids"]), self.algorithm.minibatches

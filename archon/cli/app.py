@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import typer
 
@@ -47,17 +49,35 @@ for module in (models, inspect, sft, rl, generate, report):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and leave the process: exit code 0, 2 for a user's mistake, 130 / 143 when a signal ended it.
 
-    A mistake is one line on stderr (a failing workflow of the user's own adds its traceback). Any other error keeps
-    its traceback and exits with 1.
+    See `errors_told` for what is written of an error.
+    """
+    with errors_told():
+        app(args=arguments, prog_name="archon")
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Ends the process where an error leaves the block.
+
+    A mistake is one line on stderr (a failing workflow of the user's own adds its traceback) and code 2. Any other
+    error keeps its traceback and exits with 1. Of several processes only the first to fail tells why, and all end.
     """
     try:
-        app(args=arguments, prog_name="archon")
-    except (UserError, OSError) as error:
-        message = user_message(error)
+        yield
+    except Exception as error:
+        message = user_message(error) if isinstance(error, (UserError, OSError)) else None
+        if message is not None:
+            # What a library or a user's function said may have lines of its own.
+            message = " ".join(message.splitlines())
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            from archon.failure import Failure, end_rank
+
+            failure = Failure.connect()
+            if failure is not None:
+                end_rank(error, message, failure)
         if message is None:
             raise
-        # What a library or a user's function said may have lines of its own.
-        sys.stderr.write(f"archon: {' '.join(message.splitlines())}\n")
+        sys.stderr.write(f"archon: {message}\n")
         sys.exit(2)
 
 

@@ -4,24 +4,45 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
     from archon.rl.config import BootstrapConfig, DatasetConfig, RLConfig, SFTConfig
-    from archon.schema.config import EngineConfig
+    from archon.schema.config import EngineConfig, StrictModel
+
+Config = TypeVar("Config", bound="StrictModel")
+
+
+def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
+    """Print the resolved configuration and what `check` finds, from one process."""
+    from archon.cli.config import to_yaml
+
+    main = os.environ.get("RANK", "0") == "0"
+    if main:
+        print(to_yaml(config), flush=True)
+    lines = check(config)
+    if main:
+        print("\n".join(f"# {line}" for line in lines))
 
 
 def check_rl(config: RLConfig) -> list[str]:
     """Check an RL run; the lines say what was found. Raises the `UserError` the run itself would end with."""
+    from archon.parallel.layout import parse_layout
     from archon.rl.rewards import get_reward_fn
+    from archon.rl.shares import require_documents
     from archon.rl.workflows import resolve_workflow
 
     check_run_dir(config.run_dir, resume=config.resume)
+    require_documents(
+        config.rollout.prompts_per_step * config.gconfig.n_samples,
+        parse_layout(config.actor.layout).dp,
+        "rollout.prompts_per_step * gconfig.n_samples",
+    )
     with blank_checkpoint(config.bootstrap, config.actor.path) as made:
         steps = config.total_steps * config.algorithm.ppo_epochs * config.algorithm.minibatches
         found = check_model("actor", config.actor, made, steps)
@@ -38,7 +59,11 @@ def check_rl(config: RLConfig) -> list[str]:
 
 def check_sft(config: SFTConfig) -> list[str]:
     """Check an SFT run, as `check_rl` does."""
+    from archon.parallel.layout import parse_layout
+    from archon.rl.shares import require_documents
+
     check_run_dir(config.run_dir, resume=config.resume)
+    require_documents(config.batch_size, parse_layout(config.model.layout).dp, "batch_size")
     with blank_checkpoint(config.bootstrap, config.model.path) as made:
         found = check_model("model", config.model, made, config.total_steps)
         tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, made)
@@ -101,7 +126,10 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     check_layout(config, found.args, dims)
     require_processes(dims.world_size)
     origin = ", to be made by the bootstrap" if config.path in made else ""
-    return [f"{name}: {found.family}, {found.parameters:,} parameters{origin}"]
+    lines = [f"{name}: {found.family}, {found.parameters:,} parameters{origin}"]
+    if dims.world_size > 1:
+        lines.append(f"{name}: layout {config.layout} on {dims.world_size} processes")
+    return lines
 
 
 def check_tokenizer(path: str, made: Mapping[str, str]) -> tuple[Any, str]:

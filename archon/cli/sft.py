@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from archon.cli.config import config_command, load_config, to_yaml
+from archon.cli.config import config_command, load_config
 from archon.cli.options import ConfigFile, DryRun, Overrides
 from archon.cli.report import report_to
 
@@ -22,15 +22,18 @@ def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: Dry
 
     resolved = load_config(SFTConfig, config, overrides or [])
     if dry_run:
-        from archon.cli.check import check_sft
+        from archon.cli.check import check_sft, print_check
 
-        print(to_yaml(resolved), flush=True)
-        print("\n".join(f"# {line}" for line in check_sft(resolved)))
+        print_check(resolved, check_sft)
         return
+    from archon.rl.loop import join
+
+    resolved = join(resolved, resolved.model)
     from archon.rl.sft import SFTTrainer
     from archon.runner import Runner
 
     with Runner(resolved.run_dir, resolved, resume=resolved.resume) as runner:
         SFTTrainer(resolved, runner).train()
-        report_to(runner)
+        if runner.world.is_main:
+            report_to(runner)
     raise typer.Exit(runner.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from archon.rl.generation.replica import (
     WeightSource,
     build_replica,
     copy_weights,
+    empty_replica,
     fingerprint,
     own_weights,
     share_weights,
@@ -65,6 +67,8 @@ class InProcessEngine:
         weights: WeightMode = "auto",
         dtype: torch.dtype | None = None,
         version: int = 0,
+        source: Iterable[tuple[str, torch.Tensor]] | None = None,
+        device: torch.device | None = None,
     ) -> InProcessEngine:
         """Build the replica and its cache.
 
@@ -82,6 +86,8 @@ class InProcessEngine:
             weights: see `build_replica`.
             dtype: of the replica and its cache; default the model's.
             version: of the weights now.
+            source: (native name, whole tensor) of every weight, where `model` is an empty one on the meta device and
+                no process has a whole one; `device` is then the replica's.
 
         Raises `RolloutError`, with the estimate, when replica and cache do not fit.
         """
@@ -100,10 +106,17 @@ class InProcessEngine:
             eos_token_ids = () if eos is None else (eos,)
         max_seq_len = max_seq_len or args.max_seq_len
         parameter = next(model.parameters())
+        place = device or parameter.device
         count = choose_page_count(
-            model, dtype or parameter.dtype, max_slots, max_seq_len, page_size, n_pages, cache_bytes
+            model, dtype or parameter.dtype, place, max_slots, max_seq_len, page_size, n_pages, cache_bytes
         )
-        replica, aliased = build_replica(model, mode=weights, dtype=dtype)
+        if source is None:
+            replica, aliased = build_replica(model, mode=weights, dtype=dtype)
+        else:
+            if weights == "alias":
+                raise RolloutError("weights='alias': the model's weights are on several processes; use 'snapshot'")
+            replica, aliased = empty_replica(model, dtype or parameter.dtype, place), False
+            copy_weights(replica, source)
         parameter = next(replica.parameters())
         cache = PagedCache(
             args.n_layers, count, args.n_kv_heads, page_size, args.head_dim, parameter.dtype, parameter.device
@@ -124,6 +137,11 @@ class InProcessEngine:
     @property
     def version(self) -> int:
         return self._generator.version
+
+    @property
+    def model(self) -> BaseArchonModel:
+        """The replica: a plain model with the weights it answers with."""
+        return self._generator.model
 
     @property
     def stats(self) -> GeneratorStats:

@@ -26,6 +26,7 @@ def free_memory(device: torch.device) -> int:
 def choose_page_count(
     model: BaseArchonModel,
     dtype: torch.dtype,
+    device: torch.device,
     max_slots: int,
     max_seq_len: int,
     page_size: int,
@@ -36,7 +37,7 @@ def choose_page_count(
     args = model.args
     page_bytes = 2 * args.n_layers * args.n_kv_heads * page_size * args.head_dim * dtype.itemsize
     weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    free = free_memory(next(model.parameters()).device)
+    free = free_memory(device)
     if n_pages is None:
         room = int(free * _DEFAULT_SHARE) if cache_bytes is None else cache_bytes
         n_pages = min(max_slots * -(-max_seq_len // page_size), room // page_bytes)

@@ -75,6 +75,19 @@ def build_replica(
     return replica, alias
 
 
+def empty_replica(model: BaseArchonModel, dtype: torch.dtype, device: torch.device) -> BaseArchonModel:
+    """A plain model like `model`, which may be on the meta device, in evaluation mode, its weights not yet set."""
+    with torch.device("meta"):
+        replica: BaseArchonModel = type(model)(model.args)
+    for name, parameter in dict(replica.named_parameters()).items():
+        owner, _, attribute = name.rpartition(".")
+        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
+        setattr(replica.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+    replica.tie_weights()
+    replica.init_buffers(device)
+    return replica.eval()
+
+
 def _pack_linears(replica: nn.Module) -> None:
     """On a CPU, multiply by weights that lie as oneDNN's kernels read them: half again as fast for a decoding step.
 

@@ -1,0 +1,156 @@
+"""How all ranks end within seconds when one fails: the first to fail tells why, the others leave without a word.
+
+The ranks of a torchrun know one another through the store that torchrun itself holds, which outlives them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+GRACE_SECONDS = 3.0
+"""What a rank has to end by itself after another has failed."""
+POLL_SECONDS = 0.5
+
+
+class Failure:
+    """What the ranks of one start of a run know of each other's end.
+
+    Args:
+        rank, size: of this process.
+        store: torchrun's, with a connection of its own.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self.rank, self.size = rank, size
+        self._store = store
+        self._ended = threading.Event()
+
+    @classmethod
+    def connect(cls) -> Failure | None:
+        """From torchrun's environment; None for a process alone, or one whose starter keeps no store."""
+        env = os.environ
+        size = int(env.get("WORLD_SIZE", "1"))
+        if size == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return None
+        try:
+            store = dist.TCPStore(
+                env["MASTER_ADDR"],
+                int(env["MASTER_PORT"]),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=10),
+            )
+        except (KeyError, ValueError, RuntimeError):
+            return None
+        prefix = f"archon/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return cls(int(env["RANK"]), size, dist.PrefixStore(prefix, store))
+
+    def watch(self) -> None:
+        """From now on end this process when another rank fails or dies."""
+        self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        threading.Thread(target=self._watch, name="archon-failure", daemon=True).start()
+
+    def done(self) -> None:
+        """This rank has ended as it should."""
+        self._ended.set()
+        self._store.set(f"done/{self.rank}", "")
+
+    def tell(self, text: str) -> None:
+        """Write `text` to stderr if no rank has failed before; else wait until the one that has has written its own."""
+        self._ended.set()
+        try:
+            first = self._store.compare_set("failed", "", str(self.rank)).decode()
+            if first == str(self.rank):
+                _write(text)
+                self._store.set("told", "")
+            else:
+                self._store.wait(["told"], timedelta(seconds=GRACE_SECONDS))
+        except RuntimeError:  # torchrun itself has gone, or whoever failed could not write
+            pass
+
+    def dead(self) -> list[str]:
+        """Ranks on this machine whose process has gone without an end."""
+        found = []
+        for rank in range(self.size):
+            keys = f"process/{rank}", f"done/{rank}"
+            if rank == self.rank or not self._store.check([keys[0]]) or self._store.check([keys[1]]):
+                continue
+            host, pid = self._store.get(keys[0]).decode().split()
+            if host == socket.gethostname() and not _runs(int(pid)):
+                found.append(f"rank {rank} (process {pid})")
+        return found
+
+    def _watch(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            try:
+                failed = self._store.check(["failed"])
+                dead = [] if failed else self.dead()
+            except RuntimeError:  # torchrun has gone; it takes its processes with it
+                return
+            if not failed and not dead:
+                continue
+            if self._ended.wait(GRACE_SECONDS):
+                return
+            if dead:
+                self.tell(f"archon: rank {self.rank}: ending, for {' and '.join(dead)} died\n")
+            os._exit(1)
+
+
+def end_rank(error: BaseException, message: str | None, failure: Failure) -> None:
+    """Leave the process because of `error`: code 2 after a user's mistake (`message`), else 1; does not return.
+
+    Nothing is unwound: what would wait for other ranks must not.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may already be ending the rest; the reason comes first
+    code = 2 if message is not None else 1
+    if message is not None:
+        text = f"archon: {message}\n"
+    elif isinstance(error, KeyboardInterrupt):
+        code, text = 128 + signal.SIGINT, ""
+    else:
+        text = "".join(traceback.format_exception(error))
+        if _of_a_collective(error):
+            # torchrun takes a moment to bury a process that was killed.
+            time.sleep(2 * POLL_SECONDS)
+            dead = failure.dead()
+            why = f"{' and '.join(dead)} died" if dead else "another rank ended, or came later than timeout_s allows"
+            text += f"archon: rank {failure.rank}: a collective failed: {why}\n"
+        else:
+            text = f"archon: rank {failure.rank} failed:\n{text}"
+    failure.tell(text)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    """gloo and NCCL raise these two, and plain RuntimeErrors that name their source."""
+    kinds = (dist.DistBackendError, dist.DistNetworkError)
+    text = str(error).lower()
+    return isinstance(error, kinds) or (
+        isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "connection closed by peer", "nccl"))
+    )
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be buried does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

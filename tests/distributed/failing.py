@@ -1,0 +1,61 @@
+"""A short SFT run under torchrun of which one rank goes wrong at a step: `failing.py HOW RANK FOLDER TIMEOUT`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from archon.cli.app import errors_told
+from archon.engine import ArchonEngine
+from archon.rl import SFTTrainer
+from archon.rl.config import SFTConfig
+from archon.schema.errors import DatasetError
+
+STEP = 3
+
+
+def go_wrong(how: str) -> None:
+    if how == "raise":
+        raise ArithmeticError("this rank has had enough")
+    if how == "mistake":
+        raise DatasetError("row 7 is not a row; mend it")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(3600)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(how: str, rank: str, folder: str, timeout: str) -> None:
+    def probe(engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
+        if step == STEP and os.environ["RANK"] == rank:
+            go_wrong(how)
+        return {}, False
+
+    config = SFTConfig.parse(
+        {
+            "run_dir": str(Path(folder) / "run"),
+            "resume": True,
+            "total_steps": 2000,
+            "batch_size": 8,
+            "model": {
+                "path": str(Path(folder) / "blank"),
+                "device": "cpu",
+                "layout": "d2",
+                "init_from_scratch": True,
+                "optimizer": {"lr": 1e-3},
+                "timeout_s": float(timeout),
+            },
+            "train_data": {"path": folder},
+        }
+    )
+    SFTTrainer(config, probe=probe).train()
+
+
+if __name__ == "__main__":
+    with errors_told():
+        main(*sys.argv[1:])
