@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 
+import archon
 from archon.cli import generate, inspect, models, report, rl, sft
 from archon.schema.errors import UserError
 
@@ -42,6 +44,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"archon {archon.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 for module in (models, inspect, sft, rl, generate, report):
     app.command(**module.SETTINGS)(module.command)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from archon import __version__
 from archon.metrics import read_jsonl
 from archon.models import get_supported_model_types
 
@@ -22,6 +23,10 @@ def test_help_lists_the_commands(archon):
     assert done.code == 0
     for command in ("models", "inspect", "sft", "rl", "generate", "report"):
         assert f"  {command} " in done.out
+
+
+def test_the_version_is_shown(archon):
+    assert archon("--version").out == f"archon {__version__}\n"
 
 
 def test_python_m_archon_is_the_same_command():
