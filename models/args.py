@@ -118,4 +118,9 @@ class BaseModelArgs:
                 raise ConfigError(
                     f"{cls.__name__} has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
                 )
-        return cls(**{**read_config(hf_config, cls.hf_fields, cls.model_types), "is_critic": is_critic, **kwargs})
+        args = read_config(hf_config, cls.hf_fields, cls.model_types)
+        if "sliding_window" in kwargs:
+            # In the layers where the config's window was; without one, in all.
+            windows, window = args["layer_windows"], kwargs["sliding_window"]
+            args["layer_windows"] = tuple(old and window for old in windows) if any(windows) else ()
+        return cls(**{**args, "is_critic": is_critic, **kwargs})

@@ -106,6 +106,19 @@ def test_keyword_arguments_override_the_config() -> None:
         Qwen3ModelArgs.from_hf_config(small(), norm_epsilon=0.1)
 
 
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({}, (5, 5, 5, 5)),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, (None, None, None, 5)),
+    ],
+)
+def test_an_overriding_window_reaches_the_layers(config: dict[str, Any], layers: tuple[int | None, ...]) -> None:
+    args = Qwen3ModelArgs.from_hf_config(small(**config), sliding_window=5)
+    assert (args.sliding_window, args.layer_windows) == (5, layers)
+    assert set(Qwen3ModelArgs.from_hf_config(small(**config), sliding_window=None).layer_windows) == {None}
+
+
 YARN = {"factor": 4.0, "original_max_position_embeddings": 160}
 
 
