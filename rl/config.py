@@ -79,7 +79,7 @@ class GeneratorConfig(StrictModel):
     """The in-process generator."""
 
     max_slots: int = Field(256, ge=1, description="answers decoded together")
-    page_size: int = Field(16, ge=1, description="tokens in a page of the key-value cache")
+    page_size: int = Field(32, ge=1, description="tokens in a page of the key-value cache")
     memory_gib: float | None = Field(
         None,
         gt=0,

@@ -56,7 +56,7 @@ class InProcessEngine:
         model: BaseArchonModel,
         tokenizer: Any = None,
         *,
-        max_slots: int = 64,
+        max_slots: int = 256,
         page_size: int = 32,
         n_pages: int | None = None,
         cache_bytes: int | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from archon.models import BaseArchonModel
-from archon.rl.generation import fingerprint
+from archon.rl.config import GeneratorConfig
+from archon.rl.generation import InProcessEngine, fingerprint
 from archon.rl.generation.replica import build_replica, copy_weights
 from archon.schema.errors import RolloutError
 from tests.generation.models import make_engine, make_model, prompts, request
@@ -203,6 +205,14 @@ def test_a_replica_that_cannot_fit_is_refused_with_the_estimate() -> None:
 def test_the_default_cache_holds_what_the_slots_may_need() -> None:
     engine = make_engine(n_pages=None, max_slots=3, max_seq_len=30, page_size=4)
     assert engine._generator.cache.n_pages == 3 * 8
+
+
+def test_a_run_and_a_call_by_hand_have_the_same_defaults() -> None:
+    by_hand = inspect.signature(InProcessEngine.from_model).parameters
+    defaults = GeneratorConfig().model_dump()
+    shared = by_hand.keys() & defaults.keys()
+    assert shared == {"max_slots", "page_size", "max_seq_len", "prefill_tokens"}
+    assert {name: by_hand[name].default for name in shared} == {name: defaults[name] for name in shared}
 
 
 def test_a_replica_of_no_known_kind_is_refused() -> None:
