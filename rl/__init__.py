@@ -15,6 +15,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "ModelResponse",
             "concat_padded_tensors",
         ),
+        "context": ("workflow_context",),
         "workflows": ("RLVRWorkflow", "RolloutWorkflow"),
         "rewards": ("VALID_REWARD_FN", "AsyncRewardWrapper", "get_reward_fn"),
         "datasets": ("VALID_DATASETS", "get_custom_dataset"),

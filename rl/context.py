@@ -7,7 +7,7 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class EpisodeContext:
 
     `task_id` is the prompt's place in the data stream, `seed` what its random streams derive from. `drops` counts the
     samples that were lost, by kind, with the first error of each kind; `numbers` collects what `record` was given.
+    `sample_index` says which answer of the group the task works on, None where it works on all of them.
     """
 
     task_id: int = 0
@@ -69,6 +70,10 @@ class WorkflowContext:
     def drop(self, kind: str, error: BaseException) -> None:
         """Say that one sample of this episode is lost, and why. It is counted by kind and shown, never scored 0."""
         self.get().drop(kind, error)
+
+    def enter_sample(self, index: int) -> None:
+        """Say that the running task, which must be one of its own, works on answer `index` of its episode."""
+        _current.set(replace(self.get(), sample_index=index))  # drops and numbers stay the episode's
 
     def enter(self, context: EpisodeContext) -> None:
         """Make `context` that of the running task and of the tasks it starts."""

@@ -59,7 +59,7 @@ class RLVRWorkflow(RolloutWorkflow):
         usable = self._usable(responses)
         outcomes = await self._score(prompt_ids, usable, data)
         kept: list[tuple[ModelResponse, float]] = []
-        for response, outcome in zip(usable, outcomes, strict=True):
+        for (_, response), outcome in zip(usable, outcomes, strict=True):
             if isinstance(outcome, RewardFailure):
                 workflow_context.drop(f"reward_{outcome.kind}", outcome)
             elif isinstance(outcome, BaseException):
@@ -72,27 +72,32 @@ class RLVRWorkflow(RolloutWorkflow):
             raise next(iter(workflow_context.get().first_errors.values()))
         return trajectory_tensors([response for response, _ in kept], [reward for _, reward in kept])
 
-    def _usable(self, responses: list[ModelResponse]) -> list[ModelResponse]:
+    def _usable(self, responses: list[ModelResponse]) -> list[tuple[int, ModelResponse]]:
         usable = []
-        for response in responses:
+        for index, response in enumerate(responses):
             try:
                 check_answer(response)
             except UnusableAnswerError as error:
                 workflow_context.drop(error.kind, error)
             else:
-                usable.append(response)
+                usable.append((index, response))
         return usable
 
     async def _score(
-        self, prompt_ids: list[int], responses: list[ModelResponse], data: dict[str, Any]
+        self, prompt_ids: list[int], usable: list[tuple[int, ModelResponse]], data: dict[str, Any]
     ) -> list[Reward | BaseException]:
         prompt, *completions = self.tokenizer.batch_decode(
-            [prompt_ids, *(response.output_tokens for response in responses)], skip_special_tokens=True
+            [prompt_ids, *(response.output_tokens for _, response in usable)], skip_special_tokens=True
         )
+
+        async def one(index: int, completion: str, response: ModelResponse) -> Reward:
+            workflow_context.enter_sample(index)
+            return await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
+
         return await asyncio.gather(
             *(
-                self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
-                for completion, response in zip(completions, responses, strict=True)
+                one(index, completion, response)
+                for (index, response), completion in zip(usable, completions, strict=True)
             ),
             return_exceptions=True,
         )

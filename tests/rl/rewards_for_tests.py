@@ -16,6 +16,16 @@ def constant(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any
     return 1.0
 
 
+async def sample_index(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    """Runs in the workflow's own process, where the episode's context can be asked."""
+    from archon.rl import workflow_context
+
+    index = workflow_context.get().sample_index
+    assert index is not None
+    workflow_context.record(seen=index)
+    return float(index)
+
+
 def in_parts(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> dict[str, float]:
     return {"format": 0.25, "length": float(len(completion_ids))}
 

@@ -135,6 +135,13 @@ def test_parts_of_a_reward_dictionary_are_summed_and_recorded(engine: InProcessE
     assert context.numbers["reward/format"] == [0.25] * 8
 
 
+def test_a_reward_may_ask_which_answer_of_the_group_it_scores(engine: InProcessEngine, tokenizer: Any) -> None:
+    result, context = run_episode(engine, RLVRWorkflow(rewards.sample_index, GCONFIG, tokenizer))
+    assert result is not None
+    assert result["rewards"].tolist() == list(range(8))
+    assert context.sample_index is None and context.numbers["seen"] == list(range(8))
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
