@@ -208,7 +208,7 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    get_model_spec(config.model_type)  # refuses a family that could not be trained
+    spec = get_model_spec(config.model_type)  # refuses a family that could not be trained
     recipe = config.tokenizer
     texts = training_texts(recipe) if recipe.kind == "bpe" else ()
     tokenizer = make_tokenizer(recipe, texts)
@@ -220,6 +220,10 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
     except Exception as error:  # transformers checks the fields' types by errors of its own
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"bootstrap.hf_config is not a config of {config.model_type}: {reason}") from error
+    try:
+        spec.model_args_class.from_hf_config(hf_config)
+    except ConfigError as error:
+        raise ConfigError(f"bootstrap.hf_config: {error}") from None
     hf_config.save_pretrained(path)
     GenerationConfig(**ids).save_pretrained(path)
     tokenizer.save_pretrained(path)

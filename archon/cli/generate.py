@@ -13,7 +13,7 @@ import typer
 
 from archon.cli.config import config_command, load_config
 from archon.cli.options import ConfigFile, Overrides
-from archon.schema.errors import ConfigError
+from archon.schema.errors import CheckpointError, ConfigError, NotFiniteError
 
 if TYPE_CHECKING:
     from archon.cli.generate_config import GenerateConfig
@@ -55,12 +55,13 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
     import torch
 
     from archon.engine_build import resolve_device
-    from archon.hf_io import load_model, load_tokenizer
+    from archon.hf_io import load_model, load_tokenizer, read_hf_config
     from archon.rl.generation import InProcessEngine
 
-    model = load_model(path, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
+    read_hf_config(path)  # before the tokenizer, whose loader would say less of what is no checkpoint
     tokenizer = load_tokenizer(config.tokenizer or path)
     requests = make_requests(prompts, config, tokenizer)
+    model = load_model(path, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
     longest = max(len(request.input_ids) for request in requests) + config.max_new_tokens
     engine = InProcessEngine.from_model(
         model,
@@ -70,7 +71,10 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
         max_seq_len=min(config.max_tokens or model.args.max_seq_len, longest),
         seed=0 if config.seed is None else config.seed,
     )
-    asyncio.run(print_answers(engine, requests, len(requests) // len(prompts), tokenizer))
+    try:
+        asyncio.run(print_answers(engine, requests, len(requests) // len(prompts), tokenizer))
+    except NotFiniteError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any) -> list[ModelRequest]:

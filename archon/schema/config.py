@@ -54,7 +54,8 @@ def describe_validation_error(error: ValidationError) -> str:
         where = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
-        given = "" if item["type"] == "value_error" else f"got {item['input']!r}, "
+        # The input of a missing field is the whole of what surrounds it.
+        given = "" if item["type"] in ("value_error", "missing") else f"got {item['input']!r}, "
         lines.append(f"{where + ': ' if where else ''}{given}{message}")
     return "; ".join(lines)
 

@@ -50,6 +50,10 @@ class LayoutError(UserError):
     """A parallel layout that breaks a rule; names the rule and the nearest legal layouts."""
 
 
+class NotFiniteError(ArithmeticError, UserError):
+    """Weights whose logits are NaN or infinite: of a damaged checkpoint, or of a training that diverged."""
+
+
 class UnknownModelError(KeyError, UserError):
     """A model type that no registered family claims; names the types that are available."""
 

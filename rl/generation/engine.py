@@ -26,7 +26,7 @@ from archon.rl.generation.replica import (
 )
 from archon.rl.generation.sequence import Sequence
 from archon.rl.types import ModelRequest, ModelResponse
-from archon.schema.errors import RolloutError
+from archon.schema.errors import RolloutError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +268,8 @@ class InProcessEngine:
             while self._generator.scheduler.has_work and not self._paused:
                 self._generator.step()
                 await asyncio.sleep(0)
+        except UserError as error:  # whoever asked is told, and that is enough
+            self._generator.fail(error)
         except Exception as error:
             logger.exception("generation failed; every unfinished request fails with it")
             self._generator.fail(error)

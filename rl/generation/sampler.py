@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from archon.schema.errors import NotFiniteError
+
 # Inverse sampling sums the distribution in blocks of this many tokens: one pass over the vocabulary, then one block.
 _BLOCK = 128
 
@@ -58,7 +60,7 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     log_normaliser = torch.logsumexp(scores, dim=-1)
     if not bool(log_normaliser.isfinite().all()):
         rows = (~log_normaliser.isfinite()).nonzero()[:, 0].tolist()
-        raise ArithmeticError(f"logits of rows {rows[:8]} of {len(logits)} are not finite; the weights are damaged")
+        raise NotFiniteError(f"logits of rows {rows[:8]} of {len(logits)} are not finite; the weights are damaged")
 
     choices = scores
     if params.banned:

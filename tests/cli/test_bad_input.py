@@ -62,10 +62,35 @@ def test_model_larger_than_the_memory(archon, checkpoint, sft_overrides, command
     assert "GiB of weights do not fit the memory of cpu" in archon(command, *arguments).complaint
 
 
-def test_bootstrap_config_of_the_wrong_kind(archon, sft_overrides, tmp_path):
-    changes = [f"model.path={tmp_path / 'made'}", "bootstrap.hf_config={hidden_size: wide}"]
-    complaint = archon("sft", *sft_overrides, *changes).complaint
-    assert "bootstrap.hf_config is not a config of qwen3" in complaint and "hidden_size" in complaint
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("{hidden_size: wide}", "bootstrap.hf_config is not a config of qwen3"),
+        ("{num_attention_heads: 3, num_key_value_heads: 2}", "bootstrap.hf_config: n_kv_heads is 2"),
+        ("{hidden_sise: 32}", "bootstrap.hf_config: config field 'hidden_sise' is 32"),
+    ],
+)
+def test_bootstrap_config_that_cannot_be_made(archon, sft_overrides, tmp_path, value, reason):
+    changes = [f"model.path={tmp_path / 'made'}", f"bootstrap.hf_config={value}"]
+    assert reason in archon("sft", *sft_overrides, *changes).complaint
+    assert not list(tmp_path.glob("made*")), "nothing is left that the mended run would stumble over"
+
+
+def test_weights_that_are_not_finite(archon, checkpoint):
+    shard = checkpoint / "model.safetensors"
+    save_file(
+        {name: tensor * float("nan") for name, tensor in load_file(shard).items()}, shard, metadata={"format": "pt"}
+    )
+    prompts = ("--prompt", "1+", "--prompt", "2+")
+    complaint = archon("generate", checkpoint, *prompts).complaint
+    assert f"{checkpoint}: logits" in complaint and "not finite" in complaint
+
+
+def test_fields_left_out_are_all_named(archon):
+    assert (
+        archon("sft").complaint
+        == "archon: config: run_dir: field required; model: field required; train_data: field required"
+    )
 
 
 def test_truncated_shard(archon, checkpoint, sft_overrides):
