@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -87,9 +87,6 @@ class ModelRequest:
 
     def __post_init__(self) -> None:
         self.input_ids = integer_ids(self.input_ids)
-
-    def copy(self) -> ModelRequest:
-        return replace(self, gconfig=self.gconfig.model_copy(deep=True), metadata=dict(self.metadata))
 
 
 def integer_ids(ids: Any) -> list[int]:

@@ -48,10 +48,6 @@ class Series:
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    @property
-    def last(self) -> float:
-        return self.values[-1]
-
 
 @dataclass
 class Run:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import random
-import re
 from typing import Any
 
 from archon.rl.datasets.mapping import RowDataset, rl_dataset, sft_dataset
@@ -17,7 +16,6 @@ from archon.schema.errors import DatasetError
 N_HELD_OUT = 1000
 _RANGE = 100
 _KEYS: dict[str, Any] = {"prompt_key": "sum", "response_key": "answer", "plain_end": ""}
-_WELL_FORMED = re.compile(r"0|[1-9][0-9]{0,2}")
 
 
 def arithmetic_pairs(split: str = "train", seed: int = 0) -> list[tuple[int, int]]:
@@ -35,11 +33,6 @@ def arithmetic_pairs(split: str = "train", seed: int = 0) -> list[tuple[int, int
     pairs = [(a, b) for a in range(_RANGE) for b in range(_RANGE) if ((a, b) in held_out) == (split == "test")]
     generator.shuffle(pairs)
     return pairs
-
-
-def is_well_formed(completion: str) -> bool:
-    """Whether a completion is a number as the set writes one: digits only, no leading zero, at most three."""
-    return _WELL_FORMED.fullmatch(completion.strip()) is not None
 
 
 def get_arithmetic_rl_dataset(split: str = "train", *, seed: int = 0, **options: Any) -> RowDataset:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from archon.rl.datasets import encode_prompt, get_custom_dataset, get_gsm8k_rl_dataset, get_gsm8k_sft_dataset
-from archon.rl.datasets.arithmetic import arithmetic_pairs, is_well_formed
+from archon.rl.datasets.arithmetic import arithmetic_pairs
 from archon.schema.errors import DatasetError
 from tests.datasets.toy_tokenizers import CHATML, toy_tokenizer
 
@@ -46,11 +46,6 @@ def test_arithmetic_sft_continues_the_very_rl_prompt(template: str | None) -> No
         assert row["input_ids"][: len(prompt)] == prompt
         trained = [token for token, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
         assert tokenizer.decode(trained) == rl_row["answer"] + "<|im_end|>"
-
-
-def test_well_formed_answers_are_numbers_as_the_set_writes_them() -> None:
-    assert all(is_well_formed(text) for text in ("0", "7", "46", "198", " 46\n"))
-    assert not any(is_well_formed(text) for text in ("", "046", "4 6", "-4", "46.", "1000", "4+6", "٣"))
 
 
 def test_an_unknown_split_is_refused() -> None:
