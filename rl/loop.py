@@ -82,6 +82,7 @@ def load_newest(runner: Runner, engine: ArchonEngine) -> tuple[int, dict[str, An
         return None
     with opened_state(folder, model_fingerprint(engine.args)) as (step, state):
         engine.load_state_dict(state.pop("engine"))
+        runner.log(f"resuming after step {step}")
         return step, read_whole(state)
 
 
