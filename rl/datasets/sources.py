@@ -66,7 +66,8 @@ def data_folder(name: str, explicit: str | Path | None = None) -> Path:
         if candidate.is_dir():
             return candidate
     raise DatasetError(
-        f"the data set {name} is not at {candidates[0]}: give its folder, or set ARCHON_DATA to the one holding {name}/"
+        f"the data set {name} is not at {candidates[0]}: give its folder as data_dir, or set ARCHON_DATA to "
+        f"the one that holds {name}/"
     )
 
 

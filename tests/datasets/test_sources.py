@@ -120,7 +120,7 @@ def test_the_data_folder_is_the_path_given_then_the_environments(
     assert data_folder("gsm8k", tmp_path / "mine") == tmp_path / "mine"
     assert data_folder("gsm8k") == tmp_path / "env" / "gsm8k"
     with pytest.raises(
-        DatasetError, match=r"the data set torl is not at .*env/torl: give its folder, or set ARCHON_DATA"
+        DatasetError, match=r"the data set torl is not at .*env/torl: give its folder as data_dir, or set ARCHON_DATA"
     ):
         data_folder("torl")
     monkeypatch.delenv("ARCHON_DATA")
