@@ -13,6 +13,7 @@ from archon.models.base import BaseArchonModel
 from archon.models.head import LMHead
 from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
+from archon.models.layers.moe import expert_biases
 from archon.parallel.fsdp import full_tensor
 from archon.schema.errors import RolloutError
 
@@ -27,12 +28,19 @@ _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped
 
 
 def named_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
-    """(native name, whole tensor) of a model, wrapped or sharded as it may be, or of an iterable of such pairs."""
-    pairs = source.named_parameters() if isinstance(source, nn.Module) else source
+    """(native name, whole tensor) of a model, wrapped or sharded as it may be, or of an iterable of such pairs.
+
+    Besides parameters these are the routers' balancing biases: without them the generator would choose other experts.
+    """
+    pairs = _tensors(source).items() if isinstance(source, nn.Module) else source
     for name, tensor in pairs:
         for prefix in _WRAPPER_PREFIXES:
             name = name.replace(prefix, "")
         yield name, full_tensor(tensor.detach())
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | expert_biases(model)
 
 
 def build_replica(
@@ -52,21 +60,23 @@ def build_replica(
         replica: BaseArchonModel = plain(model.args)
     own = dict(model.named_parameters())
     # A sharded parameter has the name of the whole one and another tensor.
-    shareable = own.keys() == weights.keys() and all(
-        type(own[name]) is nn.Parameter and (dtype or tensor.dtype) == tensor.dtype for name, tensor in weights.items()
+    shareable = own.keys() == weights.keys() - expert_biases(model).keys() and all(
+        type(p) is nn.Parameter and (dtype or p.dtype) == p.dtype for p in own.values()
     )
     if mode == "alias" and not shareable:
         raise RolloutError("weights='alias': the model is wrapped, sharded or of another dtype; use 'snapshot'")
     alias = shareable and mode != "snapshot"
-    for name, parameter in dict(replica.named_parameters()).items():
+    replica.init_buffers(next(iter(weights.values())).device)
+    for name, parameter in _tensors(replica).items():
         if name not in weights or weights[name].shape != parameter.shape:
             given = tuple(weights[name].shape) if name in weights else "missing"
             raise RolloutError(f"weights of the generator: {name!r} is {given}, expected {tuple(parameter.shape)}")
-        tensor = weights[name] if alias else torch.empty_like(weights[name], dtype=dtype)
+        trained = isinstance(parameter, nn.Parameter)
+        tensor = weights[name] if alias else torch.empty_like(weights[name], dtype=dtype if trained else None)
         owner, _, attribute = name.rpartition(".")
-        setattr(replica.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+        value = nn.Parameter(tensor, requires_grad=False) if trained else tensor
+        setattr(replica.get_submodule(owner), attribute, value)
     replica.tie_weights()
-    replica.init_buffers(next(iter(weights.values())).device)
     replica.eval()
     if alias:
         _pack_linears(replica)
@@ -111,8 +121,7 @@ def _packed_linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
 
 def share_weights(replica: nn.Module, model: nn.Module) -> None:
     """Point the replica's parameters at the model's, which may have moved since; `RolloutError` if one does not fit."""
-    source = dict(model.named_parameters())
-    parameters = dict(replica.named_parameters())
+    source, parameters = _tensors(model), _tensors(replica)
     if source.keys() != parameters.keys():
         odd = min(source.keys() ^ parameters.keys())
         raise RolloutError(f"weight update: the generator shares weights, and only one side has {odd!r}")
@@ -129,8 +138,8 @@ def share_weights(replica: nn.Module, model: nn.Module) -> None:
 
 def own_weights(replica: nn.Module) -> None:
     """Give the replica parameters of its own, still empty."""
-    for parameter in replica.parameters():
-        parameter.data = torch.empty_like(parameter.data)
+    for tensor in _tensors(replica).values():
+        tensor.data = torch.empty_like(tensor.data)
 
 
 @torch.no_grad()
@@ -140,7 +149,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> int:
     Raises `RolloutError` for a name or shape the replica does not have, for a weight that never came, and when the
     replica's fingerprint differs from that of what was sent.
     """
-    parameters = dict(replica.named_parameters())
+    parameters = _tensors(replica)
     missing = set(parameters)
     sent = 0
     for name, tensor in named_weights(source):

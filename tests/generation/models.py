@@ -6,16 +6,26 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from archon.models import BaseArchonModel, get_model_spec
 from archon.rl import GenerationHyperparameters, ModelRequest
 from archon.rl.generation import InProcessEngine
+from tests.models.reference import HF_CLASSES, checkpoint_tensors, hf_model
 
 VOCAB = 67
-_FAMILIES: dict[str, tuple[Any, Any]] = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+# Where families differ: the fields each adds.
+_OWN: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
 }
 
 
@@ -23,8 +33,7 @@ _FAMILIES: dict[str, tuple[Any, Any]] = {
 def _pair(
     family: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...]
 ) -> tuple[PreTrainedModel, BaseArchonModel]:
-    config_class, model_class = _FAMILIES[family]
-    config = config_class(
+    config = HF_CLASSES[family][0](
         **{
             "hidden_size": 24,
             "num_hidden_layers": 3,
@@ -33,22 +42,22 @@ def _pair(
             "intermediate_size": 40,
             "vocab_size": VOCAB,
             "max_position_embeddings": 256,
-            "tie_word_embeddings": family == "qwen3",
+            "tie_word_embeddings": family != "qwen2",
             # Large enough that attention matters and distributions are neither flat nor one-hot.
             "initializer_range": 0.12,
             "bos_token_id": None,
             "eos_token_id": None,
             "pad_token_id": None,
         }
-        | ({"head_dim": 8} if family == "qwen3" else {})
+        | _OWN[family]
         | {key: list(value) if isinstance(value, tuple) else value for key, value in options}
     )
     with torch.random.fork_rng():
         torch.manual_seed(17)
-        hf = model_class(config).to(dtype).eval()
+        hf = hf_model(config).to(dtype).eval()
     spec = get_model_spec(family)
     model = spec.model_class(spec.model_args_class.from_hf_config(config)).to(dtype)
-    model.load_state_dict(spec.state_dict_adapter_class(config).from_hf(dict(hf.state_dict())), strict=False)
+    model.load_state_dict(spec.state_dict_adapter_class(config).from_hf(checkpoint_tensors(hf)), strict=False)
     model.tie_weights()
     return hf, model.requires_grad_(False)
 

@@ -29,6 +29,8 @@ FAMILIES = {
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     "qwen2-mha": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 6, "norm_topk_prob": False}),
 }
 
 
@@ -45,7 +47,7 @@ def test_greedy_tokens_equal_transformers_generate(name: str, page_size: int) ->
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
 def test_first_step_ratio_is_one(family: str, temperature: float) -> None:
     """The trainer's forward gives every generated token the logprob it was sampled with."""
     model = make_model(family=family)
@@ -66,6 +68,20 @@ def test_logprobs_of_a_float64_model_are_float64(name: str) -> None:
         trained = trainer_logprobs(model, answer.input_tokens, answer.output_tokens, 0.7)
         given = torch.tensor(answer.output_logprobs, dtype=torch.float64)
         torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)
+
+
+def test_rows_beside_a_sequence_do_not_disturb_its_experts() -> None:
+    """An answer does not depend on who decodes beside it, nor on the padding of a step up to a round number of
+    rows."""
+    model = make_model(torch.float64, "qwen3_moe")
+    wanted = request(RAGGED[4], seed=3, max_new_tokens=20)
+    (alone,) = make_engine(model, max_slots=1).generate([wanted])
+    for others in (1, 16):
+        crowd = [request(prompt, seed=9, max_new_tokens=20 - n) for n, prompt in enumerate((RAGGED * 2)[:others])]
+        answer, *_ = make_engine(model, max_slots=20).generate([wanted, *crowd])
+        assert answer.output_tokens == alone.output_tokens
+        given, wanted_logprobs = torch.tensor(answer.output_logprobs), torch.tensor(alone.output_logprobs)
+        torch.testing.assert_close(given, wanted_logprobs, rtol=0, atol=GENERATED_LOGPROB_FP64)
 
 
 def test_a_bfloat16_replica_follows_a_bfloat16_model() -> None:

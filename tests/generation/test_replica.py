@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from archon.models import BaseArchonModel
+from archon.models.layers.moe import expert_biases
 from archon.rl.config import GeneratorConfig
 from archon.rl.generation import InProcessEngine, fingerprint
 from archon.rl.generation.replica import build_replica, copy_weights
 from archon.schema.errors import RolloutError
-from tests.generation.models import make_engine, make_model, prompts, request
-from tests.tolerances import PARITY_FP32
+from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
+from tests.tolerances import GENERATED_LOGPROB_FP64, PARITY_FP32
 
 
 def clone(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -34,7 +36,7 @@ def storages(model: nn.Module) -> dict[str, int]:
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
 def test_a_snapshot_holds_the_weights_and_not_the_tensors(family: str) -> None:
     model = make_model(family=family)
     replica, shared = build_replica(model, mode="snapshot")
@@ -46,7 +48,7 @@ def test_a_snapshot_holds_the_weights_and_not_the_tensors(family: str) -> None:
     assert not replica.training
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
 def test_weights_are_shared_where_dtypes_match_and_the_model_is_not_wrapped(family: str) -> None:
     model = make_model(family=family)
     replica, shared = build_replica(model)
@@ -88,11 +90,12 @@ def test_an_update_changes_the_answers(mode: Any) -> None:
     assert (storages(engine._generator.model) == storages(model)) == (mode == "alias")
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("mode", ["alias", "snapshot"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_optimiser_step_reaches_the_generator(mode: Any, fused: bool) -> None:
+def test_an_optimiser_step_reaches_the_generator(mode: Any, fused: bool, family: str) -> None:
     """A fused optimiser writes weights in place and leaves no trace of it in their version counters."""
-    model = fresh(make_model())
+    model = fresh(make_model(family=family))
     engine = make_engine(model, weights=mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     for parameter in model.parameters():
@@ -103,6 +106,40 @@ def test_an_optimiser_step_reaches_the_generator(mode: Any, fused: bool) -> None
     (pushed,), (made,) = (e.generate([wanted]) for e in (engine, make_engine(model)))
     assert pushed.output_tokens == made.output_tokens
     assert pushed.output_logprobs == made.output_logprobs
+
+
+@pytest.mark.parametrize("mode", ["alias", "snapshot"])
+def test_balancing_biases_are_weights_too(mode: Any) -> None:
+    """Without them the generator would send tokens to other experts than the trainer does."""
+    source = make_model(torch.float64, "qwen3_moe")
+    model = type(source)(dataclasses.replace(source.args, balance_by_bias=True)).double()
+    assert model.load_state_dict(source.state_dict(), strict=False).missing_keys == list(expert_biases(model))
+    for bias in expert_biases(model).values():
+        bias += torch.linspace(0.5, -0.5, len(bias), dtype=bias.dtype)
+    engine = make_engine(model, weights=mode)
+    wanted = request(prompts(6)[0], seed=2, max_new_tokens=12)
+
+    def check() -> list[float]:
+        (answer,) = engine.generate([wanted])
+        trained = trainer_logprobs(model, answer.input_tokens, answer.output_tokens, 1.0)
+        given = torch.tensor(answer.output_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)
+        assert engine.fingerprint == fingerprint(model)
+        return answer.output_logprobs
+
+    before = check()
+    for bias in expert_biases(model).values():
+        bias.neg_()
+    engine.update_weights(model)
+    assert check() != before
+    weights = [*model.named_parameters(), *expert_biases(model).items()]
+    engine.update_weights((name, tensor.clone()) for name, tensor in weights)
+    check()
+    kept = {name: bias.clone() for name, bias in expert_biases(model).items()}
+    engine.update_weights((name, torch.zeros_like(t) if name in kept else t) for name, t in weights)
+    assert all(torch.equal(bias, kept[name]) for name, bias in expert_biases(model).items())
+    with pytest.raises(RolloutError, match=r"2 weights were not sent, such as 'layers.0.moe.router.expert_bias'"):
+        engine.update_weights(model.named_parameters())
 
 
 def test_weights_from_an_iterator_never_end_up_in_the_trainer() -> None:

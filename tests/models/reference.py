@@ -117,15 +117,20 @@ def pack(lengths: list[int], vocab: int, seed: int) -> tuple[Tensor, Tensor, Ten
     return tokens, positions, cu_seqlens, max(lengths)
 
 
+def hf_model(config: Any, **options: Any) -> Any:
+    """A fresh transformers model; experts are run one at a time, the plainest way it has and the only one in
+    float64."""
+    if config.model_type == "qwen3_moe":
+        options["experts_implementation"] = "eager"
+    return HF_CLASSES[config.model_type][1]._from_config(config, **options)
+
+
 def build_pair(
     config: Any, *, attention: str = "eager", seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, BaseArchonModel, BaseStateDictAdapter]:
     """A transformers model with every weight drawn at random (biases and norms too), and ours with the same weights."""
     torch.manual_seed(seed)
-    # Its experts one at a time: the plainest way it has.
-    options = {"experts_implementation": "eager"} if config.model_type == "qwen3_moe" else {}
-    reference = HF_CLASSES[config.model_type][1]._from_config(config, attn_implementation=attention, **options)
-    reference = reference.to(dtype)
+    reference = hf_model(config, attn_implementation=attention).to(dtype)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if parameter.dim() == 1:
