@@ -17,7 +17,7 @@ from archon.hf_io import load_hf_weights, read_hf_config
 from archon.hf_reader import HFCheckpoint, match_parameters
 from archon.models import get_model_spec
 from archon.schema.errors import CheckpointError
-from tests.io.tiny_checkpoints import config_with, edit_header, make_checkpoint, write_checkpoint
+from tests.io.tiny_checkpoints import MOE, config_with, edit_header, make_checkpoint, write_checkpoint
 
 SHARD = "model-00002-of-00003.safetensors"
 KEY = "model.layers.1.self_attn.k_proj.weight"  # stands in SHARD; its shape is [10, 24]
@@ -300,3 +300,30 @@ def test_two_keys_for_one_parameter(tmp_path: Path) -> None:
     adapter.from_hf_map = {"model.final_norm.weight": "norm.weight", **adapter.from_hf_map}
     with pytest.raises(CheckpointError, match=r"'model.final_norm.weight' would fill parameter 'norm.weight' a second"):
         load_hf_weights(model, adapter, folder)
+
+
+def of_expert(expert: int) -> str:
+    return f"model.layers.1.mlp.experts.{expert}.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda weights: weights.pop(of_expert(3)), rf"'{of_expert(3)}' missing"),
+        (lambda weights: weights.update({of_expert(5): torch.zeros(7, 24)}), rf"unknown key '{of_expert(5)}'"),
+        (lambda weights: weights.update({of_expert(3): torch.zeros(24, 7)}), rf"'{of_expert(3)}' .*\[24, 7\]"),
+    ],
+    ids=["missing", "one too many", "misshapen"],
+)
+def test_every_expert_of_a_file_is_accounted_for(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], match: str
+) -> None:
+    folder, weights = make_checkpoint(tmp_path, **MOE)
+    change(weights)
+    write_checkpoint(folder, config_with(**MOE), weights)
+    spec = get_model_spec("qwen3_moe")
+    model = spec.model_class(spec.model_args_class.from_hf_config(config_with(**MOE)))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=match):
+        load_hf_weights(model, spec.state_dict_adapter_class(config_with(**MOE)), folder)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

@@ -17,7 +17,15 @@ from archon.hf_io import load_hf_weights
 from archon.models import get_model_spec
 from archon.safetensors_file import PIECE_BYTES, pieces
 from archon.schema.errors import CheckpointError
-from tests.io.tiny_checkpoints import QWEN2, assert_bitwise, config_with, hf_state, make_checkpoint, write_checkpoint
+from tests.io.tiny_checkpoints import (
+    MOE,
+    QWEN2,
+    assert_bitwise,
+    config_with,
+    hf_state,
+    make_checkpoint,
+    write_checkpoint,
+)
 
 
 def read_back(folder: Path) -> dict[str, Tensor]:
@@ -25,7 +33,7 @@ def read_back(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", [{}, QWEN2], ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize("family", [{}, QWEN2, MOE], ids=["qwen3", "qwen2", "moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(("shards", "max_shard_bytes"), [(1, 10**9), (3, 6000)], ids=["single", "sharded"])
 def test_round_trip_is_bitwise_both_ways(

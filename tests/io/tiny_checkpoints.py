@@ -28,6 +28,14 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7,
+    "mlp_only_layers": [0],
+}
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": None}
 
 

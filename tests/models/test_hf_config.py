@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from archon.models import RopeConfig, get_model_spec
 from archon.models.hf_config import NO_EFFECT
 from archon.models.qwen2 import Qwen2ModelArgs
 from archon.models.qwen3 import Qwen3ModelArgs
+from archon.models.qwen3_moe import Qwen3MoEModelArgs
 from archon.schema.errors import ConfigError, UserError
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
@@ -20,6 +21,8 @@ PARAMETERS = {
     row[0]: row[1:] for row in (line.split("\t") for line in (CONFIGS / "PARAMETERS.tsv").read_text().splitlines())
 }
 DENSE = [name for name, (model_type, _) in PARAMETERS.items() if model_type in ("qwen2", "qwen3")]
+MIXED = [name for name, (model_type, _) in PARAMETERS.items() if model_type == "qwen3_moe"]
+QWEN = DENSE + MIXED
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -42,11 +45,12 @@ def small(**changes: Any) -> dict[str, Any]:
     return SMALL | changes
 
 
-def test_all_dense_qwen_configs_are_there() -> None:
+def test_all_qwen_configs_are_there() -> None:
     assert len(DENSE) == 10
+    assert MIXED == ["Qwen3-30B-A3B", "Qwen3-235B-A22B"]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", QWEN)
 def test_published_configs_give_published_parameter_counts(name: str) -> None:
     config, (model_type, count) = read(name), PARAMETERS[name]
     adapter = get_model_spec(model_type).state_dict_adapter_class(config)
@@ -59,7 +63,7 @@ def test_published_configs_give_published_parameter_counts(name: str) -> None:
     assert total == int(count)
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", QWEN)
 def test_a_config_object_and_its_dictionary_read_alike(name: str) -> None:
     args_class = get_model_spec(PARAMETERS[name][0]).model_args_class
     from_file = args_class.from_hf_config(read(name))
@@ -67,18 +71,20 @@ def test_a_config_object_and_its_dictionary_read_alike(name: str) -> None:
     assert from_file == from_object
 
 
-@pytest.mark.parametrize("name", [name for name, (model_type, _) in PARAMETERS.items() if model_type == "qwen3_moe"])
+@pytest.mark.parametrize("name", MIXED)
 def test_another_familys_config_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="'model_type' is 'qwen3_moe'; this family reads qwen3"):
         Qwen3ModelArgs.from_hf_config(read(name))
 
 
-@pytest.mark.parametrize("config", [Qwen2Config(), Qwen3Config()], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("config", [Qwen2Config(), Qwen3Config(), Qwen3MoeConfig()], ids=lambda c: c.model_type)
 def test_defaults_are_those_of_transformers(config: Any) -> None:
     sizes = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     args_class = get_model_spec(config.model_type).model_args_class
     bare = {name: getattr(config, name) for name in sizes}
-    assert args_class.from_hf_config(bare | {"num_key_value_heads": 32}) == args_class.from_hf_config(config)
+    assert args_class.from_hf_config(
+        bare | {"num_key_value_heads": config.num_key_value_heads}
+    ) == args_class.from_hf_config(config)
 
 
 def test_fields_are_mapped() -> None:
@@ -259,3 +265,46 @@ def test_fields_without_effect_change_nothing() -> None:
     assert Qwen3ModelArgs.from_hf_config(
         small(**dict.fromkeys(NO_EFFECT - {"model_type"}, "anything"))
     ) == Qwen3ModelArgs.from_hf_config(SMALL)
+
+
+# Mixtures of experts
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
+
+def test_fields_of_a_mixture_of_experts_are_mapped() -> None:
+    args = Qwen3MoEModelArgs.from_hf_config(small(**EXPERTS, mlp_only_layers=[3], decoder_sparse_step=2))
+    assert (args.n_experts, args.n_experts_per_token, args.moe_hidden_dim, args.norm_topk_prob) == (6, 2, 32, True)
+    assert [args.is_sparse(layer) for layer in range(4)] == [False, True, False, False]
+    assert (args.hidden_dim, args.balance_by_bias, args.qk_norm) == (80, False, True)
+
+
+def test_a_sliding_window_slides_in_every_layer() -> None:
+    args = Qwen3MoEModelArgs.from_hf_config(small(**EXPERTS, use_sliding_window=True, sliding_window=8))
+    assert args.layer_windows == (8,) * 4
+    assert Qwen3MoEModelArgs.from_hf_config(small(**EXPERTS, sliding_window=8)).layer_windows == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 7}, "n_experts_per_token is 7; expected 1 to the 6 experts"),
+        ({"num_experts_per_tok": 0}, "'num_experts_per_tok' is 0; expected at least 1"),
+        ({"moe_intermediate_size": 0}, "'moe_intermediate_size' is 0; expected at least 1"),
+        ({"decoder_sparse_step": 0}, "'decoder_sparse_step' is 0; expected at least 1"),
+        ({"mlp_only_layers": [-1]}, r"'mlp_only_layers' is \[-1\]"),
+        ({"mlp_only_layers": 1}, "'mlp_only_layers' is 1; expected type list"),
+        ({"norm_topk_prob": 1}, "'norm_topk_prob' is 1; expected type bool"),
+        ({"num_local_experts": 8}, "'num_local_experts' is 8; it contradicts num_experts 6"),
+        ({"shared_expert_intermediate_size": 64}, "'shared_expert_intermediate_size' is 64; archon does not know"),
+    ],
+)
+def test_a_mixture_of_experts_that_cannot_be_honoured_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Qwen3MoEModelArgs.from_hf_config(small(**EXPERTS | changes))

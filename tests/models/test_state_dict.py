@@ -13,7 +13,7 @@ from archon.models import BaseArchonModel, BaseModelArgs, BaseStateDictAdapter, 
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from archon.schema.errors import CheckpointError
 from tests.models.reference import FIRST_MOE_SEED, HF_CLASSES, build_pair, checkpoint_tensors, random_config
-from tests.models.test_hf_config import DENSE, read
+from tests.models.test_hf_config import QWEN, read
 
 SEEDS = [*range(12), *range(FIRST_MOE_SEED, FIRST_MOE_SEED + 6)]
 TIED, UNTIED = (
@@ -37,19 +37,20 @@ def test_every_parameter_maps_to_hugging_face_and_back_bitwise(seed: int) -> Non
     assert adapter.hf_shapes() == {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", QWEN)
 def test_published_models_have_the_parameters_transformers_has(name: str) -> None:
     config = read(name)
     config_class, model_class = HF_CLASSES[config["model_type"]]
     with torch.device("meta"):
         reference = model_class(config_class(**config))
     adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
-    assert adapter.hf_shapes() == {name: tuple(p.shape) for name, p in reference.named_parameters()}
-    for hf_name in adapter.hf_shapes():
-        target = adapter.hf_to_native(hf_name)
-        assert target.index is None
-        meta = torch.empty(adapter.native_shapes[target.name], device="meta")
-        assert [hf for hf, _ in adapter.convert_single_to_hf(target.name, meta)] == [hf_name]
+    assert adapter.hf_shapes() == {name: tuple(t.shape) for name, t in checkpoint_tensors(reference).items()}
+    for native, shape in adapter.native_shapes.items():
+        pairs = adapter.convert_single_to_hf(native, torch.empty(shape, device="meta"))
+        stacked = ".experts." in native
+        assert len(pairs) == (shape[0] if stacked else 1)
+        for row, (hf_name, _) in enumerate(pairs):
+            assert adapter.hf_to_native(hf_name) == NativeTarget(native, row if stacked else None)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,36 @@ def test_the_folder_is_named_in_errors() -> None:
     adapter = Qwen3StateDictAdapter(random_config(UNTIED), "/checkpoints/mine")
     with pytest.raises(CheckpointError, match="unknown key 'x' in /checkpoints/mine"):
         adapter.hf_to_native("x")
+
+
+MIXED = next(
+    seed
+    for seed in range(FIRST_MOE_SEED, FIRST_MOE_SEED + 18)
+    if not random_config(seed).mlp_only_layers and random_config(seed).decoder_sparse_step == 1
+)
+LAST = f"model.layers.{random_config(MIXED).num_hidden_layers - 1}.mlp"
+
+
+def test_every_expert_is_accounted_for() -> None:
+    config, state, adapter = hf_state(MIXED)
+    last = config.num_experts - 1
+    key = f"{LAST}.experts.{last}.down_proj.weight"
+    assert key in state
+    with pytest.raises(CheckpointError, match=f"keys missing: '{key}'"):
+        adapter.from_hf({name: tensor for name, tensor in state.items() if name != key})
+    with pytest.raises(CheckpointError, match=f"'{key}' has shape"):
+        adapter.from_hf(state | {key: state[key][1:]})
+    for extra in (
+        f"{LAST}.experts.{last + 1}.down_proj.weight",
+        f"{LAST}.experts.0.down_proj.bias",
+        f"{LAST}.gate.bias",
+    ):
+        with pytest.raises(CheckpointError, match=f"unknown key '{extra}'"):
+            adapter.from_hf(state | {extra: torch.zeros(1)})
+    native = adapter.from_hf(state)
+    stack = f"layers.{config.num_hidden_layers - 1}.moe.experts.w2"
+    with pytest.raises(CheckpointError, match=f"'{stack}' has shape"):
+        adapter.to_hf(native | {stack: native[stack][1:]})
 
 
 class StackedModel(BaseArchonModel):
