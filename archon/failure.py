@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,21 +25,23 @@ class Failure:
     """What the ranks of one start of a run know of each other's end.
 
     Args:
-        rank, size: of this process.
+        rank: of this process.
+        neighbours: the ranks of this machine.
         store: torchrun's, with a connection of its own.
     """
 
-    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, neighbours: range, store: dist.Store) -> None:
+        self.rank = rank
+        self._neighbours = neighbours
         self._store = store
+        self._processes: dict[int, int] = {}
         self._ended = threading.Event()
 
     @classmethod
     def connect(cls) -> Failure | None:
         """From torchrun's environment; None for a process alone, or one whose starter keeps no store."""
         env = os.environ
-        size = int(env.get("WORLD_SIZE", "1"))
-        if size == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if env.get("WORLD_SIZE", "1") == "1" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return None
         try:
             store = dist.TCPStore(
@@ -53,11 +54,14 @@ class Failure:
         except (KeyError, ValueError, RuntimeError):
             return None
         prefix = f"archon/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        return cls(int(env["RANK"]), size, dist.PrefixStore(prefix, store))
+        rank = int(env["RANK"])
+        first = rank - int(env["LOCAL_RANK"])
+        neighbours = range(first, first + int(env["LOCAL_WORLD_SIZE"]))
+        return cls(rank, neighbours, dist.PrefixStore(prefix, store))
 
     def watch(self) -> None:
         """From now on end this process when another rank fails or dies."""
-        self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._store.set(f"process/{self.rank}", str(os.getpid()))
         threading.Thread(target=self._watch, name="archon-failure", daemon=True).start()
 
     def done(self) -> None:
@@ -81,12 +85,11 @@ class Failure:
     def dead(self) -> list[str]:
         """Ranks on this machine whose process has gone without an end."""
         found = []
-        for rank in range(self.size):
-            keys = f"process/{rank}", f"done/{rank}"
-            if rank == self.rank or not self._store.check([keys[0]]) or self._store.check([keys[1]]):
-                continue
-            host, pid = self._store.get(keys[0]).decode().split()
-            if host == socket.gethostname() and not _runs(int(pid)):
+        for rank in self._neighbours:
+            if rank not in self._processes and self._store.check([f"process/{rank}"]):
+                self._processes[rank] = int(self._store.get(f"process/{rank}"))
+            pid = self._processes.get(rank)
+            if pid is not None and not _runs(pid) and not self._store.check([f"done/{rank}"]):
                 found.append(f"rank {rank} (process {pid})")
         return found
 
@@ -116,8 +119,6 @@ def end_rank(error: BaseException, message: str | None, failure: Failure) -> Non
     code = 2 if message is not None else 1
     if message is not None:
         text = f"archon: {message}\n"
-    elif isinstance(error, KeyboardInterrupt):
-        code, text = 128 + signal.SIGINT, ""
     else:
         text = "".join(traceback.format_exception(error))
         if _of_a_collective(error):
