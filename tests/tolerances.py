@@ -55,3 +55,7 @@ FLASH_BF16 = 1e-2
 # Resident memory of a process that holds an array of known size: beside the array the allocator keeps a page here and
 # there, and returns others.
 HELD_MEMORY = 5e-2
+
+# Metrics and weights of a few steps in a layout against one process, float32, where Adam turns a rounding of a small
+# gradient into a part of its learning rate of 1e-3; one document more or less moves the loss by 1e-2.
+SAME_RUN = 2e-4

@@ -1,0 +1,93 @@
+"""Whole runs, small, as rank processes make them: what each rank is left with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from archon.rl import RLTrainer, SFTTrainer
+from archon.rl.bootstrap import write_blank
+from archon.rl.config import BootstrapConfig, RLConfig, SFTConfig, TokenizerRecipe
+
+HF_CONFIG = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+}
+
+
+def make_inputs(folder: Path) -> None:
+    """A model without weights, its tokenizer of 16 tokens, and numbers to be reversed."""
+    recipe = TokenizerRecipe(kind="characters", alphabet="0123456789+= ", chat_template="plain")
+    write_blank(BootstrapConfig(hf_config=HF_CONFIG, tokenizer=recipe), folder / "blank")
+    for split, numbers in (("train", range(90)), ("test", range(90, 113))):
+        rows = [{"prompt": f"{i}=", "response": str(i)[::-1]} for i in numbers]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _model(folder: Path, layout: str) -> dict[str, Any]:
+    path = str(folder / "blank")
+    return {
+        "path": path,
+        "device": "cpu",
+        "layout": layout,
+        "init_from_scratch": True,
+        "optimizer": {"lr": 1e-3},
+        "scheduler": {"kind": "constant"},
+    }
+
+
+def sft_config(folder: Path, layout: str, **changes: Any) -> SFTConfig:
+    """Five rows more than a multiple of the batch are held out, so that evaluation ends with a rest."""
+    run = {
+        "run_dir": str(folder / f"sft-{layout}"),
+        "total_steps": 4,
+        "batch_size": 9,
+        "model": _model(folder, layout),
+        "train_data": {"path": str(folder)},
+        "eval_data": {"path": str(folder), "split": "test"},
+        "eval_every": 2,
+    }
+    return SFTConfig.parse(run | changes)
+
+
+def rl_config(folder: Path, layout: str, **changes: Any) -> RLConfig:
+    run = {
+        "run_dir": str(folder / f"rl-{layout}"),
+        "total_steps": 3,
+        "actor": _model(folder, layout),
+        "ref": {"path": str(folder / "blank"), "device": "cpu", "init_from_scratch": True},
+        "algorithm": {"kl_coef": 0.1, "groups_without_spread": "refill", "minibatches": 2},
+        "gconfig": {"n_samples": 4, "max_new_tokens": 4},
+        "rollout": {"prompts_per_step": 5, "gold_checked": 4, "dump_groups": 5, "reward_workers": 1},
+        "generator": {"max_slots": 32, "page_size": 8},
+        "train_data": {"path": "arithmetic"},
+        "eval_data": {"path": "arithmetic", "split": "test"},
+        "evaluation": {"every": 2, "max_prompts": 7},
+        "reward": "tests.rl.rewards_for_tests.nearness",
+        "verify_export": True,
+    }
+    return RLConfig.parse(run | changes)
+
+
+def train_sft(folder: str, layout: str, changes: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights after the run."""
+    trainer = SFTTrainer(sft_config(Path(folder), layout, **changes))
+    trainer.train()
+    return {name: tensor.clone() for name, tensor in trainer.engine.weights()}
+
+
+def train_rl(folder: str, layout: str, changes: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights of this process's generator after the run."""
+    trainer = RLTrainer(rl_config(Path(folder), layout, **changes))
+    trainer.train()
+    return {name: tensor.clone() for name, tensor in trainer.generator.model.named_parameters()}

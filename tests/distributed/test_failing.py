@@ -1,0 +1,98 @@
+"""When one rank fails all end within seconds, and one of them says why: real processes under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from archon.metrics import read_jsonl
+from tests.distributed.failing import STEP
+from tests.distributed.runs import make_inputs
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+TIMEOUT_SECONDS = 8
+"""Of a collective; a rank that is missed ends the others after it."""
+GRACE_SECONDS = 30
+"""From the last record to the end of torchrun, on a busy machine."""
+
+
+def torchrun(*arguments: str) -> tuple[int, str, float]:
+    """Exit code, output and the time at which it ended."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [*command, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout, time.time()
+
+
+def fail(folder: Path, how: str) -> tuple[int, str]:
+    """Rank 1 goes wrong at `STEP` of a run; exit code and output. The run must end soon after."""
+    make_inputs(folder)
+    code, output, ended = torchrun("tests.distributed.failing", how, "1", str(folder), str(TIMEOUT_SECONDS))
+    last = read_jsonl(folder / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == STEP
+    assert ended - last["time"] < TIMEOUT_SECONDS + GRACE_SECONDS, output
+    return code, output
+
+
+def test_the_traceback_of_the_rank_that_raised_and_no_other(tmp_path: Path) -> None:
+    code, output = fail(tmp_path, "raise")
+    assert code == 1
+    assert "archon: rank 1 failed:\nTraceback" in output
+    assert output.count("ArithmeticError: this rank has had enough") == 1
+    assert output.count("archon: rank") == 1
+
+
+def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path) -> None:
+    code, output = fail(tmp_path, "kill")
+    assert code == 1
+    assert "Signal 9 (SIGKILL)" in output  # torchrun's own report
+    assert output.count("archon: rank 0") == 1
+    assert "rank 1 (process" in output
+
+
+@pytest.mark.slow
+def test_a_mistake_is_one_line_once(tmp_path: Path) -> None:
+    code, output = fail(tmp_path, "mistake")
+    assert code == 1
+    assert output.count("archon: row 7 is not a row; mend it\n") == 1
+    assert "DatasetError" not in output
+    assert "exitcode  : 2" in output
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_ends_the_run_after_the_time_limit(tmp_path: Path) -> None:
+    code, output = fail(tmp_path, "hang")
+    assert code == 1
+    assert output.count("archon: rank 0: a collective failed: another rank ended, or came later than timeout_s") == 1
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_all_at_one_step_saved(tmp_path: Path) -> None:
+    code, _ = fail(tmp_path, "stop")
+    assert code == 0
+    manifests = list((tmp_path / "run" / "checkpoints").rglob("manifest.json"))
+    assert manifests
+    assert {json.loads(path.read_text())["step"] for path in manifests} == {STEP}
+
+
+def test_a_wrong_number_of_processes_is_one_line_once(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    overrides = [f"run_dir={tmp_path / 'run'}", f"model.path={tmp_path / 'blank'}", f"train_data.path={tmp_path}"]
+    code, output, _ = torchrun("archon", "sft", *overrides, "model.layout=d2t2", "model.device=cpu")
+    assert code == 1
+    assert output.count("the layout needs 4 processes, but 2 are running; start it with torchrun") == 1
+    assert "exitcode  : 2" in output
+    assert not (tmp_path / "run").exists()

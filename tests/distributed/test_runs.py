@@ -1,0 +1,117 @@
+"""`sft` and `rl` in a layout do what they do on one process: the same documents, samples, metrics and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archon.hf_io import load_model
+from archon.metrics import read_jsonl
+from tests.distributed.pool import Pool, RankError
+from tests.distributed.runs import make_inputs, rl_config, sft_config, train_rl, train_sft
+from tests.tolerances import SAME_RUN
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CLOCK = ("seconds/", "samples_per_second", "tokens_per_second", "time", "micro_batches")
+SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("t2", "c2", "p2", "d2t2")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    make_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sft_alone(folder: Path) -> dict[str, Tensor]:
+    return train_sft(str(folder), "d1", {})
+
+
+@pytest.fixture(scope="module")
+def rl_alone(folder: Path) -> dict[str, Tensor]:
+    return train_rl(str(folder), "d1", {})
+
+
+def processes(layout: str) -> int:
+    return 4 if layout == "d2t2" else 2
+
+
+def records(run_dir: str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    rows = read_jsonl(Path(run_dir) / name)
+    return [{key: value for key, value in row.items() if not key.startswith(CLOCK)} for row in rows]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal, but for the rounding of floats."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=SAME_RUN, abs=SAME_RUN)
+    else:
+        assert found == expected
+
+
+def assert_same_weights(ranks: list[dict[str, Tensor]], alone: dict[str, Tensor], run_dir: str) -> None:
+    """Every rank has the same, which are those of the run on one process and of the export."""
+    exported = dict(load_model(Path(run_dir) / "export").named_parameters())
+    assert exported.keys() <= alone.keys()
+    for name, tensor in alone.items():
+        for weights in ranks:
+            assert weights[name].equal(ranks[0][name])
+        torch.testing.assert_close(ranks[0][name], tensor, rtol=0, atol=SAME_RUN)
+        if name in exported:
+            assert exported[name].equal(ranks[0][name])
+
+
+@pytest.mark.parametrize("layout", ["d2", *SLOW])
+def test_sft_trains_the_same_global_batches(
+    layout: str, folder: Path, sft_alone: dict[str, Tensor], ranks: Callable[[int], Pool]
+) -> None:
+    """Nine rows a batch and 23 held-out ones: no rank's share is equal to the others'."""
+    weights = ranks(processes(layout)).run(train_sft, str(folder), layout, {})
+    config = sft_config(folder, layout)
+    assert_same(records(config.run_dir), records(sft_config(folder, "d1").run_dir))
+    assert_same_weights(weights, sft_alone, config.run_dir)
+
+
+@pytest.mark.parametrize("layout", ["d2", *SLOW])
+def test_rl_samples_and_trains_the_same(
+    layout: str, folder: Path, rl_alone: dict[str, Tensor], ranks: Callable[[int], Pool]
+) -> None:
+    """With refills, two minibatches, a reference model and both evaluations."""
+    weights = ranks(processes(layout)).run(train_rl, str(folder), layout, {})
+    config, alone = rl_config(folder, layout), rl_config(folder, "d1")
+    assert_same(records(config.run_dir), records(alone.run_dir))
+    assert_same(records(config.run_dir, "trajectories.jsonl"), records(alone.run_dir, "trajectories.jsonl"))
+    assert_same_weights(weights, rl_alone, config.run_dir)
+
+
+def test_a_run_goes_on_where_it_stood(
+    folder: Path, sft_alone: dict[str, Tensor], ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Bitwise: with steps saved one after the other, and a second start that finds them."""
+    changes = {"run_dir": str(tmp_path / "run"), "resume": True, "checkpoint": {"every": 2}}
+    ranks(2).run(train_sft, str(folder), "d2", changes | {"total_steps": 2})
+    halves = ranks(2).run(train_sft, str(folder), "d2", changes)
+    whole = ranks(2).run(train_sft, str(folder), "d2", {"run_dir": str(tmp_path / "whole")})
+    for found, expected in zip(halves, whole, strict=True):
+        assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_fewer_rows_than_ranks_are_refused(folder: Path, ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    changes = {"run_dir": str(tmp_path / "run"), "batch_size": 1}
+    with pytest.raises(RankError, match=r"batch_size = 1 leaves some of the 2 data-parallel ranks without a document"):
+        ranks(2).run(train_sft, str(folder), "d2", changes)
