@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -49,6 +50,7 @@ from archon.ranks import Ranks, TokenSplit, context_parallel_kind, join_process_
 from archon.saver import Saver
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, UserError
+from archon.stall import stall_watch
 from archon.state_file import read_whole
 from archon.state_tree import PerRank
 from archon.train_step import Batch, Forward, micro_batches, total_weight
@@ -90,6 +92,8 @@ class ArchonEngine:
         self.skipped_steps = 0
         """Steps of those whose gradient was not finite, so that no weight changed."""
         self.saver = Saver()
+        self.stacks = Path("stacks")
+        """Where every rank's stacks are written, in rankN.txt, when a step takes longer than `config.stall_s`."""
         self._skipped_in_a_row = 0
         self._offloaded = False
         # True within a sharded model's forward and backward: an error there leaves gathered weights and gradients
@@ -163,6 +167,12 @@ class ArchonEngine:
         denominator), `skipped` (1 when the gradient was not finite: then no weight or moment changed) and the loss
         function's metrics.
         """
+        with stall_watch(self.stacks, self.config.stall_s):
+            return self._train_batch(batch, loss_fn, loss_weight_fn, temperature)
+
+    def _train_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
+    ) -> dict[str, float]:
         optimizer = self._require_optimizer()
         assert self.config.optimizer is not None and self.scheduler is not None
         packed, parts = self._cut(batch)

@@ -43,8 +43,8 @@ PACKAGES_RECORDED = ("torch", "transformers", "safetensors", "numpy", "pydantic"
 class RunDirectory:
     """The folder of one run, held by one process at a time.
 
-    `config.yaml` (resolved), `versions.json`, `metrics.jsonl`, `trajectories.jsonl`, `checkpoints/`, `export/`, and
-    `.lock`, which the operating system releases however the process ends.
+    `config.yaml` (resolved), `versions.json`, `metrics.jsonl`, `trajectories.jsonl`, `checkpoints/`, `export/`,
+    `stacks/` where a step stalled, and `.lock`, which the operating system releases however the process ends.
     """
 
     def __init__(self, path: str | Path):
@@ -53,6 +53,7 @@ class RunDirectory:
         self.trajectories = self.path / TRAJECTORIES_FILE
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
+        self.stacks = self.path / "stacks"
         self._lock: int | None = None
 
     def acquire(self, config: BaseModel, *, resume: bool) -> None:

@@ -122,6 +122,7 @@ class SFTTrainer:
         self.engine = ArchonEngine(config.model)
         self.engine.initialize(self.total_steps)
         assert self.runner is not None
+        self.engine.stacks = self.runner.directory.stacks
         if not config.resume:
             return
         found = load_newest(self.runner, self.engine)

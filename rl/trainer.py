@@ -240,6 +240,8 @@ class RLTrainer:
         require_documents(answers, ranks, "rollout.prompts_per_step * gconfig.n_samples")
         self.engine = ArchonEngine(config.actor)
         self.engine.initialize(config.total_steps * algorithm.ppo_epochs * algorithm.minibatches)
+        if self.runner is not None:
+            self.engine.stacks = self.runner.directory.stacks
         reference = None
         if algorithm.kl_coef > 0:
             assert config.ref is not None

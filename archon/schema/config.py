@@ -135,6 +135,11 @@ class EngineConfig(StrictModel):
     )
     cpu_offload: bool = Field(False, description="keep sharded weights, gradients and moments on the CPU")
     timeout_s: float = Field(600.0, gt=0, description="seconds a collective may take before the run is ended")
+    stall_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds a training step may take before every rank writes its stacks to stacks/rankN.txt",
+    )
     router_aux_loss_coef: float = Field(
         0.0, ge=0, description="weight of the auxiliary load-balancing loss of a mixture of experts"
     )
