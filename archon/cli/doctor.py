@@ -1,0 +1,134 @@
+"""`archon doctor PATH --layout …`: what a layout does to a model, on ranks that exist or on one that does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from archon.doctor import Placement
+    from archon.engine import ArchonEngine
+    from archon.reach import Reach
+
+SETTINGS: dict[str, Any] = {
+    "name": "doctor",
+    "help": "Check a layout: groups, placements, copies, memory.\n\n"
+    "Under torchrun every rank builds its share, takes a step and compares. With --rank this process alone foretells "
+    "what that rank of the layout would hold and send, of any size.",
+}
+
+GIB = 2**30
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="checkpoint folder, or one that holds only config.json")],
+    layout: Annotated[str, typer.Option(metavar="LAYOUT", help="such as d4t2")] = "d1",
+    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="foretell this rank, without others")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of a micro-batch")] = 4096,
+    micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches of the step")] = 1,
+    dtype: Annotated[str, typer.Option(help="compute dtype: float32 | bfloat16 | float64")] = "bfloat16",
+    fresh: Annotated[bool, typer.Option("--fresh", help="fresh weights in place of the checkpoint's")] = False,
+    stall_seconds: Annotated[
+        float | None, typer.Option(min=0.001, help="write every rank's stacks if the step takes longer")
+    ] = None,
+    stacks: Annotated[Path, typer.Option(metavar="FOLDER", help="where stacks are written")] = Path("stacks"),
+) -> None:
+    from archon.schema.config import EngineConfig
+
+    options = {
+        "path": str(path),
+        "layout": layout,
+        "dtype": dtype,
+        "max_tokens_per_mb": tokens,
+        "stall_s": stall_seconds,
+    }
+    config = EngineConfig.parse(options | {"init_from_scratch": fresh}, source="doctor")
+    if rank is not None:
+        from archon.reach import reach
+
+        print("\n".join(describe_reach(reach(config, rank, tokens, micro_batches), layout)))
+        return
+    import torch.distributed as dist
+
+    from archon.engine import ArchonEngine
+
+    engine = ArchonEngine(config)
+    engine.stacks = stacks
+    engine.initialize()
+    complaints = examine(engine, tokens * micro_batches)
+    if engine.parallel_dims.world_size > 1:
+        dist.destroy_process_group()
+    if complaints:
+        raise typer.Exit(1)
+
+
+def examine(engine: ArchonEngine, tokens: int) -> list[str]:
+    """Every check, on every rank; rank 0 prints what it finds. Gives back what is wrong."""
+    from archon.doctor import inconsistencies, memory, placements, self_test, world
+    from archon.loss import CrossEntropyLoss, loss_token_count
+    from archon.reach import documents
+
+    def say(*lines: str) -> None:
+        if world().rank == 0:
+            print("\n".join(lines), flush=True)
+
+    dims = engine.parallel_dims
+    say(f"layout {engine.config.layout} on {dims.world_size} ranks", *describe_meshes(engine), "")
+    say("placements on rank 0", *map(describe_placement, placements(engine)), "")
+    complaints = self_test(dims, engine.device)
+    say("collectives: " + ("; ".join(complaints) or "all right in every group"))
+    loaded = inconsistencies(engine)
+    say("copies as loaded: " + ("; ".join(loaded) or "bitwise equal"))
+    engine.train_batch(documents(engine.args.vocab_size, tokens), CrossEntropyLoss(), loss_token_count)
+    trained = inconsistencies(engine)
+    say("copies after a step: " + ("; ".join(trained) or "bitwise equal"))
+    say("", "rank  parameters  moments  peak, GiB")
+    for rank, of in enumerate(memory(engine)):
+        say(f"{rank:>4}  {of.parameters / GIB:>10.3f}  {of.optimizer / GIB:>7.3f}  {of.peak / GIB:>9.3f}")
+    return [*complaints, *loaded, *trained]
+
+
+def describe_meshes(engine: ArchonEngine) -> list[str]:
+    """Each way the ranks are arranged, and the groups rank 0 belongs to."""
+    import torch.distributed as dist
+
+    from archon.collectives import layout_groups
+
+    dims = engine.parallel_dims
+    grids = [
+        f"  {name:<7} " + " × ".join(f"{dim} {size}" for dim, size in sizes.items() if size > 1)
+        for name, sizes in dims.grids.items()
+        if dims.world_size > 1
+    ]
+    groups = [f"  group {name}: ranks {dist.get_process_group_ranks(pg)}" for name, pg in layout_groups(dims)]
+    return grids + groups
+
+
+def describe_placement(of: Placement) -> str:
+    """One line: name, how many, whole and local shape, where it lies, and what FSDP makes of it."""
+    note = "" if of.sharded else ", not sharded by FSDP"
+    note += ", uneven" if of.uneven else ""
+    return f"  {of.name} × {of.count}: {list(of.shape)} as {list(of.local)} ({', '.join(of.places) or 'whole'}{note})"
+
+
+def describe_reach(of: Reach, layout: str) -> list[str]:
+    """The findings as lines of text."""
+    from archon.parallel.layout import parse_layout
+
+    layers = ", ".join(f"{first} to {end - 1}" for first, end in of.stages)
+    lines = [
+        f"layout {layout}: rank {of.rank} of {parse_layout(layout).world_size:,}",
+        f"  layers      {layers}",
+        f"  parameters  {of.parameters:,}, {of.parameter_bytes / GIB:.3f} GiB",
+        f"  gradients   {of.gradient_bytes / GIB:.3f} GiB",
+        f"  moments     {of.optimizer_bytes / GIB:.3f} GiB",
+        "",
+        "  a step       over           ranks   count            bytes",
+    ]
+    rows = [
+        f"  {traffic.kind:<14} {traffic.group:<13} {traffic.size:>5}  {total.count:>6}  {total.bytes:>15,}"
+        for traffic, total in of.step.items()
+    ]
+    return lines + rows
