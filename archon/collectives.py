@@ -93,7 +93,7 @@ def collective_kind(func: Any) -> str | None:
 def collective_group(args: Any) -> dist.ProcessGroup:
     """The process group among a collective's arguments: by name for functional ones, else boxed."""
     for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().name():
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
     return dist.distributed_c10d._resolve_process_group(args[-1])
 
