@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from archon.checkpoint import agreed_latest, model_fingerprint, opened_state
 from archon.engine import ArchonEngine
+from archon.hf_io import save_hf
 from archon.loss import loss_token_count
 from archon.parallel.fsdp import full_tensor
 from archon.safetensors_file import write_safetensors
@@ -127,3 +130,27 @@ def failed_save(case: Case, model: str, out: str) -> str:
             engine.wait_for_saves()  # it is told once
             return f"CheckpointError: {error}"
     return "none"
+
+
+def exported_bytes(case: Case, model: str, out: str, shard_bytes: int) -> tuple[int, int, int]:
+    """Of the weights gathered for an export: the bytes alive at once, of the largest, and of all."""
+    engine = engine_of(case, model)
+    gathered: list[tuple[StorageWeakRef, int]] = []
+    peak = 0
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        nonlocal peak
+        for name, tensor in engine.hf_weights():
+            storage = tensor.untyped_storage()
+            gathered.append((StorageWeakRef(storage), storage.nbytes()))
+            alive = {ref.cdata: size for ref, size in gathered if not ref.expired()}
+            peak = max(peak, sum(alive.values()))
+            yield name, tensor
+
+    if torch.distributed.get_rank() == 0:
+        save_hf(out, watched(), like=model, max_shard_bytes=shard_bytes)
+    else:
+        for _ in watched():
+            pass
+    sizes = {ref.cdata: size for ref, size in gathered}.values()
+    return peak, max(sizes), sum(tensor.nbytes for _, tensor in engine.weights())

@@ -172,6 +172,14 @@ def test_export_of_any_layout_is_that_of_one_process(layouts: Layouts, case: Cas
     assert len([*(tmp_path / "many").iterdir()]) == len([*(tmp_path / "one").iterdir()])
 
 
+def test_export_holds_no_more_than_a_shard_on_rank_0_and_a_tensor_elsewhere(layouts: Layouts, tmp_path: Path) -> None:
+    shard_bytes = 100_000
+    found = layouts.run(checkpoints.exported_bytes, D2T2, layouts.model("tied"), str(tmp_path / "out"), shard_bytes)
+    for rank, (peak, largest, whole) in enumerate(found):
+        assert whole > 4 * shard_bytes
+        assert peak <= 2 * largest + (shard_bytes if rank == 0 else 0)
+
+
 def test_an_export_that_rank_0_cannot_write_fails_on_every_rank_and_leaves_them_in_step(
     layouts: Layouts, tmp_path: Path
 ) -> None:
