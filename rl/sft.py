@@ -96,7 +96,7 @@ class SFTTrainer:
                         runner.metrics.write(self.step, metrics)
                     progress.update(self.step, metrics)
                     if due(self.step, config.checkpoint.every):
-                        self.save()
+                        self.save(asynchronous=True)
             if self.finished:
                 self.save()
                 self.engine.save(runner.directory.export)
@@ -167,14 +167,17 @@ class SFTTrainer:
         weight = sums.pop("weight")
         return {f"eval/{name}": value / weight for name, value in sorted(sums.items())}
 
-    def save(self) -> None:
-        """Checkpoint everything a bitwise resume needs.
+    def save(self, *, asynchronous: bool = False) -> None:
+        """Checkpoint everything a bitwise resume needs; `asynchronous` writes it during the next steps.
 
-        Nothing is written when this step's checkpoint is there already, or when an error struck inside a step.
+        Nothing is written, but what is being written waited for, when this step's checkpoint is there already, or when
+        an error struck inside a step.
         """
         assert self.runner is not None
         if self._saved_step == self.step or self._stepping:
+            self.engine.wait_for_saves()
             return
         state = {"rows": self.loader.state_dict(), "enough": self._enough}
-        save_newest(self.runner, self.engine, self.step, state, self.config.checkpoint.keep)
+        keep = self.config.checkpoint.keep
+        save_newest(self.runner, self.engine, self.step, state, keep, asynchronous=asynchronous)
         self._saved_step = self.step

@@ -102,7 +102,7 @@ class RLTrainer:
                         runner.metrics.write(self.step, metrics)
                     progress.update(self.step, metrics)
                     if due(self.step, config.checkpoint.every):
-                        self.save()
+                        self.save(asynchronous=True)
             if self.step == config.total_steps:
                 self.finish()
         return metrics
@@ -156,17 +156,19 @@ class RLTrainer:
             metrics |= {f"eval/{prefix}{name}": value for name, value in measured.items()}
         return metrics
 
-    def save(self) -> None:
-        """Checkpoint everything a bitwise resume needs.
+    def save(self, *, asynchronous: bool = False) -> None:
+        """Checkpoint everything a bitwise resume needs; `asynchronous` writes it during the next steps.
 
         A step that an error ended before its update is as if it had not begun: its prompts are trained on after a
-        resume. Nothing is written when this step's checkpoint is there already, or when the error struck inside the
-        update, which leaves weights that belong to no step.
+        resume. Nothing is written, but what is being written waited for, when this step's checkpoint is there already,
+        or when the error struck inside the update, which leaves weights that belong to no step.
         """
         assert self.runner is not None
         if self._saved_step == self.step or self._updating:
+            self.engine.wait_for_saves()
             return
-        save_newest(self.runner, self.engine, self.step, {"prompts": self._cursor}, self.config.checkpoint.keep)
+        state, keep = {"prompts": self._cursor}, self.config.checkpoint.keep
+        save_newest(self.runner, self.engine, self.step, state, keep, asynchronous=asynchronous)
         self._saved_step = self.step
 
     def finish(self) -> None:
