@@ -31,7 +31,8 @@ from tests.engine.tiny import sft_batch, write_config
 from tests.io.tiny_checkpoints import hf_state
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
+# The last two are what sharding imports, and most of the time a rank takes to start.
+CONTEXT.set_forkserver_preload([__name__, "torch.distributed.fsdp", "torch.distributed.tensor"])
 ROOT = str(Path(__file__).resolve().parents[2])
 STEPS = 8
 # 2 + 3 * 11 parameters (see `tests.engine.tiny.CONFIG`), two moments and a step each, and PyTorch's generator.
