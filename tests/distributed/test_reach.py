@@ -94,7 +94,10 @@ def share(name: str, shape: tuple[int, ...], dims: ArchonParallelDims, key_heads
     ranks that hold the same."""
     rows, row = shape[0], prod(shape[1:])
     if ".experts." in name:
-        return rows // dims.ep, row, dims.expert_shard, 1
+        own, ways = rows // dims.ep, dims.expert_shard
+        if own < ways and shape[1] % ways == 0:  # too few experts to deal out, so each one's rows are
+            return shape[1], own * shape[2], ways, 1
+        return own, row, ways, 1
     ways = dims.dp_shard * dims.cp
     whole = len(shape) == 1 or "router" in name or (("wk." in name or "wv." in name) and key_heads < dims.tp)
     if whole:
