@@ -11,9 +11,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from archon.models.layers.rope import RotaryEmbedding
 from archon.models.qwen3 import Qwen3ModelArgs
-from tests.models.reference import ROPE_KINDS, random_config
+from tests.models.reference import FIRST_MOE_SEED, ROPE_KINDS, random_config
 
-SEEDS = range(1, 120, 2)
+SEEDS = range(1, FIRST_MOE_SEED, 2)
 
 
 def build(config: Any) -> RotaryEmbedding:
