@@ -30,11 +30,11 @@ pytestmark = pytest.mark.xdist_group("ranks")
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
 TOKENS = 192
 # layout, model, engine options, micro-batches
-CASES: list[tuple[str, str, dict[str, Any], int]] = [
-    ("d2t2", "dense", {}, 2),
-    ("d2c2", "tied", {"context_parallel": "allgather"}, 1),
-    ("d2t2e4", "moe", {}, 1),
-    ("p2t2", "tied_moe", {}, 2),
+CASES = [
+    pytest.param("d2t2", "dense", {}, 2),
+    pytest.param("d2c2", "tied", {"context_parallel": "allgather"}, 1),
+    pytest.param("d2t2e4", "moe", {}, 1, marks=pytest.mark.slow),
+    pytest.param("p2t2", "tied_moe", {}, 2, marks=pytest.mark.slow),
 ]
 
 
