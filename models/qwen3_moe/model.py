@@ -16,6 +16,8 @@ class Qwen3MoEModel(BaseArchonModel):
 
     args_class: ClassVar[type[BaseModelArgs]] = Qwen3MoEModelArgs
     args: Qwen3MoEModelArgs
+    shared_hidden_dim: ClassVar[int] = 0
+    """Inner width of the shared experts' network in a family that has one."""
 
     def build_block(self, layer: int) -> nn.Module:
         """A dense layer where the config says so, else one with experts."""
@@ -29,6 +31,7 @@ class Qwen3MoEModel(BaseArchonModel):
             n_experts=args.n_experts,
             top_k=args.n_experts_per_token,
             normalise=args.norm_topk_prob,
+            shared_hidden_dim=self.shared_hidden_dim,
             balance=args.balance_by_bias,
         )
         return MoETransformerBlock(layer, args, moe)

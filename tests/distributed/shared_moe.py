@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import nn
-
 from archon.models import is_supported_model, register_model_spec
 from archon.models.args import BaseModelArgs
-from archon.models.base import MoETransformerBlock
-from archon.models.layers.moe import MoE
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
 from archon.models.spec import ModelSpec
@@ -37,20 +33,7 @@ class SharedMoEModel(Qwen3MoEModel):
 
     args_class: ClassVar[type[BaseModelArgs]] = SharedMoEArgs
 
-    def build_block(self, layer: int) -> nn.Module:
-        args = self.args
-        if not args.is_sparse(layer):
-            return super().build_block(layer)
-        moe = MoE(
-            args.dim,
-            args.moe_hidden_dim,
-            args.hidden_act,
-            n_experts=args.n_experts,
-            top_k=args.n_experts_per_token,
-            normalise=args.norm_topk_prob,
-            shared_hidden_dim=SHARED_HIDDEN,
-        )
-        return MoETransformerBlock(layer, args, moe)
+    shared_hidden_dim: ClassVar[int] = SHARED_HIDDEN
 
 
 class SharedMoEAdapter(Qwen3MoEStateDictAdapter):
