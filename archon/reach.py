@@ -193,7 +193,7 @@ def _mirror(func: Any, args: Any, kwargs: Any) -> Any:
         # Every rank sends this one what it sends itself.
         x = x.split(args[2])[collective_group(args).rank()]
     elif kind != "all_gather":
-        raise NotImplementedError(f"{func} of a tensor with values, in a process group that sends nothing")
+        raise RuntimeError(f"what {func} gives is not foretold: it sends values, and this process group sends nothing")
     return x.repeat(size, *[1] * (x.dim() - 1))
 
 

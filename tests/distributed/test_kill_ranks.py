@@ -56,7 +56,21 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(tmp_path_factory.mktemp("reference"))
 
 
-def kill_inside(reference: Reference, point: str, rank: int, kills: Kills) -> None:
+def resume(reference: Reference, folder: Path) -> None:
+    run = Run(folder)
+    assert run.finish() == [0] * RANKS
+    assert run.digests() == reference.digests
+    assert assert_checkpoints_whole(folder / "run") == STEPS
+    assert [*(folder / "run").glob(".*")] == []
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER if case not in QUICK)],
+)
+def test_kill_of_a_rank_inside_a_save_and_resume_is_bitwise(
+    reference: Reference, point: str, rank: int, kills: Kills
+) -> None:
     folder = reference.folder / f"{point}-{rank}"
     folder.mkdir()
     assert Run(folder, reference.passage(point, rank), rank).finish()[rank] == -signal.SIGKILL
@@ -67,29 +81,6 @@ def kill_inside(reference: Reference, point: str, rank: int, kills: Kills) -> No
         assert latest == (SAVE if point in AFTER_LATEST else SAVE - 1)
     resume(reference, folder)
     kills.add(point, rank=rank, latest_step=latest)
-
-
-def resume(reference: Reference, folder: Path) -> None:
-    run = Run(folder)
-    assert run.finish() == [0] * RANKS
-    assert run.digests() == reference.digests
-    assert assert_checkpoints_whole(folder / "run") == STEPS
-    assert [*(folder / "run").glob(".*")] == []
-
-
-@pytest.mark.parametrize(("point", "rank"), QUICK)
-def test_kill_of_a_rank_inside_a_save_and_resume_is_bitwise(
-    reference: Reference, point: str, rank: int, kills: Kills
-) -> None:
-    kill_inside(reference, point, rank, kills)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("point", "rank"), [case for case in FURTHER if case not in QUICK])
-def test_kill_of_a_rank_at_every_point_of_a_save_and_resume_is_bitwise(
-    reference: Reference, point: str, rank: int, kills: Kills
-) -> None:
-    kill_inside(reference, point, rank, kills)
 
 
 @pytest.mark.slow
