@@ -11,24 +11,13 @@ from torch import Tensor
 from archon.rl import RLTrainer, SFTTrainer
 from archon.rl.bootstrap import write_blank
 from archon.rl.config import BootstrapConfig, RLConfig, SFTConfig, TokenizerRecipe
-
-HF_CONFIG = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": True,
-}
+from tests.small_qwen3 import SMALL_QWEN3
 
 
 def make_inputs(folder: Path) -> None:
     """A model without weights, its tokenizer of 16 tokens, and numbers to be reversed."""
     recipe = TokenizerRecipe(kind="characters", alphabet="0123456789+= ", chat_template="plain")
-    write_blank(BootstrapConfig(hf_config=HF_CONFIG, tokenizer=recipe), folder / "blank")
+    write_blank(BootstrapConfig(hf_config=SMALL_QWEN3, tokenizer=recipe), folder / "blank")
     for split, numbers in (("train", range(90)), ("test", range(90, 113))):
         rows = [{"prompt": f"{i}=", "response": str(i)[::-1]} for i in numbers]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -14,6 +14,7 @@ from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from archon.rl.bootstrap import make_tokenizer, write_blank
 from archon.rl.config import BootstrapConfig, RLConfig, TokenizerRecipe
 from archon.rl.generation import InProcessEngine
+from tests.small_qwen3 import SMALL_QWEN3
 
 
 @pytest.fixture(scope="session")
@@ -51,19 +52,8 @@ def engine(model: BaseArchonModel, tokenizer: Any) -> InProcessEngine:
 def blank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """config.json and tokenizer of the same model, from which an engine initialises its weights."""
     path = tmp_path_factory.mktemp("blank") / "model"
-    hf_config = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": True,
-    }
     recipe = TokenizerRecipe(kind="characters", alphabet="0123456789+=", chat_template="plain")
-    write_blank(BootstrapConfig(hf_config=hf_config, tokenizer=recipe), path)
+    write_blank(BootstrapConfig(hf_config=SMALL_QWEN3, tokenizer=recipe), path)
     return path
 
 
