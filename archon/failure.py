@@ -36,6 +36,7 @@ class Failure:
         self._store = store
         self._processes: dict[int, int] = {}
         self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     @classmethod
     def connect(cls) -> Failure | None:
@@ -62,11 +63,15 @@ class Failure:
     def watch(self) -> None:
         """From now on end this process when another rank fails or dies."""
         self._store.set(f"process/{self.rank}", str(os.getpid()))
-        threading.Thread(target=self._watch, name="archon-failure", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="archon-failure", daemon=True)
+        self._watcher.start()
 
     def done(self) -> None:
         """This rank has ended as it should."""
         self._ended.set()
+        if self._watcher is not None:
+            # Python ends a daemon thread at its next step; within a call of the store that would abort the process.
+            self._watcher.join(GRACE_SECONDS)
         self._store.set(f"done/{self.rank}", "")
 
     def tell(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from archon.loss import loss_token_count
 from archon.parallel.fsdp import full_tensor
 from archon.safetensors_file import write_safetensors
 from archon.schema.errors import CheckpointError
+from archon.state_file import write_share
 from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, rows_of
 from tests.io.killing import digest
 
@@ -56,10 +58,20 @@ def save_trained(case: Case, model: str, out: str, asynchronous: bool) -> dict[s
     train(engine, case, range(TRAINED))
     state = whole_state(engine)
     engine.version = 7
-    engine.save(out, format="dcp", asynchronous=asynchronous)
-    if asynchronous:
+    trained = threading.Event()
+
+    def write_late(*args: Any) -> Any:
+        assert trained.wait(60)
+        return write_share(*args)
+
+    if not asynchronous:
+        engine.save(out, format="dcp")
+        return digests(state)
+    with mock.patch("archon.checkpoint.write_share", write_late):
+        engine.save(out, format="dcp", asynchronous=True)
         train(engine, case, range(TRAINED, TRAINED + 1))  # what is written must not see it
-    engine.wait_for_saves()
+        trained.set()
+        engine.wait_for_saves()
     return digests(state)
 
 

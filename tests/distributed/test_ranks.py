@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 
 from archon.batch import PackedBatch
 from archon.engine import ArchonEngine
+from archon.failure import Failure
 from archon.loss import CrossEntropyLoss, Metrics, loss_token_count
 from tests.distributed.cases import Case, engine_config, rows_of
 from tests.distributed.matrix import data_of
@@ -44,3 +47,17 @@ def test_metrics_of_other_names_end_every_rank(ranks: Callable[[int], Pool], ref
     found = ranks(2).run(train_with_other_names, str(reference(Case("d2"))))
     for rank, message in enumerate(found):
         assert f"this one loss, tokens, seen_by_{rank}" in message
+
+
+def test_an_ended_rank_watches_no_more() -> None:
+    """A thread that is still within the store when Python ends aborts the process."""
+    failure = Failure(0, range(1), torch.distributed.HashStore())
+    failure.watch()
+    failure.done()
+    assert "archon-failure" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_tests_of_ranks_share_one_worker(request: pytest.FixtureRequest) -> None:
+    """Two workers with eight ranks each would fight for the cores; some versions of pytest lose the groups."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        assert request.node.nodeid.endswith("@ranks")
