@@ -236,6 +236,7 @@ class RLConfig(StrictModel):
                 "difference allowed; set verify_export=false, or actor.dtype=float32"
             )
         check_replayable(self.gconfig, self.gconfig.temperature)
+        _require_exportable(self.actor, "actor")
         return self
 
 
@@ -255,3 +256,18 @@ class SFTConfig(StrictModel):
     eval_every: int = Field(50, ge=0, description="steps between evaluations; 0: only after the last")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
     bootstrap: BootstrapConfig | None = Field(None, description="make the model's checkpoint first, if it is not there")
+
+    @model_validator(mode="after")
+    def _ends_with_an_export(self) -> SFTConfig:
+        _require_exportable(self.model, "model")
+        return self
+
+
+def _require_exportable(model: EngineConfig, name: str) -> None:
+    """ValueError for a model whose export, at the end of the run, would be refused."""
+    if model.router_bias_update_rate:
+        raise ValueError(
+            f"{name}.router_bias_update_rate = {model.router_bias_update_rate:g} moves balancing biases, which the "
+            f"Hugging Face export at the end of the run cannot hold; set it to 0, and {name}.router_aux_loss_coef to "
+            "balance experts by a loss"
+        )

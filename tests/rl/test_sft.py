@@ -18,7 +18,7 @@ from archon.rl import SFTTrainer
 from archon.rl.config import SFTConfig
 from archon.rl.sft import padded_batch
 from archon.runner import Runner
-from archon.schema.errors import CheckpointError
+from archon.schema.errors import CheckpointError, ConfigError
 
 MakeConfig = Callable[..., SFTConfig]
 
@@ -49,6 +49,12 @@ def sft_config(blank: Path, tmp_path: Path) -> MakeConfig:
 def records(config: SFTConfig) -> list[dict[str, Any]]:
     rows = read_jsonl(Path(config.run_dir) / "metrics.jsonl")
     return [{name: value for name, value in row.items() if name not in ("time", "tokens_per_second")} for row in rows]
+
+
+def test_an_export_that_cannot_hold_the_biases_is_refused_before_the_run(sft_config: MakeConfig) -> None:
+    model = sft_config().model.model_dump() | {"router_bias_update_rate": 0.01}
+    with pytest.raises(ConfigError, match=r"model\.router_bias_update_rate = 0\.01 moves balancing biases, which"):
+        sft_config(model=model)
 
 
 def test_padded_batch_is_token_aligned_and_shortest_first() -> None:
