@@ -7,14 +7,11 @@ memory, or through one small buffer a thread where dtype, layout or device diffe
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import json
 import math
-import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
+from archon.pages import populate
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.safetensors_file import PIECE_BYTES, SafetensorsFile, TensorEntry, bytes_of, pieces, refuse
 from archon.schema.errors import CheckpointError
@@ -34,8 +32,6 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Reading releases the GIL and copies from the page cache as fast as one core can; a second thread hides page faults.
 READERS = 2
-PAGE_BYTES = mmap.PAGESIZE
-_MADV_POPULATE_WRITE = 23
 # What a weight may be stored in; integers and 8-bit floats carry scales that archon would have to know of.
 WEIGHT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -175,7 +171,7 @@ class _PieceReader:
         if target.device.type != "cpu" or not target.is_contiguous():
             self._read_through_buffer(piece)
             return
-        _populate(target)
+        populate(target)
         if target.dtype == piece.dtype and piece.columns is None:
             piece.file.read_into(bytes_of(target), piece.offset, f"key {piece.key!r}")
         else:
@@ -196,30 +192,6 @@ class _PieceReader:
             whole = whole[:, piece.columns[1]]
         # To a GPU in the dtype of the file, converted there: fewer bytes on the bus, no second buffer here.
         target.copy_(whole.to(target.device))
-
-
-def _populate(target: Tensor) -> None:
-    """Have the kernel provide the pages of fresh memory at once: one call costs less than a fault for each of them.
-
-    Huge pages would be fewer, but on a virtual machine they are fetched from the host, and cost 3 times the time.
-    """
-    madvise = _madvise()
-    if madvise is None:
-        return
-    start = target.data_ptr() - target.data_ptr() % PAGE_BYTES
-    size = -(-(target.data_ptr() + target.nbytes - start) // PAGE_BYTES) * PAGE_BYTES
-    madvise(start, size, _MADV_POPULATE_WRITE)  # refused by kernels before 5.14, which do without
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], Any] | None:
-    """The C library's; None where there is none."""
-    try:
-        function = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError, TypeError):
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
 
 
 @contextmanager
