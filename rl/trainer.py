@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -38,6 +38,8 @@ from archon.rl.workflows import RolloutWorkflow, resolve_workflow
 from archon.runner import Runner
 from archon.world import World
 
+STEPS_ALIKE = (10, 100, 1000)
+"""After so many steps without any difference within a group the run says so."""
 COLUMNS = (
     "reward",
     "eval/reward",
@@ -64,6 +66,7 @@ class RLTrainer:
         self.step = 0
         self._saved_step: int | None = None
         self._updating = False
+        self._steps_alike = 0
 
     def train(
         self,
@@ -113,6 +116,7 @@ class RLTrainer:
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch)
+        self._watch_spread(metrics)
         if batch:
             if not self._gate_passed:
                 self._pass_gate(batch)
@@ -319,6 +323,16 @@ class RLTrainer:
 
     def _log(self, message: str) -> None:
         (self.runner.log if self.runner else print)(message)
+
+    def _watch_spread(self, metrics: Mapping[str, float]) -> None:
+        """Say so when step after step no group has two answers of different rewards."""
+        alike = metrics.get("rollout/groups_without_spread", 0.0)
+        self._steps_alike = self._steps_alike + 1 if alike and alike == metrics["rollout/episodes"] else 0
+        if self._steps_alike in STEPS_ALIKE:
+            self._log(
+                f"step {self.step}: for {self._steps_alike} steps the answers of every group have been rewarded alike, "
+                "which teaches nothing; look at the reward function, gconfig.n_samples and gconfig.temperature"
+            )
 
     def _pass_gate(self, batch: RolloutBatch) -> None:
         """Refuse to train unless the first batch's importance ratio is 1 up to rounding.

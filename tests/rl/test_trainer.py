@@ -240,6 +240,17 @@ def test_batch_without_spread_skips_the_update_and_says_so(rl_config: MakeConfig
         assert trainer.engine.version == 0
 
 
+def test_a_run_says_when_its_rewards_teach_nothing(
+    rl_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("archon.rl.trainer.STEPS_ALIKE", (2,))
+    trainer = RLTrainer(rl_config(reward="tests.rl.rewards_for_tests.constant"))
+    with trainer.opened():
+        for told in (False, True, False):
+            trainer.train_step()
+            assert ("the answers of every group have been rewarded alike" in capsys.readouterr().out) is told
+
+
 def test_existing_run_is_not_overwritten_without_resume(rl_config: MakeConfig) -> None:
     RLTrainer(rl_config(total_steps=1)).train()
     with pytest.raises(ConfigError, match="already holds a run; set resume=true"):
