@@ -19,6 +19,7 @@ from archon.models.attention.meta import PackedAttention
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, ulysses_repeat, zigzag_plan
 from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.gloo import use_single_worker_gloo
 from archon.schema.config import AttnType, ContextParallelKind
 from archon.schema.errors import LayoutError
 
@@ -139,6 +140,7 @@ def join_process_group(world_size: int, device_type: str, timeout_s: float) -> N
     if failure is not None:
         failure.watch()
         atexit.register(failure.done)
+    use_single_worker_gloo()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from archon.parallel.gloo import use_single_worker_gloo
 from archon.schema.errors import CheckpointError
 
 
@@ -88,6 +89,7 @@ class Agreement:
 
 @cache
 def _of_group(world: dist.ProcessGroup, purpose: str) -> Agreement:
+    use_single_worker_gloo()
     return Agreement(dist.new_group(backend="gloo", group_desc=f"archon {purpose}"))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from archon.parallel.gloo import use_single_worker_gloo
 from archon.schema.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ def ensure_process_group(device_type: str) -> None:
     """Join the default process group, or make one of this single process that uses neither network nor file."""
     import torch.distributed as dist
 
+    use_single_worker_gloo()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -119,25 +119,6 @@ class Pool:
         self.close()
 
 
-def _share_one_device() -> None:
-    """Let all gloo groups of this process listen in one thread.
-
-    By default each has a thread that wakes a hundred times a second. The cases of a pool make hundreds of groups, which
-    the meshes in PyTorch's caches keep: their threads alone would fill two cores.
-    """
-    from torch.distributed import ProcessGroupGloo, distributed_c10d
-
-    device = ProcessGroupGloo.create_default_device()
-
-    class SharedDeviceGloo(ProcessGroupGloo):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = ProcessGroupGloo._Options()
-            options._devices, options._timeout = [device], timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc,assignment]
-
-
 def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str) -> None:
     handle = open(trace, "w")  # noqa: SIM115 - for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
@@ -146,7 +127,9 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str) -> Non
         import torch
         import torch.distributed as dist
 
-        _share_one_device()
+        from archon.parallel.gloo import use_single_worker_gloo
+
+        use_single_worker_gloo()
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
         dist.init_process_group(

@@ -49,6 +49,24 @@ def test_metrics_of_other_names_end_every_rank(ranks: Callable[[int], Pool], ref
         assert f"this one loss, tokens, seen_by_{rank}" in message
 
 
+def gloo_threads(folder: str) -> tuple[set[int], int]:
+    """Worker threads of each process group, and threads of this process that wait for the network."""
+    engine = ArchonEngine(engine_config(Case("d2"), f"{folder}/checkpoint", "d2"))
+    engine.initialize()
+    groups = list(torch.distributed.distributed_c10d._world.pg_map)
+    assert len(groups) > 10
+    workers = {group._get_backend(torch.device("cpu")).options._threads for group in groups}
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return workers, names.count("gloo_tcp_loop")
+
+
+def test_gloo_groups_have_one_worker_and_share_a_device(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
+) -> None:
+    """Two workers of a group corrupt the heap (see `archon.parallel.gloo`)."""
+    assert ranks(2).run(gloo_threads, str(reference(Case("d2")))) == [({1}, 1)] * 2
+
+
 def test_an_ended_rank_watches_no_more() -> None:
     """A thread that is still within the store when Python ends aborts the process."""
     failure = Failure(0, range(1), torch.distributed.HashStore())
