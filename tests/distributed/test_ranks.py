@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,10 @@ def gloo_threads(folder: str) -> tuple[set[int], int]:
     groups = list(torch.distributed.distributed_c10d._world.pg_map)
     assert len(groups) > 10
     workers = {group._get_backend(torch.device("cpu")).options._threads for group in groups}
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread may end meanwhile
+            names.append((task / "comm").read_text().strip())
     return workers, names.count("gloo_tcp_loop")
 
 
