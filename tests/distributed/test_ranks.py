@@ -50,25 +50,27 @@ def test_metrics_of_other_names_end_every_rank(ranks: Callable[[int], Pool], ref
         assert f"this one loss, tokens, seen_by_{rank}" in message
 
 
-def gloo_threads(folder: str) -> tuple[set[int], int]:
-    """Worker threads of each process group, and threads of this process that wait for the network."""
-    engine = ArchonEngine(engine_config(Case("d2"), f"{folder}/checkpoint", "d2"))
+def gloo_threads(folder: str) -> tuple[set[int], int, set[float]]:
+    """Worker threads of each process group, threads of this process that wait for the network, and the groups' limits
+    in seconds."""
+    engine = ArchonEngine(engine_config(Case("d2"), f"{folder}/checkpoint", "d2", timeout_s=217.0))
     engine.initialize()
     groups = list(torch.distributed.distributed_c10d._world.pg_map)
     assert len(groups) > 10
-    workers = {group._get_backend(torch.device("cpu")).options._threads for group in groups}
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    workers, limits = {of._threads for of in options}, {of._timeout.total_seconds() for of in options}
     names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # a thread may end meanwhile
             names.append((task / "comm").read_text().strip())
-    return workers, names.count("gloo_tcp_loop")
+    return workers, names.count("gloo_tcp_loop"), limits
 
 
 def test_gloo_groups_have_one_worker_and_share_a_device(
     ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
 ) -> None:
-    """Two workers of a group corrupt the heap (see `archon.parallel.gloo`)."""
-    assert ranks(2).run(gloo_threads, str(reference(Case("d2")))) == [({1}, 1)] * 2
+    """Two workers of a group corrupt the heap (see `archon.parallel.gloo`). Every group keeps to `timeout_s`."""
+    assert ranks(2).run(gloo_threads, str(reference(Case("d2")))) == [({1}, 1, {217.0})] * 2
 
 
 def test_an_ended_rank_watches_no_more() -> None:
