@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,27 +34,21 @@ from archon.models.attention.backend import resolve_backend
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
 from archon.models.state_dict import BaseStateDictAdapter
-from archon.optim import LRSchedule, build_optimizer, check_schedule, clip_gradients, gradient_norm
-from archon.parallel.agreement import Agreement
+from archon.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients, gradient_norm
 from archon.parallel.dims import ArchonParallelDims
-from archon.parallel.fsdp import full_tensor, is_sharded
+from archon.parallel.fsdp import is_sharded
+from archon.parallel.gather import BUCKET_BYTES, staged_tensors, whole_tensors
 from archon.parallel.layout import parse_layout
-from archon.parallel.pipeline import (
-    Pipeline,
-    StagedModel,
-    staged_weights,
-)
+from archon.parallel.pipeline import Pipeline, StagedModel
 from archon.pipeline_step import PipelineForward
 from archon.ranks import Ranks, TokenSplit, context_parallel_kind, join_process_group, limit_collectives
 from archon.saver import Saver
 from archon.schema.config import EngineConfig
-from archon.schema.errors import CheckpointError, ConfigError, UserError
+from archon.schema.errors import CheckpointError, ConfigError
 from archon.stall import stall_watch
 from archon.state_file import read_whole
 from archon.state_tree import PerRank
 from archon.train_step import Batch, Forward, micro_batches, total_weight
-
-logger = logging.getLogger(__name__)
 
 SaveFormat = Literal["hf", "dcp"]
 
@@ -89,12 +82,10 @@ class ArchonEngine:
         """Which weights these are: the caller counts, the engine keeps the number with the weights."""
         self.step = 0
         """Calls of `train_batch` so far."""
-        self.skipped_steps = 0
-        """Steps of those whose gradient was not finite, so that no weight changed."""
         self.saver = Saver()
         self.stacks = Path("stacks")
         """Where every rank's stacks are written, in rankN.txt, when a step takes longer than `config.stall_s`."""
-        self._skipped_in_a_row = 0
+        self._skips = SkippedSteps()
         self._offloaded = False
         # True within a sharded model's forward and backward: an error there leaves gathered weights and gradients
         # behind that nothing clears, and training on would be wrong without a word.
@@ -197,7 +188,7 @@ class ArchonEngine:
                     load.update_biases(self.config.router_bias_update_rate, self.ranks)
         optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self._count_skip(not finite)
+        self._skips.count(not finite, self.step, self.config.optimizer.max_skipped_in_a_row)
         return metrics | {
             "lr": lr,
             "micro_batches": float(len(parts)),
@@ -238,26 +229,28 @@ class ArchonEngine:
         assert self.scheduler is not None
         self.scheduler.step()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """(native name, whole tensor) of every parameter, tied ones once, and of every balancing bias, in the masters'
-        dtype; one is gathered at a time."""
-        if isinstance(self.model, StagedModel):
-            with torch.device("meta"):
-                biases = expert_biases(self.spec.model_class(self.args))
-            shapes = self.adapter.native_shapes | {name: tuple(bias.shape) for name, bias in biases.items()}
-            yield from staged_weights(self.model, shapes, expert_biases(self.model), self.ranks.pp, self.device)
+        dtype; of those that are sharded as many are gathered at a time as fit `bucket_bytes`, at least one."""
+        own, biases = dict(self.model.named_parameters()), expert_biases(self.model)
+        if not isinstance(self.model, StagedModel):
+            yield from whole_tensors(own.items(), bucket_bytes)
+            yield from biases.items()
             return
-        for name, parameter in self.model.named_parameters():
-            yield name, full_tensor(parameter.detach())
-        yield from expert_biases(self.model).items()
+        with torch.device("meta"):
+            of_all = expert_biases(self.spec.model_class(self.args))
+        # A head tied to the embedding is not among the adapter's shapes; it is the embedding.
+        shapes = self.adapter.native_shapes | {name: tuple(bias.shape) for name, bias in of_all.items()}
+        dtype = next(iter(own.values())).dtype
+        yield from staged_tensors(own | biases, shapes, self.ranks.pp, dtype, self.device, bucket_bytes)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor): the one source of every export and weight push.
+        """(Hugging Face name, tensor), gathered one by one: the source of every export.
 
         CheckpointError, on every rank, where a balancing bias is not 0.
         """
         hf_io.refuse_expert_biases(self.model, self.ranks.pp)
-        for name, tensor in self.weights():
+        for name, tensor in self.weights(bucket_bytes=0):
             if name in self.adapter.native_shapes:
                 yield from self.adapter.convert_single_to_hf(name, tensor)
 
@@ -290,17 +283,7 @@ class ArchonEngine:
             raise ConfigError(
                 "asynchronous saves belong to format='dcp'; an 'hf' export is written before save returns"
             )
-        ranks, weights = Agreement.of_world("exports"), self.hf_weights()
-
-        def export() -> None:
-            try:
-                if ranks.rank == 0:
-                    hf_io.save_hf(path, weights, like=self.config.path, dtype=dtype)
-            finally:
-                for _ in weights:  # every rank gathers all of them, also where the writing failed
-                    pass
-
-        ranks.together(export)
+        hf_io.save_hf_together(path, self.hf_weights(), like=self.config.path, dtype=dtype)
 
     def wait_for_saves(self) -> None:
         """Until the newest asynchronous save is on disk; raises what went wrong."""
@@ -359,7 +342,7 @@ class ArchonEngine:
         if self.optimizer is not None and self.scheduler is not None:
             load_optimizer_state(self.model, self.optimizer, state["optimizer"], self._known_names())
             self.scheduler.load_state_dict(state["scheduler"])
-            self.skipped_steps = int(state["skipped_steps"])
+            self._skips.total = int(state["skipped_steps"])
         self.step, self.version = int(state["step"]), int(state["version"])
         same = state.get("layout") == str(parse_layout(self.config.layout))
         rank = torch.distributed.get_rank() if self.parallel_dims.world_size > 1 else 0
@@ -402,6 +385,11 @@ class ArchonEngine:
         return float(gradient_norm(parameters.values(), self.ranks.pp))
 
     @property
+    def skipped_steps(self) -> int:
+        """Steps of those so far whose gradient was not finite, so that no weight changed."""
+        return self._skips.total
+
+    @property
     def whole_model(self) -> BaseArchonModel:
         """The model, where this rank holds all of its layers; ConfigError in a pipeline."""
         if not isinstance(self.model, BaseArchonModel):
@@ -420,19 +408,6 @@ class ArchonEngine:
         if packed is batch:
             return columns
         return [unpack(packed, column, batch["input_ids"].shape) for column in columns]
-
-    def _count_skip(self, skipped: bool) -> None:
-        assert self.config.optimizer is not None
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if not skipped:
-            return
-        self.skipped_steps += 1
-        logger.warning("step %d skipped: its gradient norm is not finite (%d so far)", self.step, self.skipped_steps)
-        if self._skipped_in_a_row >= self.config.optimizer.max_skipped_in_a_row:
-            raise UserError(
-                f"the gradient norm was not finite in {self._skipped_in_a_row} steps in a row, up to step {self.step}; "
-                "lower optimizer.lr, or look for infinite values in the data or the weights"
-            )
 
     def _require_optimizer(self) -> Optimizer:
         if self.optimizer is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from archon.atomic import kill_point, publish, restore_aside, staged_folder, syn
 from archon.hf_reader import CONFIG_FILE, INDEX_FILE, WEIGHT_DTYPES, WEIGHTS_FILE, existing_folder, read_hf_config
 from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
+from archon.parallel.agreement import Agreement
 from archon.parallel.comm import Group, all_reduce
 from archon.safetensors_file import write_safetensors
 from archon.schema.errors import CheckpointError
@@ -95,6 +96,30 @@ def save_hf(
             publish(folder, target)
             kill_point("export.published")
     kill_point("export.end")
+
+
+def save_hf_together(
+    path: str | os.PathLike[str],
+    weights: Iterator[tuple[str, Tensor]],
+    *,
+    like: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """`save_hf` of weights that all ranks of the run gather together; rank 0 writes, and every rank must call it.
+
+    Raises on every rank where the writing fails.
+    """
+    ranks = Agreement.of_world("exports")
+
+    def export() -> None:
+        try:
+            if ranks.rank == 0:
+                save_hf(path, weights, like=like, dtype=dtype)
+        finally:
+            for _ in weights:  # every rank gathers all of them, also where the writing failed
+                pass
+
+    ranks.together(export)
 
 
 def refuse_expert_biases(model: nn.Module, pp: Group | None = None) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from archon.hf_export import MAX_SHARD_BYTES, VOCABULARY_FILES, refuse_expert_biases, save_hf
+from archon.hf_export import MAX_SHARD_BYTES, VOCABULARY_FILES, refuse_expert_biases, save_hf, save_hf_together
 from archon.hf_reader import WEIGHT_DTYPES, HFCheckpoint, load_hf_weights, read_hf_config
 from archon.models import get_model_spec
 from archon.models.attention.backend import AttnType
 from archon.models.base import BaseArchonModel
-from archon.parallel.fsdp import full_tensor
+from archon.parallel.gather import whole_tensors
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "read_hf_config",
     "refuse_expert_biases",
     "save_hf",
+    "save_hf_together",
     "save_model",
 ]
 
@@ -123,8 +124,8 @@ def save_model(
     adapter = spec.state_dict_adapter_class(hf_config, str(like), is_critic=model.args.is_critic)
     weights = (
         pair
-        for name, parameter in model.named_parameters()
-        for pair in adapter.convert_single_to_hf(name, full_tensor(parameter.detach()))
+        for name, whole in whole_tensors(model.named_parameters())
+        for pair in adapter.convert_single_to_hf(name, whole)
     )
     save_hf(path, weights, hf_config, like=like, dtype=dtype, max_shard_bytes=max_shard_bytes)
 

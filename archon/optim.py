@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +15,9 @@ from torch.optim import AdamW, Optimizer
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.fsdp import local_tensor
 from archon.schema.config import OptimizerConfig, SchedulerConfig
-from archon.schema.errors import ConfigError
+from archon.schema.errors import ConfigError, UserError
+
+logger = logging.getLogger(__name__)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
@@ -95,6 +98,27 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
         return
     grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(grads, max_norm / norm)
+
+
+class SkippedSteps:
+    """Counts the steps whose gradient was not finite, and stops a run that has too many of them in a row."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._in_a_row = 0
+
+    def count(self, skipped: bool, step: int, most_in_a_row: int) -> None:
+        """After step number `step`; UserError when it is the `most_in_a_row`-th skipped one running."""
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if not skipped:
+            return
+        self.total += 1
+        logger.warning("step %d skipped: its gradient norm is not finite (%d so far)", step, self.total)
+        if self._in_a_row >= most_in_a_row:
+            raise UserError(
+                f"the gradient norm was not finite in {self._in_a_row} steps in a row, up to step {step}; "
+                "lower optimizer.lr, or look for infinite values in the data or the weights"
+            )
 
 
 def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerConfig) -> float:

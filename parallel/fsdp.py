@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, cast
@@ -97,21 +98,21 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from its shards where it is sharded; without a copy where this rank holds it all."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
-
-
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """Where the part that this rank holds lies in the whole tensor, one slice a dimension.
+    """Where the part that this rank holds lies in the whole tensor, one slice a dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    here = tensor.device_mesh.get_coordinate()
+    assert here is not None
+    return part_of(tensor, here)
+
+
+def part_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
+    """`own_part` of the rank at `coordinate` of the tensor's mesh.
 
     FSDP cuts what tensor or expert parallelism has left of a parameter, so those are the outer cuts although their
     mesh dimensions come last.
     """
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
     bounds = [(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -123,7 +124,7 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
         axis = placement.dim  # type: ignore[attr-defined]
         start, stop = bounds[axis]
         step = -(-(stop - start) // mesh.size(dim))
-        first = min(start + mesh.get_local_rank(dim) * step, stop)
+        first = min(start + coordinate[dim] * step, stop)
         bounds[axis] = (first, min(first + step, stop))
     return tuple(slice(*bound) for bound in bounds)
 

@@ -7,7 +7,7 @@ the weights, so that the latter fill the waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from archon.parallel.comm import Group, all_gather_replicated
-from archon.parallel.fsdp import full_tensor
+from archon.parallel.comm import Group
 from archon.schema.config import PipelineConfig
 from archon.schema.errors import LayoutError
 
@@ -170,32 +169,6 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.stage_index, kwargs["micro_batch"], None if self.is_first else args[0])
-
-
-def staged_weights(
-    model: StagedModel,
-    shapes: Mapping[str, tuple[int, ...]],
-    further: Mapping[str, Tensor],
-    group: Group,
-    device: torch.device,
-) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the whole model by name, on every rank: the stage that holds it sends it to the others;
-    `further` are tensors of this rank's stages, of the parameters' dtype, to be sent with them.
-
-    A head tied to the embedding is not among `shapes`; it is the embedding.
-    """
-    own = dict(model.named_parameters()) | dict(further)
-    dtype = next(iter(own.values())).dtype
-    holders = torch.tensor([[name in own for name in shapes]], dtype=torch.int32, device=device)
-    holders = all_gather_replicated(holders, group)
-    for index, (name, shape) in enumerate(shapes.items()):
-        source = int(holders[:, index].argmax())
-        if name in own:
-            whole = full_tensor(own[name].detach()).contiguous()
-        else:
-            whole = torch.empty(shape, dtype=dtype, device=device)
-        torch.distributed.broadcast(whole, group=group.process_group, group_src=source)
-        yield name, whole
 
 
 class Pipeline:

@@ -14,7 +14,7 @@ from archon.models.head import LMHead
 from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
 from archon.models.layers.moe import expert_biases
-from archon.parallel.fsdp import full_tensor
+from archon.parallel.gather import whole_tensors
 from archon.schema.errors import RolloutError
 
 WeightSource = nn.Module | Iterable[tuple[str, Tensor]]
@@ -33,10 +33,10 @@ def named_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
     Besides parameters these are the routers' balancing biases: without them the generator would choose other experts.
     """
     pairs = _tensors(source).items() if isinstance(source, nn.Module) else source
-    for name, tensor in pairs:
+    for name, tensor in whole_tensors(pairs):
         for prefix in _WRAPPER_PREFIXES:
             name = name.replace(prefix, "")
-        yield name, full_tensor(tensor.detach())
+        yield name, tensor
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

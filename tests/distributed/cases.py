@@ -13,8 +13,8 @@ from torch import Tensor
 from archon.batch import PackedBatch
 from archon.engine import ArchonEngine
 from archon.loss import CrossEntropyLoss, LossFn, Metrics, document_sums, masked_sum
-from archon.parallel.fsdp import full_tensor
 from archon.schema.config import EngineConfig
+from tests.engine.tiny import full_tensor
 
 VOCAB = 104
 DENSE: dict[str, Any] = {

@@ -17,11 +17,11 @@ from archon.checkpoint import agreed_latest, model_fingerprint, opened_state
 from archon.engine import ArchonEngine
 from archon.hf_io import save_hf
 from archon.loss import loss_token_count
-from archon.parallel.fsdp import full_tensor
 from archon.safetensors_file import write_safetensors
 from archon.schema.errors import CheckpointError
 from archon.state_file import write_share
 from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, rows_of
+from tests.engine.tiny import full_tensor
 from tests.io.killing import digest
 
 TRAINED = 2

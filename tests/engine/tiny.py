@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from archon.engine import ArchonEngine
 from archon.loss import LossFn, LossWeightFn
-from archon.parallel.fsdp import full_tensor
 from archon.schema.config import EngineConfig
 from archon.train_step import micro_batches, total_weight
 
@@ -35,6 +35,11 @@ CONFIG = {
 }
 # Odd lengths, two equal neighbours, one document without a prediction.
 LENGTHS = (13, 5, 5, 1, 21, 8, 3)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, as PyTorch gathers one by itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def write_config(folder: Path, **changes: Any) -> str:

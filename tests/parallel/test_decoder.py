@@ -13,9 +13,10 @@ from archon.models.base import BaseArchonModel
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, parallelize_qwen3
 from archon.parallel.activation_checkpoint import apply_activation_checkpointing
 from archon.parallel.dims import ArchonParallelDims
-from archon.parallel.fsdp import full_tensor, is_sharded
+from archon.parallel.fsdp import is_sharded
 from archon.schema.config import ActivationCheckpointConfig
 from archon.schema.errors import ConfigError
+from tests.engine.tiny import full_tensor
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 

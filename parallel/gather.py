@@ -1,0 +1,124 @@
+"""Whole parameters from the shards of several ranks, many in one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, product
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from archon.parallel.comm import Group, all_gather, all_gather_replicated
+from archon.parallel.fsdp import local_tensor, part_of
+
+BUCKET_BYTES = 2**24
+"""Of whole tensors gathered at once: a collective costs the same for a byte as for a thousand."""
+
+Named = tuple[str, Tensor]
+
+
+@torch.no_grad()
+def whole_tensors(tensors: Iterable[Named], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Named]:
+    """Every (name, tensor) whole, in the order given; without a copy where this rank holds it all.
+
+    Neighbours of one mesh and dtype are gathered together, up to `bucket_bytes` of whole tensors or a single larger
+    one. Every rank that holds a part must call it and take all of them.
+    """
+    for mesh, run in groupby(tensors, key=lambda pair: _kind(pair[1])):
+        if mesh is None:
+            yield from ((name, local_tensor(tensor.detach())) for name, tensor in run)
+            continue
+        for bucket in _buckets(run, bucket_bytes):
+            names, parts = [name for name, _ in bucket], [tensor for _, tensor in bucket]
+            yield from zip(names, _gathered(cast(list[DTensor], parts)), strict=True)
+
+
+@torch.no_grad()
+def staged_tensors(
+    own: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    stages: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[Named]:
+    """`whole_tensors` of a model whose layers lie on the ranks of `stages`: whoever holds one sends it to the others.
+
+    Args:
+        own: what this rank holds a part of.
+        shapes: every name, in the order they are given back.
+        dtype: of all of them.
+    """
+    holders = torch.tensor([[name in own for name in shapes]], dtype=torch.int32, device=device)
+    sources = dict(zip(shapes, all_gather_replicated(holders, stages).int().argmax(0).tolist(), strict=True))
+    for source, run in groupby(shapes, key=sources.__getitem__):
+        empty = ((name, torch.empty(shapes[name], dtype=dtype, device="meta")) for name in run)
+        for bucket in _buckets(empty, bucket_bytes):
+            names = [name for name, _ in bucket]
+            flat = torch.empty(sum(tensor.numel() for _, tensor in bucket), dtype=dtype, device=device)
+            pieces = flat.split([tensor.numel() for _, tensor in bucket])
+            if source == stages.rank:
+                for piece, (_, whole) in zip(pieces, whole_tensors((n, own[n]) for n in names), strict=True):
+                    piece.copy_(whole.flatten())
+            torch.distributed.broadcast(flat, group=stages.process_group, group_src=source)
+            yield from ((name, piece.view(shapes[name])) for name, piece in zip(names, pieces, strict=True))
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...] | None:
+    """Equal for tensors that can be gathered together; None for one that need not be."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+        return None
+    return tensor.device_mesh, tensor.dtype, tensor.device
+
+
+def _buckets(tensors: Iterable[Named], most: int) -> Iterator[list[Named]]:
+    bucket: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        own = tensor.numel() * tensor.element_size()
+        if bucket and size + own > most:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += own
+    if bucket:
+        yield bucket
+
+
+def _gathered(tensors: Sequence[DTensor]) -> list[Tensor]:
+    """Tensors of one mesh and dtype, whole."""
+    mesh = tensors[0].device_mesh
+    here = mesh.get_coordinate()
+    assert here is not None
+    dims = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and not all(_is_copied(t, d) for t in tensors)]
+    # The first rank along every dimension has the largest part.
+    sizes = [_shape(part_of(tensor, [0] * mesh.ndim)).numel() for tensor in tensors]
+    flat = tensors[0].to_local().new_zeros(sum(sizes))
+    for space, tensor in zip(flat.split(sizes), tensors, strict=True):
+        local = local_tensor(tensor)
+        space[: local.numel()] = local.flatten()
+    for dim in reversed(dims):
+        process_group = mesh.get_group(dim)
+        flat = all_gather(flat, Group(process_group.group_name, mesh.size(dim), here[dim]))
+    wholes = [local_tensor(tensor).new_empty(tensor.shape) for tensor in tensors]
+    for row, place in zip(flat.view(-1, sum(sizes)), product(*(range(mesh.size(d)) for d in dims)), strict=True):
+        there = list(here)
+        for dim, at in zip(dims, place, strict=True):
+            there[dim] = at
+        for piece, tensor, whole in zip(row.split(sizes), tensors, wholes, strict=True):
+            if any(_is_copied(tensor, dim) and there[dim] for dim in dims):
+                continue
+            part = part_of(tensor, there)
+            shape = _shape(part)
+            whole[part] = piece[: shape.numel()].view(shape)
+    return wholes
+
+
+def _is_copied(tensor: DTensor, dim: int) -> bool:
+    return tensor.placements[dim].is_replicate()
+
+
+def _shape(part: Sequence[slice]) -> torch.Size:
+    return torch.Size(axis.stop - axis.start for axis in part)
