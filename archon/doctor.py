@@ -170,7 +170,7 @@ def memory(engine: ArchonEngine) -> list[Memory]:
 @dataclass(frozen=True)
 class Placement:
     """How the parameters of one name (layers as `*`) lie: `shape` of the whole, `local` of this rank's part, `places`
-    such as `dp_shard_cp: rows`.
+    such as `dp_shard_cp: dim 0`.
 
     `sharded`: FSDP cuts it. `uneven`: its ranks do not hold equally much.
     """

@@ -125,9 +125,6 @@ class ArchonEngine:
             hf_config, str(config.path), is_critic=config.is_critic, init_score=config.init_score
         )
         self.ranks = Ranks.of(dims)
-        if dims.world_size > 1:
-            limit_collectives(config.timeout_s)
-
         kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, args.n_heads, args.n_kv_heads)
         tokens = TokenSplit(self.ranks, kind, config.attn_type)
         self.spec, self.args = spec, args
@@ -143,6 +140,8 @@ class ArchonEngine:
             self._forward = Forward(
                 self.model, self.device, tokens, config.is_critic, load, config.router_aux_loss_coef
             )
+        if dims.world_size > 1:
+            limit_collectives(config.timeout_s)
         build.fill(self.model, self.adapter)
         self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
@@ -373,7 +372,7 @@ class ArchonEngine:
         self.model.to(device)
         self.model.tie_weights()
         if self.optimizer is not None:
-            move_optimizer_state(self.optimizer, device)
+            move_optimizer_state(self.optimizer)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

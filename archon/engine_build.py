@@ -87,9 +87,6 @@ class Build:
     @torch.no_grad()
     def _init_weights(self, model: BaseArchonModel | StagedModel, tied: bool) -> None:
         """Fresh weights that do not depend on the layout: every rank draws all of them and keeps its parts."""
-        if isinstance(model, BaseArchonModel) and self.dims.world_size == 1:
-            model.init_weights()
-            return
         with torch.device("meta"):
             whole = self.spec.model_class(self.args)
         shapes = dict(whole.named_parameters(remove_duplicate=False))

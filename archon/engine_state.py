@@ -29,9 +29,9 @@ def held(tensor: Tensor) -> Tensor | Part:
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor | Part]:
-    """Every parameter that this rank holds a part of, by name, tied ones once, and the routers' balancing biases: the
-    live tensors, not copies."""
-    return {name: held(tensor) for name, tensor in _tensors(model).items() if not _is_copy(model, name)}
+    """Every parameter that this rank holds a part of, by name, tied ones once as the embedding, and the routers'
+    balancing biases: the live tensors, not copies."""
+    return {_source(model, name): held(tensor) for name, tensor in _tensors(model).items()}
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def load_model_state(
     `known` are the names that a pipeline's other ranks hold.
     """
     own = _tensors(model)
-    sources = {name: EMBEDDING if _is_copy(model, name) else name for name in own}
+    sources = {name: _source(model, name) for name in own}
     _check_names("parameters", {*sources.values()}, state, known)
     for name, tensor in own.items():
         value = state[sources[name]]
@@ -65,9 +65,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[st
     """Moments and step count by parameter name: live tensors; empty before the first step."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        names[id(parameter)]: {key: held(value) for key, value in values.items()}
+        _source(model, names[id(parameter)]): {key: held(value) for key, value in values.items()}
         for parameter, values in optimizer.state.items()
-        if not _is_copy(model, names[id(parameter)])
     }
 
 
@@ -84,7 +83,7 @@ def load_optimizer_state(
     optimizer.state.clear()
     if not state:
         return
-    sources = {name: EMBEDDING if _is_copy(model, name) else name for name in parameters}
+    sources = {name: _source(model, name) for name in parameters}
     _check_names("optimiser entries", {*sources.values()}, state, known)
     for name, parameter in parameters.items():
         own: dict[str, Tensor] = {}
@@ -109,13 +108,11 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | expert_biases(model)
 
 
-def _is_copy(model: nn.Module, name: str) -> bool:
-    """Whether it is a pipeline's second copy of the embedding: the head of its last stage, which is tied to it."""
-    return (
-        name == "output.weight"
-        and isinstance(model, StagedModel)
-        and any(getattr(module, "tied", False) for module in model.modules())
-    )
+def _source(model: nn.Module, name: str) -> str:
+    """The name under which a state has it: a pipeline's second copy of the embedding, the head of its last stage that
+    is tied to it, is the embedding."""
+    tied = isinstance(model, StagedModel) and any(getattr(module, "tied", False) for module in model.modules())
+    return EMBEDDING if tied and name == "output.weight" else name
 
 
 def _dtype(value: Tensor | Part | Stored) -> torch.dtype:
@@ -173,11 +170,11 @@ def own_value(value: Any, rank: int, same_layout: bool) -> Any:
     return value.values[rank if same_layout and len(value.values) > 1 else 0]
 
 
-def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Move moments and step counts to `device`, in place."""
-    for values in optimizer.state.values():
+def move_optimizer_state(optimizer: Optimizer) -> None:
+    """Move moments and step counts to where their parameters are, in place."""
+    for parameter, values in optimizer.state.items():
         for key, value in values.items():
-            values[key] = value.to(device)
+            values[key] = value.to(local_tensor(parameter).device)
 
 
 def _check_names(what: str, expected: Collection[str], given: Collection[str], known: Collection[str]) -> None:

@@ -9,6 +9,7 @@ from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fit import Fit
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import SPLIT_BACKWARD
+from archon.ranks import context_parallel_kind
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 
@@ -23,6 +24,12 @@ def check_layout(config: EngineConfig, args: BaseModelArgs, dims: ArchonParallel
         raise ConfigError(
             f"router_aux_loss_coef = {config.router_aux_loss_coef:g} evens the load of experts, and this model has "
             "none; set it to 0"
+        )
+    kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, sizes.heads, sizes.key_heads)
+    if dims.cp > 1 and kind == "allgather" and config.attn_type == "flash":
+        raise ConfigError(
+            f"attn_type = flash does not run where context parallelism gathers keys, as it does with context_parallel "
+            f"= {config.context_parallel} here; set attn_type = varlen, or context_parallel = ulysses"
         )
     if dims.pp_enabled:
         _check_pipeline(config, dims)

@@ -16,7 +16,7 @@ from archon.loss import LossFn, LossWeightFn
 from archon.parallel.comm import Group
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.pipeline import SPLIT_BACKWARD, Pipeline, StagedModel
-from archon.ranks import Ranks, TokenSplit
+from archon.ranks import SOLO, Ranks, TokenSplit
 from archon.train_step import Forward, MetricSums, whole_afterwards
 
 
@@ -38,7 +38,7 @@ class PipelineForward:
         }
         self.last_stage = model.plan.n_stages - 1
         self.last_rank = model.plan.rank_of(self.last_stage)
-        self._tie = _tied_group(model, tokens.ranks)
+        self._tie = _tied_group(model, tokens.ranks, device)
 
     @property
     def ranks(self) -> Ranks:
@@ -65,9 +65,7 @@ class PipelineForward:
         """As `Forward.accumulate`; the loss and the metrics are whole on the last stage's ranks, else empty."""
         total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
 
-        def finish(forward: Forward, mb: PackedBatch, idle: bool) -> Tensor:
-            if idle:
-                return forward.idle(mb)
+        def finish(forward: Forward, mb: PackedBatch) -> Tensor:
             loss, extra = forward.loss(mb, loss_fn, temperature, fuse=self.model.plan.schedule not in SPLIT_BACKWARD)
             loss = loss / denominator
             total.add_(loss.detach())
@@ -84,11 +82,10 @@ class PipelineForward:
         """As `Forward.evaluate`, on the last stage's ranks."""
         total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
 
-        def finish(forward: Forward, mb: PackedBatch, idle: bool) -> Tensor:
-            if not idle:
-                loss, extra = forward.loss(mb, loss_fn, temperature)
-                total.add_(loss / denominator)
-                metrics.add(extra)
+        def finish(forward: Forward, mb: PackedBatch) -> Tensor:
+            loss, extra = forward.loss(mb, loss_fn, temperature)
+            total.add_(loss / denominator)
+            metrics.add(extra)
             return total
 
         with whole_afterwards(self.model):
@@ -101,9 +98,8 @@ class PipelineForward:
         """As `Forward.scores`, on every rank."""
         results: list[list[Tensor]] = []
 
-        def finish(forward: Forward, mb: PackedBatch, idle: bool) -> Tensor:
-            if not idle:
-                results.append(forward.score(mb, temperature, entropy, only_trained))
+        def finish(forward: Forward, mb: PackedBatch) -> Tensor:
+            results.append(forward.score(mb, temperature, entropy, only_trained))
             return mb.tokens
 
         with whole_afterwards(self.model):
@@ -141,9 +137,10 @@ class PipelineForward:
         self,
         through: Callable[..., None],
         parts: Sequence[PackedBatch],
-        finish: Callable[[Forward, PackedBatch, bool], Tensor],
+        finish: Callable[[Forward, PackedBatch], Tensor],
     ) -> None:
-        """All micro-batches through the pipeline, `finish` being what the last stage does with each."""
+        """All micro-batches through the pipeline, `finish` being what the last stage does with each but the idle ones,
+        which take part in every collective and in nothing else."""
         count = self.ranks.most(len(parts), self.device)
         count = self.model.plan.micro_batches(count) if through == self.pipeline.backward else count
         least = max(self.tokens.rows(mb.lengths) for mb in parts)
@@ -153,7 +150,10 @@ class PipelineForward:
             idle = index >= len(batches)
             mb, forward = batches[0 if idle else index], self.stages[stage]
             forward = forward.with_input(hidden, least)
-            out = finish(forward, mb, idle) if stage == self.last_stage else forward.hidden(mb)
+            if stage < self.last_stage:
+                out = forward.hidden(mb)
+            else:
+                out = forward.idle(mb) if idle else finish(forward, mb)
             if not idle:
                 forward.load.add()
             return out
@@ -176,22 +176,23 @@ class PipelineForward:
             grad.copy_(total)
 
 
-def _tied_group(model: StagedModel, ranks: Ranks) -> Group | None:
+def _tied_group(model: StagedModel, ranks: Ranks, device: torch.device) -> Group | None:
     """The ranks of a pipeline that hold the embedding and the head of a tied model; None for an untied one."""
     args: Any = model.stages[0].args
     if not args.tie_word_embeddings or args.is_critic:
         return None
     ends = sorted({model.plan.rank_of(0), model.plan.rank_of(model.plan.n_stages - 1)})
     if len(ends) == 1:
-        return Group("", 1, 0)
+        return SOLO
     if len(ends) == ranks.pp.size:
         return ranks.pp
     members = dist.get_process_group_ranks(ranks.pp.process_group)
-    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, [members[end] for end in ends])
-    own = None
-    for pair in sorted({tuple(pair) for pair in everyone}):
+    mine = torch.tensor([members[end] for end in ends], device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    own = SOLO
+    for pair in sorted({tuple(pair.tolist()) for pair in everyone}):
         group = dist.new_group(list(pair))
         if dist.get_rank() in pair:
             own = Group(group.group_name, 2, pair.index(dist.get_rank()))
-    return own or Group("", 1, 0)
+    return own

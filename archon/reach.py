@@ -59,7 +59,7 @@ class Reach:
 
 
 def reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> Reach:
-    """What rank `rank` of `config.layout` would hold and send in a step on `micro_batches` documents of `tokens` each.
+    """What rank `rank` of `config.layout` would hold and send in a step on `micro_batches` of `tokens` each.
 
     Reads config.json alone and takes no memory for weights; works in a process of its own. Raises LayoutError for a
     rank that the layout has not, and whatever the engine refuses.
@@ -92,16 +92,16 @@ def _reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> 
             if isinstance(module, Router):
                 module.register_forward_hook(_in_turn)
         recorder.sums.clear()
-        batch = documents(engine.args.vocab_size, tokens * micro_batches)
+        batch = documents(engine.args.vocab_size, tokens, micro_batches)
         engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
     return measured(engine, rank, recorder.sums)
 
 
-def documents(vocab_size: int, tokens: int) -> PackedBatch:
-    """Documents of DOCUMENT tokens, every token trained: attention inside a document sends nothing, so that their
-    length matters to nobody."""
-    count = max(1, tokens // DOCUMENT)
-    lengths = torch.tensor([tokens // count + (index < tokens % count) for index in range(count)])
+def documents(vocab_size: int, tokens: int, micro_batches: int = 1) -> PackedBatch:
+    """What fills so many micro-batches of `tokens` exactly: documents of DOCUMENT tokens and one of the rest, every
+    token trained. Attention inside a document sends nothing, so that their length matters to nobody."""
+    rest = [tokens % DOCUMENT] if tokens % DOCUMENT else []
+    lengths = torch.tensor(([DOCUMENT] * (tokens // DOCUMENT) + rest) * micro_batches)
     mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     ids = torch.arange(mask.numel()).view(mask.shape) % vocab_size
     return pack({"input_ids": ids * mask, "attention_mask": mask, "loss_mask": mask.long()})

@@ -34,4 +34,4 @@ def stall_watch(folder: Path, seconds: float | None) -> Iterator[None]:
         finally:
             faulthandler.cancel_dump_traceback_later()
             if not os.fstat(file.fileno()).st_size:
-                stack_file(folder).unlink()
+                stack_file(folder).unlink(missing_ok=True)

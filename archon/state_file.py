@@ -48,9 +48,9 @@ def file_of(agreement: Agreement) -> str:
 def own_share(parts: Mapping[str, Part], agreement: Agreement) -> dict[str, Part]:
     """Of the parts this rank holds those that it is to write: every box of every tensor falls to one rank. A
     collective."""
-    held = {_box_id(name, part): name for name, part in parts.items() if part.data.numel() or not part.box}
     if agreement.size == 1:
-        return {name: parts[name] for name in parts}
+        return dict(parts)
+    held = {_box_id(name, part): name for name, part in parts.items() if part.data.numel() or 0 in part.shape}
     ids = torch.tensor(sorted(held), dtype=torch.int64)
     counts = agreement.all_gather(torch.tensor([len(ids)])).flatten().tolist()
     padded = torch.full((max(*counts, 1),), torch.iinfo(torch.int64).max)

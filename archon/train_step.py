@@ -263,7 +263,7 @@ class Forward:
 
     @property
     def loads(self) -> list[RouterLoad]:
-        """What the routers chose in the training micro-batches, one for each part of the model."""
+        """What the routers have chosen since these were cleared, one for each part of the model."""
         return [self.load]
 
     def read(self, sums: MetricSums, **scalars: Tensor) -> dict[str, float]:

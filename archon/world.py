@@ -65,11 +65,7 @@ class World:
 
     def main_first(self, action: Callable[[], None]) -> None:
         """Do something on the main rank; the others wait until it is done."""
-
-        def act() -> None:
-            action()
-
-        self.tell(act)
+        self.tell(action)
 
 
 def _tensor(data: bytes) -> Tensor:

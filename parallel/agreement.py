@@ -20,7 +20,8 @@ from archon.schema.errors import CheckpointError
 
 class Agreement:
     """All ranks of the run, as they agree; one process agrees with itself. Each method is a collective, not to be
-    called from two threads at once."""
+    called from two threads at once. It waits up to PyTorch's own half an hour and not `timeout_s`, for one rank may be
+    writing a checkpoint meanwhile."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group

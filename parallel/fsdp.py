@@ -80,8 +80,8 @@ def _expert_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `apply_fsdp` was applied."""
-    return isinstance(model, FSDPModule)
+    """Whether `apply_fsdp` was applied to it, or to a part of it such as a pipeline's stage."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:

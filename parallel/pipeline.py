@@ -54,6 +54,8 @@ class StagePlan:
 
     def micro_batches(self, wanted: int) -> int:
         """How many micro-batches the schedule runs where `wanted` hold something; the rest are idle."""
+        if self.schedule == "1f1b":
+            return max(self.pp, wanted)
         least = self.n_stages if self.schedule in SPLIT_BACKWARD else self.pp
         return max(least, -(-wanted // self.pp) * self.pp)
 
@@ -182,7 +184,9 @@ class Pipeline:
 
     def __init__(self, model: StagedModel, group: Group, device: torch.device, dtype: torch.dtype, dim: int) -> None:
         self.model, self.group, self.device, self.dtype, self.dim = model, group, device, dtype, dim
-        self._schedules: dict[tuple[int, int], tuple[Any, list[_Stage]]] = {}
+        self._built: tuple[int, int] | None = None
+        self._schedule: Any = None
+        self._stages: list[_Stage] = []
 
     @property
     def plan(self) -> StagePlan:
@@ -194,9 +198,11 @@ class Pipeline:
         `rows` are the rows of the hidden states that one rank passes on.
         """
         key = (micro_batches, rows)
-        if key not in self._schedules:
-            self._schedules[key] = self._schedule(*key)
-        schedule, stages = self._schedules[key]
+        if self._built != key:
+            # One at a time: a schedule holds receive buffers of its shape, and packed batches have many shapes.
+            self._schedule, self._stages = self._build(*key)
+            self._built = key
+        schedule, stages = self._schedule, self._stages
         for stage in stages:
             stage.run, stage.has_backward = run, True
         first = [(torch.zeros((), device=self.device),) if 0 in self.model.numbers else ()] * micro_batches
@@ -207,8 +213,10 @@ class Pipeline:
             return_outputs=False,
         )
         schedule._internal_losses.clear()
+        for stage in stages:
+            del stage.run  # it holds the batch
 
-    def _schedule(self, micro_batches: int, rows: int) -> tuple[Any, list[_Stage]]:
+    def _build(self, micro_batches: int, rows: int) -> tuple[Any, list[_Stage]]:
         stages = []
         hidden = torch.empty(rows, self.dim, dtype=self.dtype, device="meta")
         scalar = torch.empty((), dtype=torch.float32, device="meta")

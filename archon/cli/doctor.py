@@ -57,14 +57,14 @@ def command(
     engine = ArchonEngine(config)
     engine.stacks = stacks
     engine.initialize()
-    complaints = examine(engine, tokens * micro_batches)
+    complaints = examine(engine, tokens, micro_batches)
     if engine.parallel_dims.world_size > 1:
         dist.destroy_process_group()
     if complaints:
         raise typer.Exit(1)
 
 
-def examine(engine: ArchonEngine, tokens: int) -> list[str]:
+def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[str]:
     """Every check, on every rank; rank 0 prints what it finds. Gives back what is wrong."""
     from archon.doctor import inconsistencies, memory, placements, self_test, world
     from archon.loss import CrossEntropyLoss, loss_token_count
@@ -81,7 +81,7 @@ def examine(engine: ArchonEngine, tokens: int) -> list[str]:
     say("collectives: " + ("; ".join(complaints) or "all right in every group"))
     loaded = inconsistencies(engine)
     say("copies as loaded: " + ("; ".join(loaded) or "bitwise equal"))
-    engine.train_batch(documents(engine.args.vocab_size, tokens), CrossEntropyLoss(), loss_token_count)
+    engine.train_batch(documents(engine.args.vocab_size, tokens, micro_batches), CrossEntropyLoss(), loss_token_count)
     trained = inconsistencies(engine)
     say("copies after a step: " + ("; ".join(trained) or "bitwise equal"))
     say("", "rank  parameters  moments  peak, GiB")

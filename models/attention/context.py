@@ -13,7 +13,6 @@ from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.varlen import varlen_attention
 from archon.parallel.comm import Group, all_gather, all_to_all
 from archon.parallel.context import SequenceShare, ulysses_repeat
-from archon.schema.errors import ConfigError
 
 
 class SharedAttention(AttentionMeta):
@@ -74,8 +73,7 @@ class GatheredAttention(SharedAttention):
 
     def begin(self, hidden: Tensor) -> None:
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
-        if self.backend == "flash":
-            raise ConfigError("attn_type = flash does not run with context_parallel = allgather; use varlen or ulysses")
+        assert self.backend != "flash", "the layout's check refuses it"
         lengths, own = self.lengths, self.share.plan.chunks[self.share.cp.rank]
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         self.queries = [stop - start for _, start, stop in own]

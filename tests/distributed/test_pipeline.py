@@ -1,0 +1,151 @@
+"""What a pipeline does besides gradients: evaluation of unequal shares, its state, its schedules, failed steps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archon.engine import ArchonEngine
+from archon.hf_io import load_model
+from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.parallel.layout import parse_layout
+from archon.parallel.pipeline import _Stage
+from archon.state_tree import Part
+from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, rows_of
+from tests.distributed.checkpoints import whole_state
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+# Groups that span the data-parallel ranks within a stage: experts, and weights gathered anew for each micro-batch.
+UNEVEN = [Case("d2p2e2", "moe"), Case("d2p2", "tied", config={"reshard_after_forward": "always"}), Case("d2p2", "moe")]
+
+
+def engine_of(case: Case, folder: str) -> ArchonEngine:
+    engine = ArchonEngine(engine_config(case, f"{folder}/checkpoint", case.layout))
+    engine.initialize(total_steps=10)
+    return engine
+
+
+def own_rows(engine: ArchonEngine) -> dict[str, Tensor]:
+    return rows_of(batch(LENGTHS, seed=3), engine.ranks.dp.rank, engine.ranks.dp.size)
+
+
+def plain_logprobs(path: str, rows: dict[str, Tensor]) -> Tensor:
+    """[B, S], one document at a time through the plain model; 0 at first tokens and padding."""
+    model = load_model(path, dtype=torch.float64)
+    found = torch.zeros(rows["input_ids"].shape, dtype=torch.float64)
+    for row, tokens in enumerate(rows["input_ids"]):
+        n = int(rows["attention_mask"][row].sum())
+        logits = model(tokens[:n], torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n)
+        scores = logits[:-1].log_softmax(-1).gather(1, tokens[1:n].unsqueeze(1))
+        found[row, 1:n] = scores.squeeze(1)
+    return found
+
+
+@torch.no_grad()
+def evaluate_uneven(folder: str, case: Case) -> tuple[float, float, int]:
+    """Largest error of the logprobs, the loss's error, and this rank's micro-batches."""
+    engine = engine_of(case, folder)
+    rows = own_rows(engine)
+    scores = engine.forward_batch(rows)
+    expected = plain_logprobs(f"{folder}/checkpoint", rows)
+    everything = batch(LENGTHS, seed=3)
+    of_all = plain_logprobs(f"{folder}/checkpoint", everything)
+    loss = -(of_all * everything["loss_mask"]).sum() / everything["loss_mask"].sum()
+    found = engine.eval_batch(rows, CrossEntropyLoss(), loss_token_count)["loss"]
+    return float((scores - expected).abs().max()), abs(found - float(loss)), len(engine._cut(rows)[1])
+
+
+@pytest.mark.parametrize("case", UNEVEN, ids=[case.name for case in UNEVEN])
+def test_ranks_with_unequal_micro_batches_evaluate_together(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path], case: Case
+) -> None:
+    found = ranks(parse_layout(case.layout).world_size).run(evaluate_uneven, str(reference(case)), case)
+    assert len({count for _, _, count in found}) > 1
+    for scores, loss, _ in found:
+        assert scores < 1e-12
+        assert loss < 1e-12
+
+
+def undo(folder: str, case: Case) -> list[str]:
+    """Names that differ after train, remember, train, and back."""
+    engine = engine_of(case, folder)
+    rows = own_rows(engine)
+    engine.train_batch(rows, loss_of(case), loss_token_count)
+    state = copied(engine.state_dict())
+    before = whole_state(engine)
+    engine.train_batch(rows, loss_of(case), loss_token_count)
+    engine.load_state_dict(state)
+    after = whole_state(engine)
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def copied(value: Any) -> Any:
+    """A state with copies of its live tensors."""
+    if isinstance(value, Part):
+        return Part(value.data.clone(), value.shape, value.box)
+    if isinstance(value, dict):
+        return {key: copied(x) for key, x in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("layout", ["p2", "p4"])
+def test_a_tied_pipeline_takes_back_its_own_state(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path], layout: str
+) -> None:
+    case = Case(layout, "tied")
+    assert ranks(parse_layout(layout).world_size).run(undo, str(reference(case)), case) == [[]] * int(layout[1:])
+
+
+def train_on_many_shapes(folder: str, case: Case) -> tuple[int, bool]:
+    """Schedules alive after batches of several lengths, and whether one still holds a batch."""
+    engine = engine_of(case, folder)
+    for seed in range(4):
+        lengths = tuple(length + seed for length in LENGTHS)
+        engine.train_batch(batch(lengths, seed=seed), loss_of(case), loss_token_count)
+    gc.collect()
+    stages = [x for x in gc.get_objects() if isinstance(x, _Stage) and x.submod in engine.model.modules()]
+    return len(stages), any(hasattr(stage, "run") for stage in stages)
+
+
+def test_a_pipeline_keeps_no_schedule_of_an_earlier_shape(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
+) -> None:
+    """Each holds receive buffers for all its micro-batches, and packed batches have ever new shapes."""
+    case = Case("p2")
+    assert ranks(2).run(train_on_many_shapes, str(reference(case)), case) == [(1, False)] * 2
+
+
+class _Fails:
+    def __call__(self, *_: Any) -> Any:
+        raise ZeroDivisionError("in the loss")
+
+
+def train_after_an_error(folder: str, case: Case) -> str:
+    engine = engine_of(case, folder)
+    if engine.ranks.pp.rank == 1:  # the other would wait for it
+        try:
+            engine._forward.accumulate = _Fails()  # type: ignore[method-assign]
+            engine.train_batch(own_rows(engine), loss_of(case), loss_token_count)
+        except ZeroDivisionError:
+            pass
+        try:
+            engine.forward_batch(own_rows(engine))
+        except Exception as error:  # noqa: BLE001
+            return str(error)
+    return ""
+
+
+def test_an_error_inside_a_step_ends_a_pipelines_engine(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
+) -> None:
+    case = Case("p2")
+    found = ranks(2).run(train_after_an_error, str(reference(case)), case)
+    assert "an error ended an earlier train_batch half way" in found[1]
