@@ -7,62 +7,23 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from archon.rl.algorithms.advantages import ADVANTAGES
-from archon.rl.algorithms.aggregation import AGGREGATIONS
-from archon.rl.algorithms.losses import POLICY_LOSSES
-from archon.rl.algorithms.presets import PRESETS
+from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
+from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.replay import check_replayable
 from archon.rl.types import GenerationHyperparameters
 from archon.schema.config import EngineConfig, OptimizerConfig, SchedulerConfig, StrictModel
-
-GroupsWithoutSpread = Literal["keep", "drop", "refill"]
-
-
-class AlgorithmConfig(StrictModel):
-    """The objective. `preset` fills every field that is not given; the defaults shown are those of `grpo`."""
-
-    preset: str = Field("grpo", description="named algorithm whose parts fill whatever is not set here")
-    advantage: str = Field("grpo", description="how rewards become advantages")
-    advantage_eps: float = Field(1e-6, gt=0, description="added to the group's standard deviation")
-    policy_loss: str = Field("ppo", description="per-token policy loss")
-    clip_eps_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_eps_low")
-    clip_eps_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_eps_high")
-    aggregation: str = Field("seq_mean_token_mean", description="how token losses become one number")
-    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL to the reference model")
-    kl_coef: float = Field(0.04, ge=0, description="weight of that KL in the loss; positive needs `ref`")
-    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    groups_without_spread: GroupsWithoutSpread = Field(
-        "keep", description="groups of equal reward: keep, drop, or drop and refill with other prompts"
-    )
-    ppo_epochs: int = Field(1, ge=1, description="passes over each batch of trajectories")
-    minibatches: int = Field(1, ge=1, description="optimiser steps a pass")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(preset := data.get("preset", "grpo"), str):
-            return {**PRESETS[preset], **data}
-        return data
-
-    @model_validator(mode="after")
-    def _parts_are_known(self) -> AlgorithmConfig:
-        for table, name in (
-            (ADVANTAGES, self.advantage),
-            (POLICY_LOSSES, self.policy_loss),
-            (AGGREGATIONS, self.aggregation),
-        ):
-            table[name]
-        return self
 
 
 class DatasetConfig(StrictModel):
     """One dataset: a named one, a JSONL or parquet file, or a Hugging Face set."""
 
-    path: str = Field(description="gsm8k | arithmetic | a .jsonl or .parquet file or folder | a Hugging Face set")
+    path: str = Field(
+        description="a named set (gsm8k, arithmetic, …) | a .jsonl or .parquet file or folder | a Hugging Face set"
+    )
     split: str = Field("train", description="which part of it")
     subset: str | None = Field(None, description="configuration of a Hugging Face set that has several")
     data_dir: str | None = Field(
-        None, description="folder of gsm8k's files; null: $ARCHON_DATA/gsm8k or ../shared/data/gsm8k"
+        None, description="folder of a named set's files; null: of that name in $ARCHON_DATA or ../shared/data"
     )
     prompt_key: str = Field("prompt", description="column of the prompt; a named set knows its own")
     response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
@@ -197,6 +158,9 @@ class RLConfig(StrictModel):
     ref: EngineConfig | None = Field(
         None, description="the reference model of the KL term; not loaded where algorithm.kl_coef is 0"
     )
+    critic: EngineConfig | None = Field(
+        None, description="the critic of advantage gae; a policy's checkpoint gets a new value head"
+    )
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the actor's")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the objective")
     gconfig: GenerationHyperparameters = Field(
@@ -208,6 +172,9 @@ class RLConfig(StrictModel):
     eval_data: DatasetConfig | None = Field(None, description="held-out prompts")
     reward: str = Field(description="name or dotted path of the reward function")
     workflow: str = Field("archon.rl.RLVRWorkflow", description="dotted path of the workflow")
+    workflow_args: dict[str, Any] = Field(
+        default_factory=dict, description="further arguments of its constructor, such as max_turns"
+    )
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out evaluation")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
     gate: GateConfig = Field(default_factory=GateConfig, description="ratio gate")
@@ -222,10 +189,18 @@ class RLConfig(StrictModel):
                 f"algorithm.kl_coef is {self.algorithm.kl_coef}, which needs a reference model: set `ref`, or "
                 "algorithm.kl_coef=0"
             )
-        if self.gconfig.n_samples < 2:
+        if self.algorithm.advantage in GROUP_ADVANTAGES and self.gconfig.n_samples < 2:
             raise ValueError(
                 f"gconfig.n_samples is {self.gconfig.n_samples}; a group needs at least 2 answers to differ in reward"
             )
+        if self.algorithm.groups_without_spread != "keep" and self.gconfig.n_samples < 2:
+            raise ValueError(
+                f"algorithm.groups_without_spread = {self.algorithm.groups_without_spread} would leave nothing, as a "
+                f"group is one answer (gconfig.n_samples = {self.gconfig.n_samples}); set it to keep"
+            )
+        if self.algorithm.length_budget is None:
+            self.algorithm.length_budget = self.gconfig.max_new_tokens
+        self._critic_agrees()
         if self.gconfig.seed is not None:
             raise ValueError("gconfig.seed is not for a run, whose answers would all be alike; set `seed`")
         if self.ref is not None and "layout" not in self.ref.model_fields_set:
@@ -238,6 +213,22 @@ class RLConfig(StrictModel):
         check_replayable(self.gconfig, self.gconfig.temperature)
         _require_exportable(self.actor, "actor")
         return self
+
+    def _critic_agrees(self) -> None:
+        needed = self.algorithm.advantage == "gae"
+        if needed and self.critic is None:
+            raise ValueError("algorithm.advantage is gae, which needs a critic: set `critic`, such as critic.path=…")
+        if self.critic is None:
+            return
+        if not needed:
+            raise ValueError(
+                f"a critic is set, and algorithm.advantage {self.algorithm.advantage!r} has no use for it; remove "
+                "`critic`, or set algorithm.advantage=gae"
+            )
+        self.critic.is_critic = True
+        for name, value in (("init_score", True), ("layout", self.actor.layout)):
+            if name not in self.critic.model_fields_set:
+                setattr(self.critic, name, value)
 
 
 class SFTConfig(StrictModel):
@@ -260,6 +251,33 @@ class SFTConfig(StrictModel):
     @model_validator(mode="after")
     def _ends_with_an_export(self) -> SFTConfig:
         _require_exportable(self.model, "model")
+        return self
+
+
+class PreferenceConfig(SFTConfig):
+    """Training of one model on pairs of answers."""
+
+    loss: Literal["dpo", "ipo", "reward"] = Field(
+        "dpo", description="dpo and ipo train a policy, reward a reward model"
+    )
+    beta: float = Field(0.1, gt=0, description="how strongly dpo and ipo hold the policy to the reference")
+    ref: EngineConfig | None = Field(None, description="the reference of dpo and ipo; null: the model as it starts")
+
+    @model_validator(mode="after")
+    def _models_agree(self) -> PreferenceConfig:
+        if self.loss == "reward":
+            if self.ref is not None:
+                raise ValueError("loss reward needs no reference model; remove `ref`")
+            self.model.is_critic = True
+            if "init_score" not in self.model.model_fields_set:
+                self.model.init_score = True
+            return self
+        if self.model.is_critic:
+            raise ValueError(f"model.is_critic is set, and loss {self.loss} trains a policy; choose loss=reward")
+        if self.ref is None:
+            self.ref = EngineConfig.model_validate({**self.model.model_dump(), "optimizer": None})
+        elif "layout" not in self.ref.model_fields_set:
+            self.ref.layout = self.model.layout
         return self
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from archon.rl.datasets import RowDataset, RowLoader, get_custom_dataset
+from archon.rl.datasets.registry import DatasetKind
 from archon.rl.rollout import Prompt
 
 if TYPE_CHECKING:
     from archon.rl.config import DatasetConfig
 
 
-def load_rows(config: DatasetConfig, kind: Literal["rl", "sft"], tokenizer: Any) -> RowDataset:
+def load_rows(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> RowDataset:
     """The rows a configuration names, at most `limit` of them."""
     dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, **config.model_dump(exclude={"limit"}))
     return RowDataset(dataset.name, dataset.rows[: config.limit], dataset.n_filtered)

@@ -15,6 +15,7 @@ from archon.parallel.layout import parse_layout
 from archon.ranks import join_process_group
 from archon.runner import Runner
 from archon.schema.config import EngineConfig, StrictModel
+from archon.schema.errors import CheckpointError
 from archon.state_file import read_whole
 from archon.world import World
 
@@ -72,8 +73,10 @@ def long_lived_objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def load_newest(runner: Runner, engine: ArchonEngine) -> tuple[int, dict[str, Any]] | None:
-    """(step, state) of the run's newest checkpoint, its engine's part loaded; None where nothing has been saved.
+def load_newest(
+    runner: Runner, engine: ArchonEngine, critic: ArchonEngine | None = None
+) -> tuple[int, dict[str, Any]] | None:
+    """(step, state) of the run's newest checkpoint, its engines' parts loaded; None where nothing has been saved.
 
     Every rank calls it; the checkpoint may be of another layout.
     """
@@ -82,14 +85,27 @@ def load_newest(runner: Runner, engine: ArchonEngine) -> tuple[int, dict[str, An
         return None
     with opened_state(folder, model_fingerprint(engine.args)) as (step, state):
         engine.load_state_dict(state.pop("engine"))
+        if critic is not None:
+            if "critic" not in state:
+                raise CheckpointError(f"{folder}: the checkpoint has no critic; was algorithm.advantage changed?")
+            critic.load_state_dict(state.pop("critic"))
         runner.log(f"resuming after step {step}")
         return step, read_whole(state)
 
 
 def save_newest(
-    runner: Runner, engine: ArchonEngine, step: int, state: dict[str, Any], keep: int, *, asynchronous: bool = False
+    runner: Runner,
+    engine: ArchonEngine,
+    step: int,
+    state: dict[str, Any],
+    keep: int,
+    *,
+    critic: ArchonEngine | None = None,
+    asynchronous: bool = False,
 ) -> None:
-    """Save the engine and `state` as the checkpoint of `step`, for `load_newest`; every rank calls it."""
+    """Save the engines and `state` as the checkpoint of `step`, for `load_newest`; every rank calls it."""
     fingerprint = model_fingerprint(engine.args)
     everything = {"engine": engine.state_dict(), **state}
+    if critic is not None:
+        everything["critic"] = critic.state_dict()
     engine.saver.save(runner.directory.checkpoints, step, everything, keep, fingerprint, asynchronous=asynchronous)

@@ -20,7 +20,7 @@ from archon.schema.errors import ConfigError, RolloutError, UserError
 from archon.world import World
 
 if TYPE_CHECKING:
-    from archon.rl.config import GroupsWithoutSpread
+    from archon.rl.algorithms.config import GroupsWithoutSpread
 
 FAILURES_AT_START = 16
 """So many failed episodes before the first success are no accident: the run stops without waiting for the rest."""

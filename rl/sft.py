@@ -15,7 +15,7 @@ from archon.hf_io import load_tokenizer
 from archon.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.layout import parse_layout
 from archon.rl.config import SFTConfig
-from archon.rl.data import load_rows
+from archon.rl.data import DatasetKind, load_rows
 from archon.rl.datasets import RowDataset, RowLoader
 from archon.rl.loop import due, join, load_newest, save_newest, saved_at_the_end, timed
 from archon.rl.shares import own_rows, require_documents
@@ -24,10 +24,12 @@ from archon.runner import Runner
 COLUMNS = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
 
 
-def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """SFT rows as a padded batch for the engine, shorter rows first, so that attention meets equal lengths together."""
-    rows = sorted(rows, key=lambda row: len(row["input_ids"]))
-    width = len(rows[-1]["input_ids"])
+def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[str, Tensor]:
+    """SFT rows as a padded batch for the engine; with `sort` shorter rows first, so that attention meets equal lengths
+    together."""
+    if sort:
+        rows = sorted(rows, key=lambda row: len(row["input_ids"]))
+    width = max(len(row["input_ids"]) for row in rows)
 
     def column(name: str) -> Tensor:
         return torch.tensor([[*row[name], *[0] * (width - len(row[name]))] for row in rows])
@@ -50,12 +52,13 @@ class SFTTrainer:
         probe: measures something of its own, and may end the run before its last step.
     """
 
+    kind: DatasetKind = "sft"
     engine: ArchonEngine
     loader: RowLoader
     held_out: RowDataset | None
 
     def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
-        self.config = config
+        self.config: SFTConfig = config
         self.runner = runner
         self.probe = probe
         self.step = 0
@@ -111,8 +114,8 @@ class SFTTrainer:
         """Load tokenizer, rows and model, and go on from the newest checkpoint where the configuration asks for it."""
         config = self.config
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
-        rows = load_rows(config.train_data, "sft", tokenizer)
-        self.held_out = load_rows(config.eval_data, "sft", tokenizer) if config.eval_data else None
+        rows = load_rows(config.train_data, self.kind, tokenizer)
+        self.held_out = load_rows(config.eval_data, self.kind, tokenizer) if config.eval_data else None
         ranks = parse_layout(config.model.layout).dp
         require_documents(config.batch_size, ranks, "batch_size")
         if self.held_out is not None:

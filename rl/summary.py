@@ -30,7 +30,8 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
 def write_groups(
     writer: TrajectoryWriter, batch: RolloutBatch, advantages: Tensor, n_groups: int, step: int, tokenizer: Any
 ) -> None:
-    """Write every sample of the first `n_groups` groups, special tokens shown."""
+    """Write every sample of the first `n_groups` groups, special tokens shown; `advantages` [B, S] as the mean over an
+    answer's tokens."""
     trajectories = batch.trajectories
     for group, prompt in enumerate(batch.prompts[:n_groups]):
         for row in (trajectories["group_ids"] == group).nonzero().flatten().tolist():
@@ -47,7 +48,7 @@ def write_groups(
                 answer,
                 trajectories["rewards"][row].item(),
                 length=int(trained.sum()),
-                advantage=advantages[row].item(),
+                advantage=advantages[row].sum().item() / max(int(trained.sum()), 1),
                 split="train",
                 tokens=tokenizer.convert_ids_to_tokens(ids[trained].tolist()),
                 logprobs=trajectories["logprobs"][row][trained].tolist(),

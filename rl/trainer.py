@@ -12,6 +12,7 @@ from archon.engine import ArchonEngine
 from archon.hf_io import load_tokenizer
 from archon.metrics import read_jsonl
 from archon.parallel.layout import parse_layout
+from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
 from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
 from archon.rl.data import PromptStream, load_rows
@@ -120,13 +121,14 @@ class RLTrainer:
         if batch:
             if not self._gate_passed:
                 self._pass_gate(batch)
-            advantages = self.update.advantages(batch.trajectories, self.step)
+            with timed(seconds, "score"):
+                prepared, measured = self.update.prepare(batch.trajectories, self.step)
             if self.runner is not None:
                 n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
-                write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer)
+                write_groups(writer, batch, prepared["advantages"], n_groups, self.step + 1, self.tokenizer)
             self._updating = True
             with timed(seconds, "update"):
-                metrics |= self.update.train(batch.trajectories, advantages, self.step)
+                metrics |= measured | self.update.train(prepared, self.step)
             check_gate(metrics["first_logprob_diff"], self._gate_limit)
             with timed(seconds, "push"):
                 self.engine.version += 1
@@ -172,7 +174,7 @@ class RLTrainer:
             self.engine.wait_for_saves()
             return
         state, keep = {"prompts": self._cursor}, self.config.checkpoint.keep
-        save_newest(self.runner, self.engine, self.step, state, keep, asynchronous=asynchronous)
+        save_newest(self.runner, self.engine, self.step, state, keep, critic=self.critic, asynchronous=asynchronous)
         self._saved_step = self.step
 
     def finish(self) -> None:
@@ -245,7 +247,8 @@ class RLTrainer:
         answers = config.rollout.prompts_per_step * config.gconfig.n_samples
         require_documents(answers, ranks, "rollout.prompts_per_step * gconfig.n_samples")
         self.engine = ArchonEngine(config.actor)
-        self.engine.initialize(config.total_steps * algorithm.ppo_epochs * algorithm.minibatches)
+        steps = config.total_steps * algorithm.ppo_epochs * algorithm.minibatches
+        self.engine.initialize(steps)
         if self.runner is not None:
             self.engine.stacks = self.runner.directory.stacks
         reference = None
@@ -253,10 +256,16 @@ class RLTrainer:
             assert config.ref is not None
             reference = ArchonEngine(config.ref.model_copy(update={"optimizer": None}))
             reference.initialize()
+        self.critic = None
+        if config.critic is not None:
+            self.critic = ArchonEngine(config.critic)
+            self.critic.initialize(steps)
         self.update = PolicyUpdate(
             self.engine,
             reference,
             algorithm,
+            critic=self.critic,
+            max_new_tokens=config.gconfig.max_new_tokens,
             temperature=config.gconfig.temperature,
             seed=config.seed,
             shuffle_rewards=config.control.shuffle_rewards,
@@ -281,7 +290,9 @@ class RLTrainer:
             dtype=getattr(torch, config.actor.dtype),
             **config.generator.model_dump(exclude={"memory_gib"}),
         )
-        trained = resolve_workflow(workflow, reward_fn=reward, gconfig=config.gconfig, tokenizer=self.tokenizer)
+        trained = resolve_workflow(
+            workflow, config.workflow_args, reward_fn=reward, gconfig=config.gconfig, tokenizer=self.tokenizer
+        )
         temperature = config.gconfig.temperature
         self.rollout = Rollout(
             self.generator,
@@ -312,7 +323,7 @@ class RLTrainer:
         """Go on from the newest checkpoint where the configuration asks for it and there is one."""
         if not self.config.resume or self.runner is None:
             return
-        found = load_newest(self.runner, self.engine)
+        found = load_newest(self.runner, self.engine, self.critic)
         if found is not None:
             self.step, state = found
             self._saved_step = self.step
@@ -326,6 +337,8 @@ class RLTrainer:
 
     def _watch_spread(self, metrics: Mapping[str, float]) -> None:
         """Say so when step after step no group has two answers of different rewards."""
+        if self.config.algorithm.advantage not in GROUP_ADVANTAGES:
+            return
         alike = metrics.get("rollout/groups_without_spread", 0.0)
         self._steps_alike = self._steps_alike + 1 if alike and alike == metrics["rollout/episodes"] else 0
         if self._steps_alike in STEPS_ALIKE:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from archon.engine import ArchonEngine
-from archon.rl.algorithms.advantages import ADVANTAGES
-from archon.rl.algorithms.objective import PolicyObjective
-from archon.rl.config import AlgorithmConfig
+from archon.rl.algorithms.advantages import ADVANTAGES, Outcomes
+from archon.rl.algorithms.config import AlgorithmConfig
+from archon.rl.algorithms.corrections import CORRECTIONS
+from archon.rl.algorithms.kl import kl_estimate
+from archon.rl.algorithms.losses import second_moment_mask
+from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
+from archon.rl.algorithms.shaping import overlong_penalty
 from archon.rl.context import derive_seed
 from archon.rl.replay import mean_logprob_difference
 from archon.rl.shares import own_documents, score_shared
 
-TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "advantages", "ref_logprobs")
+Batch = dict[str, Tensor]
+TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
 
 
 class PolicyUpdate:
-    """Advantages, reference logprobs and optimiser steps for one batch at a time.
+    """What a batch of trajectories is worth, and the optimiser steps on it.
 
     With several processes each has the whole batch, and scores and trains its share of the documents.
 
@@ -27,7 +32,9 @@ class PolicyUpdate:
         engine: the policy.
         reference: scores the same tokens for the KL term; needed exactly when `kl_coef` is positive.
         algorithm: the objective.
+        critic: estimates what is still to come; needed exactly with advantage `gae`.
         temperature: of the rollout, at which every logprob here is taken too.
+        max_new_tokens: the limit of the answers, for the penalty of overlong ones.
         seed: of the minibatch order and of the shuffled-rewards control.
         shuffle_rewards: permute the rewards over the batch, so that nothing can be learnt.
     """
@@ -38,68 +45,149 @@ class PolicyUpdate:
         reference: ArchonEngine | None,
         algorithm: AlgorithmConfig,
         *,
+        critic: ArchonEngine | None = None,
         temperature: float,
+        max_new_tokens: int = 1,
         seed: int = 0,
         shuffle_rewards: bool = False,
     ) -> None:
         self.engine = engine
         self.reference = reference
+        self.critic = critic
         self.algorithm = algorithm
         self.temperature = temperature
+        self.max_new_tokens = max_new_tokens
         self.seed = seed
         self.shuffle_rewards = shuffle_rewards
         self._objective = PolicyObjective(algorithm)
+        self._value_objective = ValueObjective(algorithm)
 
     def logprob_difference(self, trajectories: Mapping[str, Tensor]) -> float:
         """Mean |log π_trainer − log π_generator| over the loss tokens of a batch that was just generated."""
-        logprobs = self._logprobs(self.engine, _fields(trajectories))
+        logprobs = self._logprobs(self.engine, trajectories)
         return mean_logprob_difference(logprobs, trajectories["logprobs"], trajectories["loss_mask"])
 
-    def advantages(self, trajectories: Mapping[str, Tensor], step: int) -> Tensor:
-        """One number a trajectory, float [B]; from permuted rewards under the shuffled-rewards control."""
-        rewards = trajectories["rewards"]
-        if self.shuffle_rewards:
-            rewards = rewards[torch.randperm(len(rewards), generator=_generator(self.seed, step, 1))]
-        return ADVANTAGES[self.algorithm.advantage](rewards, trajectories["group_ids"], self.algorithm)
-
-    def train(self, trajectories: Mapping[str, Tensor], advantages: Tensor, step: int) -> dict[str, float]:
-        """`ppo_epochs` passes of `minibatches` optimiser steps each; metrics are means over those steps.
+    def prepare(self, trajectories: Mapping[str, Tensor], step: int) -> tuple[Batch, dict[str, float]]:
+        """Everything the optimiser steps need, scored and computed before the first of them.
 
         Args:
             trajectories: [B, S] and [B] tensors as `RolloutBatch` has them.
-            advantages: [B].
+            step: the trainer's step, from which the shuffling control derives.
+
+        Returns:
+            The tokens with `advantages` [B, S] and what the objective asks for, in the order of `trajectories`; and
+            metrics of it.
+        """
+        config, metrics = self.algorithm, dict[str, float]()
+        batch = {name: trajectories[name] for name in TRAINED_FIELDS}
+        mask = batch["loss_mask"]
+        if self.reference is not None:
+            batch["ref_logprobs"] = self._logprobs(self.reference, batch)
+        if config.recomputes:
+            batch["prox_logprobs"] = self._logprobs(self.engine, batch)
+            batch["policy_weights"] = self._policy_weights(batch, metrics)
+        if self.critic is not None:
+            batch["old_values"] = self._scored(self.critic, batch, self.critic.forward_batch)
+        outcomes = Outcomes(
+            self._rewards(trajectories, step, metrics),
+            trajectories["group_ids"],
+            mask,
+            self._token_rewards(batch),
+            batch.get("old_values"),
+        )
+        advantages = ADVANTAGES[config.advantage](outcomes, config)
+        batch["advantages"] = advantages
+        if self.critic is not None:
+            batch["returns"] = advantages + batch["old_values"] * mask
+            metrics["explained_variance"] = explained_variance(batch["old_values"], batch["returns"], mask)
+        trained = advantages[mask > 0].double()
+        if trained.numel():
+            metrics |= {
+                "advantage_mean": trained.mean().item(),
+                "advantage_std": trained.std(correction=0).item(),
+                "advantage_max": trained.abs().max().item(),
+            }
+        return batch, metrics
+
+    def train(self, batch: Mapping[str, Tensor], step: int) -> dict[str, float]:
+        """`ppo_epochs` passes of `minibatches` optimiser steps each; metrics are means over those steps.
+
+        Args:
+            batch: what `prepare` gave.
             step: the trainer's step, from which the order of minibatches derives.
 
         Returns:
             The engine's and the objective's metrics, and `first_logprob_diff`: mean |Δ logprob| between trainer and
             generator before the first optimiser step, which should stay at rounding.
         """
-        batch = self._prepare(trajectories, advantages)
+        # Answers of one length next to each other: attention then runs them as one batch. The objective is a sum over
+        # documents, so their order is free.
+        order = _by_length(batch)
         results = []
-        for minibatch in self._minibatches(batch, step):
+        for minibatch in self._minibatches({name: value[order] for name, value in batch.items()}, step):
             own = own_documents(minibatch, self.engine.ranks.dp)
-            results.append(self.engine.train_batch(own, self._objective, self._objective.units, self.temperature))
+            metrics = self.engine.train_batch(own, self._objective, self._objective.units, self.temperature)
             self.engine.step_lr_scheduler()
+            if self.critic is not None:
+                of_critic = self.critic.train_batch(own, self._value_objective, self._value_objective.units)
+                self.critic.step_lr_scheduler()
+                metrics |= {name: of_critic[name] for name in ("value_loss", "value", "value_clip_fraction")}
+                metrics |= {f"critic_{name}": of_critic[name] for name in ("grad_norm", "lr", "skipped")}
+            results.append(metrics)
         means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return means | {"first_logprob_diff": results[0]["logprob_diff"]}
 
-    def _prepare(self, trajectories: Mapping[str, Tensor], advantages: Tensor) -> dict[str, Tensor]:
-        batch = dict(trajectories) | {"advantages": advantages.unsqueeze(1) * trajectories["loss_mask"]}
-        # Answers of one length next to each other: attention then runs them as one batch. The objective is a sum over
-        # documents, so their order is free.
-        order = trajectories["attention_mask"].sum(1).argsort(stable=True)
-        batch = {name: batch[name][order] for name in TRAINED_FIELDS if name in batch}
-        if self.reference is not None:
-            batch["ref_logprobs"] = self._logprobs(self.reference, batch)
-        return batch
+    def _rewards(self, trajectories: Mapping[str, Tensor], step: int, metrics: dict[str, float]) -> Tensor:
+        """Float [B]: what counts of the rewards."""
+        rewards = trajectories["rewards"]
+        if self.algorithm.overlong_penalty > 0:
+            lengths = trajectories["loss_mask"].sum(1)
+            buffer = round(self.algorithm.overlong_buffer * self.max_new_tokens)
+            penalty = overlong_penalty(lengths, self.max_new_tokens, buffer)
+            metrics["overlong_fraction"] = (penalty < 0).double().mean().item()
+            rewards = rewards + self.algorithm.overlong_penalty * penalty.to(rewards.dtype)
+        if self.shuffle_rewards:
+            rewards = rewards[torch.randperm(len(rewards), generator=_generator(self.seed, step, 1))]
+        return rewards
+
+    def _token_rewards(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Float [B, S]: the KL penalty of each token, where it stands in the reward."""
+        config = self.algorithm
+        if self.reference is None or config.kl_in != "reward":
+            return None
+        own = batch["prox_logprobs" if config.recomputes else "logprobs"]
+        penalty = config.kl_coef * kl_estimate(own, batch["ref_logprobs"].to(own.dtype), config.kl_kind)
+        return torch.where(batch["loss_mask"] > 0, -penalty, 0.0)
+
+    def _policy_weights(self, batch: Mapping[str, Tensor], metrics: dict[str, float]) -> Tensor:
+        """Float [B, S]: how much a token's policy loss counts, given how far trainer and generator differ on it."""
+        config, mask = self.algorithm, batch["loss_mask"]
+        log_ratio = torch.where(mask > 0, batch["prox_logprobs"] - batch["logprobs"], 0.0)
+        weights, touched = CORRECTIONS[config.correction](log_ratio, mask, config)
+        n_tokens = max(int(mask.sum()), 1)
+        if config.correction != "none":
+            metrics["correction_fraction"] = int((touched & (mask > 0)).sum()) / n_tokens
+            metrics["correction_weight"] = float((weights * mask).sum()) / n_tokens
+        if config.policy_loss == "m2po":
+            kept = second_moment_mask(log_ratio, mask, config.m2_threshold)
+            metrics["m2_masked_fraction"] = 1 - int(kept.sum()) / n_tokens
+            weights = weights * kept
+        return weights
 
     def _logprobs(self, engine: ArchonEngine, batch: Mapping[str, Tensor]) -> Tensor:
-        def score(documents: dict[str, Tensor]) -> Tensor:
+        def score(documents: Batch) -> Tensor:
             return engine.forward_batch(documents, self.temperature, only_trained=True)
 
-        return score_shared(score, batch, engine.ranks.dp, engine.device)
+        return self._scored(engine, batch, score)
 
-    def _minibatches(self, batch: Mapping[str, Tensor], step: int) -> Iterator[dict[str, Tensor]]:
+    def _scored(self, engine: ArchonEngine, batch: Mapping[str, Tensor], score: Callable[[Batch], Tensor]) -> Tensor:
+        """`score` of every document, [B, S], computed in the order of their lengths."""
+        order = _by_length(batch)
+        documents = {name: batch[name][order] for name in TRAINED_FIELDS}
+        scores = score_shared(score, documents, engine.ranks.dp, engine.device)
+        return scores[order.argsort()]
+
+    def _minibatches(self, batch: Mapping[str, Tensor], step: int) -> Iterator[Batch]:
         size, count = len(batch["input_ids"]), self.algorithm.minibatches
         for epoch in range(self.algorithm.ppo_epochs):
             if count == 1:
@@ -110,8 +198,16 @@ class PolicyUpdate:
                 yield {name: value[rows.sort().values] for name, value in batch.items()}
 
 
-def _fields(trajectories: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: trajectories[name] for name in TRAINED_FIELDS if name in trajectories}
+def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
+    """1 − Var(returns − values) / Var(returns) over the trained tokens; 0 where the returns do not vary."""
+    trained = loss_mask > 0
+    returns, errors = returns[trained].double(), (returns - values)[trained].double()
+    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+    return 1 - float(errors.var(correction=0)) / variance if variance > 0 else 0.0
+
+
+def _by_length(batch: Mapping[str, Tensor]) -> Tensor:
+    return batch["attention_mask"].sum(1).argsort(stable=True)
 
 
 def _generator(*parts: int) -> torch.Generator:

@@ -7,12 +7,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from archon.rl.config import BootstrapConfig, DatasetConfig, RLConfig, SFTConfig
+    from archon.rl.config import BootstrapConfig, DatasetConfig, PreferenceConfig, RLConfig, SFTConfig
+    from archon.rl.datasets.registry import DatasetKind
     from archon.schema.config import EngineConfig, StrictModel
 
 Config = TypeVar("Config", bound="StrictModel")
@@ -48,16 +49,28 @@ def check_rl(config: RLConfig) -> list[str]:
         found = check_model("actor", config.actor, made, steps)
         if config.ref is not None:
             found += check_model("ref", config.ref, made)
+        if config.critic is not None:
+            found += check_model("critic", config.critic, made, steps)
         tokenizer, line = check_tokenizer(config.tokenizer or config.actor.path, made)
     found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
         found += check_data(name, data, "rl", tokenizer)
     reward = get_reward_fn(config.reward)
-    resolve_workflow(config.workflow, reward_fn=reward, gconfig=config.gconfig, tokenizer=tokenizer)
+    resolve_workflow(
+        config.workflow, config.workflow_args, reward_fn=reward, gconfig=config.gconfig, tokenizer=tokenizer
+    )
     return [*found, f"reward: {config.reward}", f"workflow: {config.workflow}"]
 
 
-def check_sft(config: SFTConfig) -> list[str]:
+def check_preference(config: PreferenceConfig) -> list[str]:
+    """Check a run on pairs of answers, as `check_rl` does."""
+    found = check_sft(config, "dpo")
+    if config.ref is not None and config.ref.path != config.model.path:
+        found += check_model("ref", config.ref, {})
+    return found
+
+
+def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
     """Check an SFT run, as `check_rl` does."""
     from archon.parallel.layout import parse_layout
     from archon.rl.shares import require_documents
@@ -69,7 +82,7 @@ def check_sft(config: SFTConfig) -> list[str]:
         tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, made)
     found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
-        found += check_data(name, data, "sft", tokenizer)
+        found += check_data(name, data, kind, tokenizer)
     return found
 
 
@@ -140,7 +153,7 @@ def check_tokenizer(path: str, made: Mapping[str, str]) -> tuple[Any, str]:
     return tokenizer, f"tokenizer: {len(tokenizer):,} tokens"
 
 
-def check_data(name: str, config: DatasetConfig | None, kind: Literal["rl", "sft"], tokenizer: Any) -> list[str]:
+def check_data(name: str, config: DatasetConfig | None, kind: DatasetKind, tokenizer: Any) -> list[str]:
     """Read the rows a run would train on."""
     from archon.rl.data import load_rows
 

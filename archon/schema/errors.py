@@ -46,6 +46,10 @@ class RolloutError(UserError):
     """A workflow or generation request that cannot be honoured, or that always fails."""
 
 
+class ContextOverflowError(RolloutError):
+    """A prompt that leaves no room for an answer."""
+
+
 class LayoutError(UserError):
     """A parallel layout that breaks a rule; names the rule and the nearest legal layouts."""
 

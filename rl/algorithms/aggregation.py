@@ -7,13 +7,17 @@ ranks and divides by the total number of units, so that neither packing nor the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from archon.rl.algorithms.registry import Registry
 
-# (loss_mask [T] float, document_ids [T] int, number of documents) -> (token weights [T], units [])
-AggregationFn = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+if TYPE_CHECKING:
+    from archon.rl.algorithms.config import AlgorithmConfig
+
+# (loss_mask [T] float, document_ids [T] int, number of documents, configuration) -> (token weights [T], units [])
+AggregationFn = Callable[[Tensor, Tensor, int, "AlgorithmConfig"], tuple[Tensor, Tensor]]
 AGGREGATIONS: Registry[AggregationFn] = Registry("aggregation")
 
 
@@ -23,13 +27,17 @@ def tokens_by_document(loss_mask: Tensor, documents: Tensor, n_documents: int) -
 
 
 @AGGREGATIONS.register("token_mean")
-def token_mean(loss_mask: Tensor, documents: Tensor, n_documents: int) -> tuple[Tensor, Tensor]:
+def token_mean(
+    loss_mask: Tensor, documents: Tensor, n_documents: int, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
     """Every loss token of the global batch weighs the same (DAPO, arXiv 2503.14476, section 3.3)."""
     return loss_mask, loss_mask.sum()
 
 
 @AGGREGATIONS.register("seq_mean_token_mean")
-def seq_mean_token_mean(loss_mask: Tensor, documents: Tensor, n_documents: int) -> tuple[Tensor, Tensor]:
+def seq_mean_token_mean(
+    loss_mask: Tensor, documents: Tensor, n_documents: int, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
     """Mean over an answer's own tokens, then over answers (DeepSeekMath, arXiv 2402.03300, equation 3).
 
     An answer without a loss token is no answer and is not counted.
@@ -39,7 +47,18 @@ def seq_mean_token_mean(loss_mask: Tensor, documents: Tensor, n_documents: int) 
 
 
 @AGGREGATIONS.register("seq_mean_token_sum")
-def seq_mean_token_sum(loss_mask: Tensor, documents: Tensor, n_documents: int) -> tuple[Tensor, Tensor]:
+def seq_mean_token_sum(
+    loss_mask: Tensor, documents: Tensor, n_documents: int, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
     """Sum over an answer's tokens, mean over answers: the policy gradient of the whole answer, no length in it."""
     counts = tokens_by_document(loss_mask, documents, n_documents)
     return loss_mask, (counts > 0).sum()
+
+
+@AGGREGATIONS.register("dr_grpo")
+def dr_grpo(loss_mask: Tensor, documents: Tensor, n_documents: int, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Sum over an answer's tokens divided by the limit of generation, the same for every answer, mean over answers
+    (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    weights, units = seq_mean_token_sum(loss_mask, documents, n_documents, config)
+    assert config.length_budget is not None, "the run's configuration fills it"
+    return weights / config.length_budget, units

@@ -12,18 +12,19 @@ from archon.batch import PackedBatch
 from archon.loss import Metrics, document_ids, masked_sum
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.kl import kl_estimate
-from archon.rl.algorithms.losses import POLICY_LOSSES
+from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms
 
 if TYPE_CHECKING:
-    from archon.rl.config import AlgorithmConfig
+    from archon.rl.algorithms.config import AlgorithmConfig
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
     """policy loss + kl_coef · KL(π ‖ π_ref) − entropy_coef · H, aggregated over tokens as the configuration says.
 
-    The micro-batch carries, per token: `loss_mask`, `advantages`, `logprobs` (of the policy that generated), and
-    `ref_logprobs` when `kl_coef` is positive.
+    The micro-batch carries, per token: `loss_mask`, `advantages`, `logprobs` (of the policy that generated), and where
+    the configuration asks for them `ref_logprobs`, `prox_logprobs` (of the policy before the update, to which the ratio
+    is then taken) and `policy_weights`.
     """
 
     config: AlgorithmConfig
@@ -39,11 +40,18 @@ class PolicyObjective:
         assert entropy is not None, "the policy objective reports entropy, so the engine computes it"
         config, mask = self.config, mb["loss_mask"].to(logprobs.dtype)
         weights, units = self._weights(mask, mb)
-        # A masked position may hold anything (a document's last token predicts nothing): exp() must not see it.
-        old_logprobs = torch.where(mask > 0, mb["logprobs"].to(logprobs.dtype), logprobs.detach())
-        policy = POLICY_LOSSES[config.policy_loss](logprobs, old_logprobs, mb["advantages"], config)
-        log_ratio = (logprobs - old_logprobs).detach()
-        loss = (policy.loss * weights).sum()
+
+        def given(name: str) -> Tensor:
+            # A masked position may hold anything (a document's last token predicts nothing): exp() must not see it.
+            return torch.where(mask > 0, mb[name].to(logprobs.dtype), logprobs.detach())
+
+        generated = given("logprobs")
+        old = given("prox_logprobs") if config.recomputes else generated
+        terms = PolicyTerms(logprobs, old, mb["advantages"], mask, document_ids(mb), mb.n_documents)
+        policy = POLICY_LOSSES[config.policy_loss](terms, config)
+        log_ratio = (logprobs - generated).detach()
+        policy_weights = weights * mb["policy_weights"].to(weights.dtype) if config.recomputes else weights
+        loss = (policy.loss * policy_weights).sum()
         metrics = {
             "policy_loss": (loss.detach(), units),
             "ratio": masked_sum(policy.ratio.detach(), mask),
@@ -54,10 +62,10 @@ class PolicyObjective:
             "entropy": masked_sum(entropy.detach(), mask),
         }
         if config.kl_coef > 0:
-            ref_logprobs = torch.where(mask > 0, mb["ref_logprobs"].to(logprobs.dtype), logprobs.detach())
-            kl = kl_estimate(logprobs, ref_logprobs, config.kl_kind)
+            kl = kl_estimate(logprobs, given("ref_logprobs"), config.kl_kind)
             metrics["kl_ref"] = masked_sum(kl.detach(), mask)
-            loss = loss + config.kl_coef * (kl * weights).sum()
+            if config.kl_in == "loss":
+                loss = loss + config.kl_coef * (kl * weights).sum()
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * (entropy * weights).sum()
         return loss, metrics
@@ -67,4 +75,35 @@ class PolicyObjective:
         return self._weights(mb["loss_mask"].float(), mb)[1]
 
     def _weights(self, mask: Tensor, mb: PackedBatch) -> tuple[Tensor, Tensor]:
-        return AGGREGATIONS[self.config.aggregation](mask, document_ids(mb), mb.n_documents)
+        return AGGREGATIONS[self.config.aggregation](mask, document_ids(mb), mb.n_documents, self.config)
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The critic's loss: ½ (V − R)², with `value_clip` ε ½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²), mean
+    over trained tokens (PPO with value clipping, arXiv 2005.12729, section 3).
+
+    The micro-batch carries, per token: `loss_mask`, `returns` and `old_values`.
+    """
+
+    config: AlgorithmConfig
+
+    def __call__(self, values: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
+        mask = mb["loss_mask"].to(values.dtype)
+        returns, old = (torch.where(mask > 0, mb[name].to(values.dtype), 0.0) for name in ("returns", "old_values"))
+        error = (values - returns).square()
+        clipped = torch.zeros_like(mask, dtype=torch.bool)
+        if self.config.value_clip is not None:
+            near = old + (values - old).clamp(-self.config.value_clip, self.config.value_clip)
+            far = (near - returns).square()
+            clipped, error = far > error, torch.maximum(error, far)
+        loss = (error * mask).sum() / 2
+        return loss, {
+            "value_loss": (loss.detach(), mask.sum()),
+            "value": masked_sum(values.detach(), mask),
+            "value_clip_fraction": masked_sum(clipped.to(mask.dtype), mask),
+        }
+
+    def units(self, mb: PackedBatch) -> Tensor:
+        """The number of trained tokens in the micro-batch."""
+        return mb["loss_mask"].sum()

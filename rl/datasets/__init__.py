@@ -15,7 +15,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "gsm8k": ("get_gsm8k_rl_dataset", "get_gsm8k_sft_dataset"),
         "loader": ("RowLoader",),
         "mapping": ("RowDataset", "rl_dataset", "sft_dataset"),
+        "pairs": ("get_hh_rlhf_dpo_dataset", "get_hh_rlhf_rw_dataset", "pair_dataset"),
         "registry": ("VALID_DATASETS", "get_custom_dataset"),
+        "torl_data": ("get_torl_data_rl_dataset",),
         "sources": ("data_folder", "read_rows"),
     },
 )

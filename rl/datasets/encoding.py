@@ -57,6 +57,22 @@ def encode_prompt(tokenizer: Any, row: dict[str, Any]) -> list[int]:
     return _leading_ids(tokenizer) + list(tokenize(tokenizer, text, "this row")["input_ids"])
 
 
+def next_turn_ids(tokenizer: Any, message: Message, answer: Sequence[int]) -> list[int]:
+    """What follows the model's `answer` when `message` is said next: the end of its turn as far as it has not said that
+    itself, the message, and the beginning of its next turn.
+
+    The tokens so far stay as they are; the text between is taken from the rendering of a conversation.
+    """
+    if not has_chat_template(tokenizer):
+        text = plain_prompt([{"content": "\n" + message["content"]}])
+    else:
+        said = "(what the model said)"
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, message]
+        text = render(tokenizer, talk, "the next turn", add_generation_prompt=True).rpartition(said)[2]
+    ids = list(tokenize(tokenizer, text, "the next turn")["input_ids"])
+    return ids[1:] if answer and ids[:1] == [answer[-1]] == [tokenizer.eos_token_id] else ids
+
+
 def tokenize(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
     """The tokenizer's encoding of one text, special tokens not added. A text that it refuses is a `DatasetError`
     naming `where`: a character outside a vocabulary without an unknown token, half of a surrogate pair."""

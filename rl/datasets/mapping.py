@@ -69,8 +69,8 @@ def rl_dataset(
     """
     rows = []
     for row in source:
-        messages = _messages(row, prompt_key, system_prompt, instruction)
-        answer = _value(row, response_key)
+        messages = conversation(row, prompt_key, system_prompt, instruction)
+        answer = column(row, response_key)
         if isinstance(answer, (int, float)) and not isinstance(answer, bool):
             answer = str(answer)
         others = {key: value for key, value in row.data.items() if key not in (prompt_key, response_key)}
@@ -104,9 +104,9 @@ def sft_dataset(
     """
     examples = []
     for row in source:
-        messages = _messages(row, prompt_key, system_prompt, instruction)
+        messages = conversation(row, prompt_key, system_prompt, instruction)
         if response_key is not None:
-            response = _value(row, response_key)
+            response = column(row, response_key)
             if not isinstance(response, str):
                 raise DatasetError(f"{row.where}: {response_key!r} must be a text, got {type(response).__name__}")
             messages.append({"role": "assistant", "content": response})
@@ -134,7 +134,8 @@ def keep_short(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[int]
     return RowDataset(name, kept, n_filtered)
 
 
-def _value(row: SourceRow, key: str) -> Any:
+def column(row: SourceRow, key: str) -> Any:
+    """The value of a column; `DatasetError` naming the line where it is missing or empty."""
     if key not in row.data:
         raise DatasetError(f"{row.where}: no key {key!r}; the row has: {', '.join(map(repr, row.data)) or 'nothing'}")
     value = row.data[key]
@@ -143,8 +144,9 @@ def _value(row: SourceRow, key: str) -> Any:
     return value
 
 
-def _messages(row: SourceRow, prompt_key: str, system_prompt: str | None, instruction: str | None) -> list[Message]:
-    prompt = _value(row, prompt_key)
+def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, instruction: str | None) -> list[Message]:
+    """The messages of a column that holds a text or a list of them, as `rl_dataset` describes."""
+    prompt = column(row, prompt_key)
     if isinstance(prompt, str):
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:

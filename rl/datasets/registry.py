@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from archon.rl.datasets.arithmetic import get_arithmetic_rl_dataset, get_arithmetic_sft_dataset
-from archon.rl.datasets.gsm8k import INSTRUCTION, get_gsm8k_rl_dataset, get_gsm8k_sft_dataset
+from archon.rl.datasets.gsm8k import get_gsm8k_rl_dataset, get_gsm8k_sft_dataset
 from archon.rl.datasets.mapping import RowDataset, rl_dataset, sft_dataset
+from archon.rl.datasets.pairs import get_hh_rlhf_dpo_dataset, get_hh_rlhf_rw_dataset, pair_dataset
 from archon.rl.datasets.sources import read_rows
+from archon.rl.datasets.torl_data import get_torl_data_rl_dataset
 from archon.schema.errors import DatasetError, TokenizerError
 
-VALID_DATASETS = ("arithmetic", "gsm8k")
+DatasetKind = Literal["rl", "sft", "dpo", "rw"]
+
+# A named set: the function that gives its rows of each kind.
+_NAMED: dict[str, dict[str, Callable[..., RowDataset]]] = {
+    "arithmetic": {"rl": get_arithmetic_rl_dataset, "sft": get_arithmetic_sft_dataset},
+    "gsm8k": {"rl": get_gsm8k_rl_dataset, "sft": get_gsm8k_sft_dataset},
+    "hh_rlhf": {"dpo": get_hh_rlhf_dpo_dataset, "rw": get_hh_rlhf_rw_dataset},
+    "torl_data": {"rl": get_torl_data_rl_dataset},
+}
+_IN_FOLDERS = ("gsm8k", "hh_rlhf", "torl_data")
+VALID_DATASETS = tuple(_NAMED)
 
 
 def get_custom_dataset(
     path: str | Path,
     *,
-    kind: Literal["rl", "sft"] = "rl",
+    kind: DatasetKind = "rl",
     split: str = "train",
     tokenizer: Any = None,
     prompt_key: str = "prompt",
@@ -33,47 +46,51 @@ def get_custom_dataset(
 
     Args:
         path: A name of `VALID_DATASETS`, or what `read_rows` takes: a file, a folder, a hub name.
-        kind: "rl" gives `messages`, `prompt`, `answer`; "sft" gives `input_ids`, `loss_mask`.
+        kind: "rl" gives `messages`, `prompt`, `answer`; "sft" gives `input_ids`, `loss_mask`; "dpo" and "rw" both for
+            `chosen` and `rejected`.
         split: "train" or "test" for the named sets.
-        tokenizer: Needed for "sft", and for "rl" with `max_length`.
+        tokenizer: Needed for all but "rl", and for that with `max_length`.
         prompt_key: Column with the prompt: a text, or a list of messages. A named set knows its own.
-        response_key: Column with the response, or for "rl" the gold answer. None: conversations in `prompt_key` (SFT).
+        response_key: Column with the response, or for "rl" the gold answer. None: conversations in `prompt_key` (SFT),
+            or in the columns `chosen` and `rejected` (pairs), which otherwise hold the two answers.
         system_prompt: Put before conversations that have no system message.
         instruction: Put behind the last user message. For RL on gsm8k it defaults to asking for a boxed answer.
         max_length: Leaves out longer rows, in tokens: of the whole example for "sft", of the prompt for "rl".
         subset: The configuration of a hub set that has several; of no other source.
-        data_dir: The folder of gsm8k's files; of no other set.
+        data_dir: The folder of a named set's files.
         seed: Fixes the split of the arithmetic set.
 
     Raises:
         DatasetError: missing, empty or malformed; names the file, the line and the key.
         TokenizerError: "sft" without a tokenizer, or with one that cannot do it.
     """
-    if kind not in ("rl", "sft"):
-        raise DatasetError(f"kind must be 'rl' or 'sft', got {kind!r}")
-    if kind == "sft" and tokenizer is None:
-        raise TokenizerError(f"SFT rows of {path} are token ids: give the tokenizer")
-    if data_dir is not None and str(path) != "gsm8k":
+    if kind not in get_args(DatasetKind):
+        raise DatasetError(f"kind must be one of {', '.join(get_args(DatasetKind))}, got {kind!r}")
+    if kind != "rl" and tokenizer is None:
+        raise TokenizerError(f"{kind.upper()} rows of {path} are token ids: give the tokenizer")
+    if data_dir is not None and str(path) not in _IN_FOLDERS:
         raise DatasetError(
-            f"data_dir={str(data_dir)!r} is for the files of gsm8k, and the dataset is {path}; leave it out"
+            f"data_dir={str(data_dir)!r} is for the files of {', '.join(_IN_FOLDERS)}, and the dataset is {path}; "
+            "leave it out"
         )
-    if subset is not None and (str(path) in VALID_DATASETS or Path(path).expanduser().exists()):
+    if subset is not None and (str(path) in _NAMED or Path(path).expanduser().exists()):
         raise DatasetError(f"subset={subset!r} is for a Hugging Face set, and {path} is none; leave it out")
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
-    if str(path) == "arithmetic":
-        if kind == "sft":
-            return get_arithmetic_sft_dataset(split, seed=seed, instruction=instruction, **shared)
-        return get_arithmetic_rl_dataset(split, seed=seed, instruction=instruction, **shared)
-    if str(path) == "gsm8k":
-        if kind == "sft":
-            return get_gsm8k_sft_dataset(split, data_dir, instruction=instruction, **shared)
-        asked = INSTRUCTION if instruction is None else instruction
-        return get_gsm8k_rl_dataset(split, data_dir, instruction=asked, **shared)
-    shared |= {"prompt_key": prompt_key, "instruction": instruction}
-    source = read_rows(path, split, subset)
-    name = f"{path}[{split}]"
+    if instruction is not None:
+        shared["instruction"] = instruction
+    if str(path) in _NAMED:
+        if kind not in _NAMED[str(path)]:
+            raise DatasetError(f"{path} has no rows of kind {kind!r}; it has {', '.join(_NAMED[str(path)])}")
+        if str(path) == "arithmetic":
+            shared["seed"] = seed
+        if data_dir is not None:
+            shared["path"] = data_dir
+        return _NAMED[str(path)][kind](split, **shared)
+    source, name = read_rows(path, split, subset), f"{path}[{split}]"
+    if kind in ("dpo", "rw"):
+        return pair_dataset(source, name, prompt_key=None if response_key is None else prompt_key, **shared)
     if kind == "sft":
-        return sft_dataset(source, name, response_key=response_key, **shared)
+        return sft_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
     if response_key is None:
         raise DatasetError(f"RL rows of {path} need the column of the gold answer: give response_key")
-    return rl_dataset(source, name, response_key=response_key, **shared)
+    return rl_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)

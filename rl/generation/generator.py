@@ -18,7 +18,7 @@ from archon.rl.generation.sampler import SamplingParams, sample
 from archon.rl.generation.scheduler import Chunk, Fork, Scheduler, Step
 from archon.rl.generation.sequence import Sequence, StopStrings
 from archon.rl.types import ModelRequest
-from archon.schema.errors import RolloutError
+from archon.schema.errors import ContextOverflowError, RolloutError
 
 # Logits of at most this many elements are sampled at once, so that wide vocabularies do not multiply in memory.
 _MAX_SAMPLED_ELEMENTS = 1 << 24
@@ -162,7 +162,7 @@ class Generator:
         most = self.max_seq_len if g.max_tokens is None else min(g.max_tokens, self.max_seq_len)
         limit = min(g.max_new_tokens, most - len(prompt))
         if limit < 1:
-            raise RolloutError(
+            raise ContextOverflowError(
                 f"request {request.rid}: the prompt of {len(prompt)} tokens leaves no room for an answer within {most}"
                 " tokens; shorten it, or raise max_tokens or the engine's max_seq_len"
             )

@@ -1,7 +1,8 @@
 r"""The one answer extractor every reward shares.
 
 In this order: the last `\boxed{…}` (nested braces); the form in which the data set writes its own answers
-(`#### x` for gsm8k); nothing. Never "the last number in the text", which pays for a number in an unfinished thought.
+(`#### x` for gsm8k, `[x]` for geometry3k and clevr_count_70k); nothing. Never "the last number in the text", which pays
+for a number in an unfinished thought.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ from __future__ import annotations
 import re
 
 # A data set's own answer form: the pattern's first group is the answer. The last match counts.
-ANSWER_FORMS: dict[str, re.Pattern[str]] = {"gsm8k": re.compile(r"^[ \t]*####[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)}
+ANSWER_FORMS: dict[str, re.Pattern[str]] = {
+    "gsm8k": re.compile(r"^[ \t]*####[ \t]*(\S.*?)[ \t]*$", re.MULTILINE),
+    "brackets": re.compile(r"\[([^\[\]\n]*[^\[\]\s][^\[\]\n]*)\]"),
+}
+GOLD_FORMS = ("gsm8k",)
+"""Forms that a gold answer of free text may be written in; brackets there may be a list."""
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _SPACING = re.compile(r"(?:\\[,;: ]|~|\s)+")
@@ -58,8 +64,8 @@ def gold_answer(answer: str) -> tuple[str, str | None]:
 
     A worked solution that ends in `#### 72` gives ("72", "gsm8k"); a bare "72" gives ("72", None).
     """
-    for form, pattern in ANSWER_FORMS.items():
-        matches = pattern.findall(answer)
+    for form in GOLD_FORMS:
+        matches = ANSWER_FORMS[form].findall(answer)
         if matches:
             return matches[-1], form
     boxed = boxed_answer(answer)

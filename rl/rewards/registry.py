@@ -11,11 +11,16 @@ from typing import Any
 from archon.schema.errors import RewardError
 
 _BUILT_IN = {
+    "clevr_count_70k": "archon.rl.rewards.brackets.clevr_count_70k_reward",
     "exact_match": "archon.rl.rewards.exact_match.exact_match_reward",
+    "geometry3k": "archon.rl.rewards.brackets.geometry3k_reward",
     "gsm8k": "archon.rl.rewards.gsm8k.gsm8k_reward",
     "math_verify": "archon.rl.rewards.math_verify.math_verify_reward",
 }
-_NEEDS = {"math_verify": "math_verify"}  # reward name -> module that the extra `rl` installs
+_NEEDS = {
+    "geometry3k": "math_verify",
+    "math_verify": "math_verify",
+}  # reward name -> module that the extra `rl` installs
 
 VALID_REWARD_FN = tuple(sorted(_BUILT_IN))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from archon.rl.workflows.base import RolloutWorkflow, resolve_workflow
+from archon.rl.workflows.multi_turn import MultiTurnWorkflow
 from archon.rl.workflows.rlvr import RLVRWorkflow
 
-__all__ = ["RLVRWorkflow", "RolloutWorkflow", "resolve_workflow"]
+__all__ = ["MultiTurnWorkflow", "RLVRWorkflow", "RolloutWorkflow", "resolve_workflow"]

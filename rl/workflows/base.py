@@ -6,10 +6,17 @@ import copy
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+from archon.rl.context import workflow_context
+from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, get_reward_fn
 from archon.rl.types import GenerationHyperparameters, InferenceEngine
+from archon.rl.workflows.trajectory import UnusableAnswerError
+from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
+
+Sample = TypeVar("Sample")
 
 
 class RolloutWorkflow(ABC):
@@ -46,22 +53,64 @@ class RolloutWorkflow(ABC):
         return changed
 
 
-def resolve_workflow(workflow: RolloutWorkflow | type[RolloutWorkflow] | str, **arguments: Any) -> RolloutWorkflow:
+def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseException]) -> list[tuple[Sample, Reward]]:
+    """The samples that have a reward, with it. Those whose answer or reward failed are dropped and counted by kind; any
+    other exception is raised, and the first failure where nothing is left."""
+    kept: list[tuple[Sample, Reward]] = []
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        if isinstance(outcome, RewardFailure):
+            workflow_context.drop(f"reward_{outcome.kind}", outcome)
+        elif isinstance(outcome, UnusableAnswerError):
+            workflow_context.drop(outcome.kind, outcome)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            kept.append((sample, outcome))
+    if not kept:
+        raise next(iter(workflow_context.get().first_errors.values()))
+    return kept
+
+
+def wrapped_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
+    """A reward given as a function, its name, its dotted path or a wrapper, as a wrapper."""
+    if isinstance(reward_fn, str):
+        reward_fn = get_reward_fn(reward_fn)
+    return reward_fn if isinstance(reward_fn, AsyncRewardWrapper) else AsyncRewardWrapper(reward_fn)
+
+
+def record_parts(rewards: Iterable[Reward]) -> None:
+    """Add the parts of rewards that have several to the step's metrics."""
+    for reward in rewards:
+        workflow_context.record(**{f"reward/{name}": part for name, part in reward.parts.items()})
+
+
+def resolve_workflow(
+    workflow: RolloutWorkflow | type[RolloutWorkflow] | str, further: Mapping[str, Any] | None = None, **arguments: Any
+) -> RolloutWorkflow:
     """The instance that `workflow` stands for: itself, its class, or a dotted string naming either.
 
-    `arguments` are offered to a class's constructor, which takes those it names. Raises `ConfigError` naming what was
-    given.
+    `arguments` are offered to a class's constructor, which takes those it names; `further` ones it must take. Raises
+    `ConfigError` naming what was given.
     """
+    further = further or {}
     found = _import_dotted(workflow) if isinstance(workflow, str) else workflow
     if not callable(getattr(found, "arun_episode", None)):
         raise ConfigError(
             f"workflow: got {workflow!r}, expected a RolloutWorkflow: an instance, a class, or a dotted string"
         )
     if not isinstance(found, type):
+        if further:
+            raise ConfigError(f"workflow_args {', '.join(further)}: the workflow is an instance already")
         return found
     accepted = inspect.signature(found).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     given = {name: value for name, value in arguments.items() if takes_all or name in accepted}
+    for name in further:
+        if name not in accepted and not takes_all:
+            raise ConfigError(
+                f"workflow class {found.__qualname__} has no argument {name!r}{nearest(name, list(accepted))}"
+            )
+    given |= further
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = {name for name, p in accepted.items() if p.default is p.empty and p.kind not in variable}
     if missing := sorted(needed - given.keys()):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from archon.rl.context import workflow_context
 from archon.rl.datasets import encode_prompt
-from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, get_reward_fn
+from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
-from archon.rl.workflows.base import RolloutWorkflow
+from archon.rl.workflows.base import RolloutWorkflow, kept_samples, record_parts, wrapped_reward
 from archon.rl.workflows.trajectory import UnusableAnswerError, check_answer, trajectory_tensors
 
 
@@ -34,9 +34,7 @@ class RLVRWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
     ) -> None:
-        if isinstance(reward_fn, str):
-            reward_fn = get_reward_fn(reward_fn)
-        self.reward_fn = reward_fn if isinstance(reward_fn, AsyncRewardWrapper) else AsyncRewardWrapper(reward_fn)
+        self.reward_fn = wrapped_reward(reward_fn)
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
         self.tokenizer = tokenizer
 
@@ -58,19 +56,9 @@ class RLVRWorkflow(RolloutWorkflow):
         )
         usable = self._usable(responses)
         outcomes = await self._score(prompt_ids, usable, data)
-        kept: list[tuple[ModelResponse, float]] = []
-        for (_, response), outcome in zip(usable, outcomes, strict=True):
-            if isinstance(outcome, RewardFailure):
-                workflow_context.drop(f"reward_{outcome.kind}", outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                kept.append((response, float(outcome)))
-                if isinstance(outcome, Reward):
-                    workflow_context.record(**{f"reward/{name}": part for name, part in outcome.parts.items()})
-        if not kept:
-            raise next(iter(workflow_context.get().first_errors.values()))
-        return trajectory_tensors([response for response, _ in kept], [reward for _, reward in kept])
+        kept = kept_samples([response for _, response in usable], outcomes)
+        record_parts(reward for _, reward in kept)
+        return trajectory_tensors([response for response, _ in kept], [float(reward) for _, reward in kept])
 
     def _usable(self, responses: list[ModelResponse]) -> list[tuple[int, ModelResponse]]:
         usable = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,36 +41,82 @@ def check_answer(response: ModelResponse) -> None:
         raise UnusableAnswerError("logprob_not_finite", "the engine returned a logprob that is not a finite number")
 
 
-def trajectory_tensors(responses: Sequence[ModelResponse], rewards: Sequence[float]) -> dict[str, Tensor]:
-    """One group: the answers to one prompt as batch-first tensors, padded on the right to the longest.
+@dataclass
+class TokenRecord:
+    """One trajectory as it grows, in token space: what the model was given, and what it answered turn by turn.
+
+    All lists have one entry a token. `turns` counts the answers so far.
+    """
+
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+    turns: int = 0
+    truncated: bool = False
+
+    @classmethod
+    def of_answer(cls, response: ModelResponse) -> TokenRecord:
+        """A prompt and its one answer."""
+        record = cls()
+        record.observe(response.input_tokens)
+        record.answer(response)
+        return record
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """Tokens that the model is given and not trained on."""
+        n = len(ids)
+        self.input_ids += ids
+        self.loss_mask += [0] * n
+        self.logprobs += [0.0] * n
+        self.versions += [-1] * n
+        self.turn_ids += [-1] * n
+
+    def answer(self, response: ModelResponse) -> None:
+        """The model's next turn. Raises `UnusableAnswerError` for an answer to other tokens than these, which would be
+        trained behind a prompt that it never saw."""
+        if response.input_tokens != self.input_ids:
+            raise UnusableAnswerError(
+                "other_prompt",
+                f"turn {self.turns}: the engine answered {len(response.input_tokens)} tokens that are not the "
+                f"{len(self.input_ids)} of this trajectory so far",
+            )
+        n = response.output_len
+        self.input_ids += response.output_tokens
+        self.loss_mask += [1] * n
+        self.logprobs += response.output_logprobs
+        self.versions += response.output_versions
+        self.turn_ids += [self.turns] * n
+        self.turns += 1
+        self.truncated = response.stop_reason == "length"
+
+
+def trajectory_tensors(
+    answers: Sequence[ModelResponse] | Sequence[TokenRecord], rewards: Sequence[float]
+) -> dict[str, Tensor]:
+    """One group: trajectories of the same prompt as batch-first tensors, padded on the right to the longest.
 
     Args:
-        responses: G answers, each accepted by `check_answer`.
+        answers: G answers, each accepted by `check_answer`, or G records of several turns.
         rewards: G finite numbers.
 
     Returns:
         The documented keys of a trajectory, and `truncated` bool [G]: the engine stopped at a length limit.
     """
-    size = max(r.input_len + r.output_len for r in responses)
-    columns: dict[str, list[list[float]]] = {name: [] for name in _PADDING}
-    for response in responses:
-        prompt, answer = response.input_len, response.output_len
-        padding = size - prompt - answer
-        for name, before, values, inside in (
-            ("input_ids", response.input_tokens, response.output_tokens, None),
-            ("attention_mask", [True] * prompt, None, True),
-            ("loss_mask", [0] * prompt, None, 1),
-            ("logprobs", [0.0] * prompt, response.output_logprobs, None),
-            ("versions", [-1] * prompt, response.output_versions, None),
-            ("turn_ids", [-1] * prompt, None, 0),
-        ):
-            body = [inside] * answer if values is None else values
-            columns[name].append([*before, *body, *[_PADDING[name]] * padding])
+    records = [answer if isinstance(answer, TokenRecord) else TokenRecord.of_answer(answer) for answer in answers]
+    size = max(len(record.input_ids) for record in records)
+    columns = {
+        name: torch.tensor([(values := getattr(record, name)) + [fill] * (size - len(values)) for record in records])
+        for name, fill in _PADDING.items()
+    }
+    lengths = torch.tensor([len(record.input_ids) for record in records])
     return {
-        **{name: torch.tensor(rows) for name, rows in columns.items()},
+        **columns,
+        "attention_mask": torch.arange(size) < lengths.unsqueeze(1),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
-        "truncated": torch.tensor([r.stop_reason == "length" for r in responses]),
+        "truncated": torch.tensor([record.truncated for record in records]),
     }
 
 
-_PADDING = {"input_ids": 0, "attention_mask": False, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "turn_ids": -1}
+_PADDING: dict[str, float] = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "turn_ids": -1}

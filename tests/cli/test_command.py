@@ -217,3 +217,19 @@ def test_the_recipes_on_real_data_run_their_twenty_steps(archon, data_dir, tmp_p
 def test_generate_stays_within_the_models_positions_unless_told(archon, checkpoint, override, tokens):
     answer = archon("generate", checkpoint, "--prompt", "1+1=", "max_new_tokens=99", "ignore_eos=true", *override)
     assert f"({tokens} tokens, length)" in answer.out, answer.err
+
+
+@pytest.mark.parametrize("loss", ["dpo", "reward"])
+def test_preference_trains_on_pairs_and_exports(archon, sft_overrides, tmp_path, loss):
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": str(a + 3)} for a in range(9)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [*sft_overrides, f"train_data.path={pairs}", f"eval_data.path={pairs}", f"loss={loss}"]
+    checked = archon("preference", *overrides, "--dry-run")
+    assert checked.code == 0, checked.err
+    assert "train_data: 9 rows" in checked.out
+    done = archon("preference", *overrides)
+    assert done.code == 0, done.err
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 0 <= metrics[-1]["eval/accuracy"] <= 1
+    assert (tmp_path / "run" / "export" / "config.json").exists()

@@ -107,9 +107,9 @@ def test_what_a_call_lacks_is_said(tmp_path: Path) -> None:
         get_custom_dataset(file, max_length=9, **KEYS)
     with pytest.raises(DatasetError, match="need the column of the gold answer"):
         get_custom_dataset(file, prompt_key="q", response_key=None)
-    with pytest.raises(DatasetError, match="kind must be 'rl' or 'sft', got 'dpo'"):
-        get_custom_dataset(file, kind="dpo")  # type: ignore[arg-type]
+    with pytest.raises(DatasetError, match="kind must be one of rl, sft, dpo, rw, got 'ppo'"):
+        get_custom_dataset(file, kind="ppo")  # type: ignore[arg-type]
 
 
 def test_datasets_have_the_names_they_promise() -> None:
-    assert VALID_DATASETS == ("arithmetic", "gsm8k")
+    assert VALID_DATASETS == ("arithmetic", "gsm8k", "hh_rlhf", "torl_data")

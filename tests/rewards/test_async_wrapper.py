@@ -399,7 +399,8 @@ def test_a_batch_of_256_cheap_rewards_takes_a_tenth_of_a_second(reward: AsyncRew
 def _workers(reward: AsyncRewardWrapper) -> list[psutil.Process]:
     named = f"rewards of {reward.name}"
     assert any(thread.name == named for thread in threading.enumerate())
-    return [child for child in psutil.Process().children() if "archon.rl.rewards.worker" in " ".join(child.cmdline())]
+    own = {worker.process.pid for worker in reward._pool._workers}
+    return [child for child in psutil.Process().children() if child.pid in own]
 
 
 def _ends_soon(pid: int) -> bool:

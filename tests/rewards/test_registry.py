@@ -17,7 +17,7 @@ from tests.rewards import faulty
 
 
 def test_every_valid_name_gives_a_function() -> None:
-    assert VALID_REWARD_FN == ("exact_match", "gsm8k", "math_verify")
+    assert VALID_REWARD_FN == ("clevr_count_70k", "exact_match", "geometry3k", "gsm8k", "math_verify")
     assert all(callable(get_reward_fn(name)) for name in VALID_REWARD_FN)
 
 
@@ -28,7 +28,7 @@ def test_a_dotted_string_gives_the_users_own_function() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm9k", r"unknown reward 'gsm9k' \(did you mean 'gsm8k'\?\); expected one of exact_match, gsm8k"),
+        ("gsm9k", r"unknown reward 'gsm9k' \(did you mean 'gsm8k'\?\); expected one of clevr_count_70k, exact_match"),
         ("no.such.module", "cannot load the reward 'no.such.module': No module named 'no'"),
         ("tests.rewards.faulty.missing", "has no attribute 'missing'"),
         ("tests.rewards.faulty.FAULTS", "is a dict, not a function"),

@@ -1,26 +1,128 @@
-"""Advantages against hand-worked numbers and a plain-loop reference."""
+"""Advantages against hand-worked numbers and plain loops over one trajectory at a time."""
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import pytest
 import torch
+from torch import Tensor
 
-from archon.rl.algorithms.advantages import ADVANTAGES, group_normalized_advantages, groups_with_spread
-from archon.rl.config import AlgorithmConfig
+from archon.rl.algorithms.advantages import (
+    ADVANTAGES,
+    GROUP_ADVANTAGES,
+    Outcomes,
+    generalized_advantages,
+    group_normalized_advantages,
+    groups_with_spread,
+)
+from archon.rl.algorithms.config import AlgorithmConfig
+from archon.rl.algorithms.presets import PRESETS
+from archon.rl.algorithms.shaping import overlong_penalty
 from archon.schema.errors import ConfigError
-from tests.tolerances import FORMULA_FP32
+from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
 
-def plain_grpo(rewards: list[float], groups: list[int], eps: float) -> list[float]:
-    """DeepSeekMath, section 4.1.2, one group at a time, with the unbiased standard deviation."""
-    out = []
-    for reward, group in zip(rewards, groups, strict=True):
-        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        std = statistics.stdev(members) if len(members) > 1 else 0.0
-        out.append((reward - statistics.fmean(members)) / (std + eps) if max(members) > min(members) else 0.0)
-    return out
+def outcomes(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True) -> Outcomes:
+    """Interleaved groups of uneven sizes, answers of one to `width` tokens with gaps between turns, float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    mask = torch.randint(0, 2, (n, width), generator=generator)
+    mask[:, 3] = 1  # at least one token each
+    return Outcomes(
+        rewards=torch.randint(0, 3, (n,), generator=generator).double(),
+        group_ids=torch.randint(0, 5, (n,), generator=generator),
+        loss_mask=mask,
+        token_rewards=0.1 * noise(n, width),
+        values=noise(n, width) if critic else None,
+    )
+
+
+def plain(kind: str, of: Outcomes, config: AlgorithmConfig) -> list[list[float]]:
+    """Each formula as its paper writes it, from lists."""
+    assert of.token_rewards is not None and of.values is not None
+    steps = [[t for t, m in enumerate(row) if m] for row in of.loss_mask.tolist()]
+    extra, values, groups = of.token_rewards.tolist(), of.values.tolist(), of.group_ids.tolist()
+    earned = []
+    for row, reward in enumerate(of.rewards.tolist()):
+        per_step = [extra[row][t] for t in steps[row]]
+        per_step[-1] += reward
+        earned.append(per_step)
+    total = [sum(per_step) for per_step in earned]
+    found = []
+    for row, per_step in enumerate(earned):
+        members = [total[i] for i in range(len(total)) if groups[i] == groups[row]]
+        others = [total[i] for i in range(len(total)) if groups[i] == groups[row] and i != row]
+        if kind == "grpo":
+            std = statistics.stdev(members) if len(members) > 1 else 0.0
+            a = [(total[row] - statistics.fmean(members)) / (std + config.advantage_eps)] * len(per_step)
+        elif kind in ("dr_grpo", "reinforce_baseline"):
+            a = [total[row] - statistics.fmean(members)] * len(per_step)
+        elif kind == "rloo":
+            a = [total[row] - statistics.fmean(others) if others else 0.0] * len(per_step)
+        elif kind == "opmd":
+            tau = config.opmd_tau
+            partition = tau * math.log(statistics.fmean([math.exp(r / tau) for r in members]))
+            a = [total[row] - partition] * len(per_step)
+        elif kind == "reinforce_pp":
+            a = [sum(per_step[k:]) for k in range(len(per_step))]
+        else:
+            a, following = [0.0] * len(per_step), (0.0, 0.0)
+            for k in range(len(per_step) - 1, -1, -1):
+                v = values[row][steps[row][k]]
+                delta = per_step[k] + config.gae_gamma * following[0] - v
+                a[k] = delta + config.gae_gamma * config.gae_lambda * following[1]
+                following = (v, a[k])
+        found.append(a)
+    if kind in ("reinforce_pp", "reinforce_baseline"):
+        every = [x for a in found for x in a]
+        mean, std = statistics.fmean(every), statistics.pstdev(every)
+        found = [[(x - mean) / (std + config.advantage_eps) for x in a] for a in found]
+    placed = []
+    for row, a in enumerate(found):
+        line = [0.0] * of.loss_mask.shape[1]
+        for t, x in zip(steps[row], a, strict=True):
+            line[t] = x
+        placed.append(line)
+    return placed
+
+
+@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+def test_advantage_equals_plain_loop(kind: str) -> None:
+    config = AlgorithmConfig(advantage=kind, gae_gamma=0.97, gae_lambda=0.9, opmd_tau=0.7)
+    of = outcomes()
+    expected = torch.tensor(plain(kind, of, config), dtype=torch.float64)
+    torch.testing.assert_close(ADVANTAGES[kind](of, config), expected, rtol=FORMULA_FP64, atol=FORMULA_FP64)
+
+
+@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+def test_padding_changes_no_advantage(kind: str) -> None:
+    of, config = outcomes(), AlgorithmConfig(advantage=kind)
+
+    def wider(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.nn.functional.pad(x, (0, 4))
+
+    mask = wider(of.loss_mask)
+    assert mask is not None
+    padded = Outcomes(of.rewards, of.group_ids, mask, wider(of.token_rewards), wider(of.values))
+    assert ADVANTAGES[kind](padded, config)[:, :-4].equal(ADVANTAGES[kind](of, config))
+
+
+@pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
+def test_group_of_equal_rewards_has_exactly_zero_advantage(kind: str) -> None:
+    """0.1 is not representable: the mean of seven of them is off by an ulp, which over eps would look like a signal."""
+    of = Outcomes(torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int), torch.ones(7, 3))
+    assert ADVANTAGES[kind](of, AlgorithmConfig(advantage=kind)).abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
+def test_group_of_one_is_no_signal(kind: str) -> None:
+    of = Outcomes(torch.tensor([3.0]), torch.tensor([0]), torch.ones(1, 2))
+    assert ADVANTAGES[kind](of, AlgorithmConfig(advantage=kind)).tolist() == [[0.0, 0.0]]
 
 
 def test_grpo_advantage_worked_by_hand() -> None:
@@ -33,23 +135,46 @@ def test_grpo_advantage_worked_by_hand() -> None:
     torch.testing.assert_close(group_normalized_advantages(rewards, groups), expected, rtol=0, atol=3e-6)
 
 
-def test_grpo_advantage_equals_plain_loop_with_uneven_interleaved_groups() -> None:
-    generator = torch.Generator().manual_seed(3)
-    groups = torch.randint(0, 6, (41,), generator=generator)
-    rewards = torch.rand(41, generator=generator)
-    expected = plain_grpo(rewards.tolist(), groups.tolist(), 1e-6)
-    actual = group_normalized_advantages(rewards, groups)
-    torch.testing.assert_close(actual, torch.tensor(expected), rtol=FORMULA_FP32, atol=FORMULA_FP32)
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # Rewards 1, 0, 0 of one group: mean 1/3.
+        ("dr_grpo", [2 / 3, -1 / 3, -1 / 3]),
+        # The others' means are 0, 1/2 and 1/2.
+        ("rloo", [1.0, -0.5, -0.5]),
+        # log((e + 1 + 1) / 3) = log 1.572761 = 0.452832.
+        ("opmd", [0.547168, -0.452832, -0.452832]),
+        # Centred 2/3, -1/3, -1/3: mean 0, variance (4 + 1 + 1) / 27 = 2/9, std 0.471405.
+        ("reinforce_baseline", [1.414214, -0.707107, -0.707107]),
+        # 1, 0, 0: mean 1/3, the same deviations.
+        ("reinforce_pp", [1.414214, -0.707107, -0.707107]),
+    ],
+)
+def test_advantage_worked_by_hand(kind: str, expected: list[float]) -> None:
+    of = Outcomes(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int), torch.ones(3, 1))
+    found = ADVANTAGES[kind](of, AlgorithmConfig(advantage=kind))
+    torch.testing.assert_close(found, torch.tensor(expected).unsqueeze(1), rtol=0, atol=5e-6)
 
 
-def test_group_of_equal_rewards_has_exactly_zero_advantage() -> None:
-    """0.1 is not representable: the mean of seven of them is off by an ulp, which over eps would look like a signal."""
-    rewards = torch.full((7,), 0.1)
-    assert group_normalized_advantages(rewards, torch.zeros(7, dtype=torch.int)).abs().max() == 0
+def test_gae_worked_by_hand() -> None:
+    # γ = 0.5, λ = 0.5; values 1, 2, 4; the reward 8 comes with the last token, and token 1 is not trained on.
+    #   t = 2: δ = 8 − 4 = 4, A = 4. t = 0: δ = 0 + 0.5 · 4 − 1 = 1, A = 1 + 0.25 · 4 = 2.
+    rewards, values = torch.tensor([[0.0, 0.0, 8.0]]), torch.tensor([[1.0, 2.0, 4.0]])
+    mask = torch.tensor([[1, 0, 1]])
+    assert generalized_advantages(rewards, values, mask, 0.5, 0.5).tolist() == [[2.0, 0.0, 4.0]]
 
 
-def test_group_of_one_is_no_signal() -> None:
-    assert group_normalized_advantages(torch.tensor([3.0]), torch.tensor([0])).tolist() == [0.0]
+def test_gae_of_a_perfect_critic_is_zero_and_without_decay_the_return_less_the_value() -> None:
+    mask, rewards = torch.ones(1, 3), torch.tensor([[0.0, 0.0, 1.0]])
+    assert generalized_advantages(rewards, torch.ones(1, 3), mask, 1.0, 0.95).abs().max() == 0
+    values = torch.tensor([[0.25, 0.5, 0.75]])
+    assert generalized_advantages(rewards, values, mask, 1.0, 1.0).equal(1 - values)
+
+
+def test_overlong_penalty_worked_by_hand() -> None:
+    # L_max = 20, L_cache = 4: none up to 16 tokens, −1/4 a token from there, −1 from 20 on.
+    found = overlong_penalty(torch.tensor([0, 16, 17, 19, 20, 25]), 20, 4)
+    assert found.tolist() == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
 
 
 def test_groups_with_spread_marks_every_member() -> None:
@@ -57,10 +182,11 @@ def test_groups_with_spread_marks_every_member() -> None:
     assert groups_with_spread(rewards, torch.tensor([0, 1, 1, 2, 0])).tolist() == [False, True, True, False, False]
 
 
-def test_advantage_table_has_the_preset_and_names_the_nearest_on_a_typo() -> None:
-    config = AlgorithmConfig()
-    rewards, groups = torch.tensor([1.0, 0.0]), torch.tensor([0, 0])
-    from_table = ADVANTAGES[config.advantage](rewards, groups, config)
-    assert from_table.equal(group_normalized_advantages(rewards, groups, 1e-6))
+def test_advantage_table_has_every_presets_and_names_the_nearest_on_a_typo() -> None:
+    of = Outcomes(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.ones(2, 1))
+    found = ADVANTAGES["grpo"](of, AlgorithmConfig())
+    assert found.squeeze(1).equal(group_normalized_advantages(of.rewards, of.group_ids, 1e-6))
+    torch.testing.assert_close(found.abs(), torch.full((2, 1), 0.7071058), rtol=FORMULA_FP32, atol=FORMULA_FP32)
+    assert {preset["advantage"] for preset in PRESETS.values()} <= set(ADVANTAGES)
     with pytest.raises(ConfigError, match="unknown advantage 'gpro', did you mean 'grpo'"):
         ADVANTAGES["gpro"]

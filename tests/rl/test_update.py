@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from archon.engine import ArchonEngine
-from archon.rl.config import AlgorithmConfig
+from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.types import concat_padded_tensors
 from archon.rl.update import PolicyUpdate
 from archon.schema.config import EngineConfig
@@ -31,6 +31,13 @@ def make_engine(blank: Path) -> Callable[..., ArchonEngine]:
         return engine
 
     return make
+
+
+def engine_like(engine: ArchonEngine, **changes: Any) -> ArchonEngine:
+    torch.manual_seed(0)
+    other = ArchonEngine(engine.config.model_copy(update=changes))
+    other.initialize()
+    return other
 
 
 def trajectories(seed: int = 0, n: int = 9) -> dict[str, Tensor]:
@@ -57,7 +64,9 @@ def gradients_of_one_update(
     engine: ArchonEngine, batch: dict[str, Tensor], **algorithm: Any
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics of one update, and every parameter's gradient as the optimiser saw it."""
-    update = PolicyUpdate(engine, engine, AlgorithmConfig.parse(ALGORITHM | algorithm), temperature=0.8)
+    config = AlgorithmConfig.parse(ALGORITHM | algorithm)
+    critic = engine_like(engine, is_critic=True) if config.advantage == "gae" else None
+    update = PolicyUpdate(engine, engine, config, critic=critic, temperature=0.8, max_new_tokens=6)
     seen: dict[str, Tensor] = {}
 
     def record(*_: Any) -> None:
@@ -65,7 +74,8 @@ def gradients_of_one_update(
 
     assert engine.optimizer is not None
     engine.optimizer.register_step_pre_hook(record)
-    return update.train(batch, update.advantages(batch, step=0), step=0), seen
+    prepared, measured = update.prepare(batch, step=0)
+    return measured | update.train(prepared, step=0), seen
 
 
 def assert_same(actual: tuple[dict[str, float], dict[str, Tensor]], expected: Any) -> None:
@@ -78,26 +88,42 @@ def assert_same(actual: tuple[dict[str, float], dict[str, Tensor]], expected: An
         assert difference < INVARIANCE_FP64, name
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+VARIANTS: list[dict[str, Any]] = [
+    *({"aggregation": kind} for kind in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")),
+    {"aggregation": "dr_grpo", "advantage": "dr_grpo", "length_budget": 8},
+    {"policy_loss": "gspo"},
+    {"policy_loss": "cispo", "advantage": "opmd"},
+    {"policy_loss": "sapo", "advantage": "reinforce_baseline"},
+    {"policy_loss": "m2po", "m2_threshold": 0.3},
+    {"policy_loss": "decoupled", "correction": "tis", "correction_high": 1.1},
+    {"policy_loss": "reinforce", "advantage": "rloo", "kl_in": "reward", "kl_kind": "k1"},
+    {"advantage": "reinforce_pp", "kl_in": "reward", "overlong_penalty": 1.0, "overlong_buffer": 0.5},
+    {"advantage": "gae", "value_clip": 0.1, "correction": "icepop"},
+    {"correction": "sequence_tis"},
+]
+
+
+@pytest.mark.parametrize("algorithm", VARIANTS, ids=["-".join(map(str, of.values())) for of in VARIANTS])
 def test_loss_and_gradients_do_not_change_under_padding_packing_and_micro_batch_split(
-    make_engine: Callable[..., ArchonEngine], aggregation: str
+    make_engine: Callable[..., ArchonEngine], algorithm: dict[str, Any]
 ) -> None:
     batch = trajectories()
-    expected = gradients_of_one_update(make_engine(), batch, aggregation=aggregation)
-    assert expected[0]["clip_fraction"] > 0
+    expected = gradients_of_one_update(make_engine(), batch, **algorithm)
+    if algorithm.get("policy_loss", "ppo") in ("ppo", "gspo", "cispo") and "correction" not in algorithm:
+        assert expected[0]["clip_fraction"] > 0
 
     padded = {
         name: torch.nn.functional.pad(value, (0, 5)) if value.ndim == 2 else value for name, value in batch.items()
     }
-    assert_same(gradients_of_one_update(make_engine(), padded, aggregation=aggregation), expected)
+    assert_same(gradients_of_one_update(make_engine(), padded, **algorithm), expected)
 
-    split = gradients_of_one_update(make_engine(max_tokens_per_mb=14), batch, aggregation=aggregation)
+    split = gradients_of_one_update(make_engine(max_tokens_per_mb=14), batch, **algorithm)
     assert split[0]["micro_batches"] > 3
     assert_same(split, expected)
 
     order = torch.randperm(len(batch["rewards"]), generator=torch.Generator().manual_seed(1))
     turned = {name: value[order] for name, value in batch.items()}
-    assert_same(gradients_of_one_update(make_engine(), turned, aggregation=aggregation), expected)
+    assert_same(gradients_of_one_update(make_engine(), turned, **algorithm), expected)
 
 
 def test_gradient_is_that_of_the_objective_written_out(make_engine: Callable[..., ArchonEngine]) -> None:
@@ -147,7 +173,7 @@ def test_minibatches_use_every_trajectory_once_an_epoch(make_engine: Callable[..
     engine.train_batch = record  # type: ignore[method-assign]
     algorithm = AlgorithmConfig(kl_coef=0, ppo_epochs=2, minibatches=3)
     update = PolicyUpdate(engine, None, algorithm, temperature=1.0, seed=5)
-    metrics = update.train(batch, update.advantages(batch, 0), step=0)
+    metrics = update.train(update.prepare(batch, 0)[0], step=0)
     assert engine.step == 6
     assert [len(rows) for rows in seen] == [3] * 6
     assert sorted(chain(*seen[:3])) == sorted(chain(*seen[3:])) == list(range(9))
@@ -161,9 +187,14 @@ def test_shuffled_rewards_control_permutes_the_batch_and_nothing_else() -> None:
     engine: Any = None  # advantages need no model
     plain = PolicyUpdate(engine, None, AlgorithmConfig(kl_coef=0), **arguments)
     control = PolicyUpdate(engine, None, AlgorithmConfig(kl_coef=0), shuffle_rewards=True, **arguments)
-    shuffled = control.advantages(batch, step=1)
-    assert shuffled.equal(control.advantages(batch, step=1))
-    assert not shuffled.equal(control.advantages(batch, step=2))
-    assert not shuffled.equal(plain.advantages(batch, step=1))
+
+    def advantages(update: PolicyUpdate, step: int) -> Tensor:
+        found = update.prepare(batch, step)[0]["advantages"]
+        return (found.sum(1) / batch["loss_mask"].sum(1)).double()
+
+    shuffled = advantages(control, 1)
+    assert shuffled.equal(advantages(control, 1))
+    assert not shuffled.equal(advantages(control, 2))
+    assert not shuffled.equal(advantages(plain, 1))
     for group in range(3):
         assert abs(shuffled[batch["group_ids"] == group].sum()) < INVARIANCE_FP64

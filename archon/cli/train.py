@@ -1,0 +1,39 @@
+"""What the training commands share: a configuration in, a run directory with a report out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from archon.cli.config import load_config
+from archon.cli.report import report_to
+
+# command: its configuration, its trainer, and the field of the model that is trained
+RUNS = {
+    "sft": ("SFTConfig", "SFTTrainer", "model"),
+    "preference": ("PreferenceConfig", "PreferenceTrainer", "model"),
+    "rl": ("RLConfig", "RLTrainer", "actor"),
+}
+
+
+def train(command: str, file: Path | None, overrides: list[str] | None, dry_run: bool) -> None:
+    """Run `command` of `RUNS`, or with `dry_run` only check it; leaves with the run's exit code."""
+    import archon.rl as rl
+
+    config_name, trainer_name, model = RUNS[command]
+    config = load_config(getattr(rl, config_name), file, overrides or [])
+    if dry_run:
+        from archon.cli import check
+
+        check.print_check(config, getattr(check, f"check_{command}"))
+        return
+    from archon.rl.loop import join
+    from archon.runner import Runner
+
+    config = join(config, getattr(config, model))
+    with Runner(config.run_dir, config, resume=config.resume) as runner:
+        getattr(rl, trainer_name)(config, runner).train()
+        if runner.world.is_main:
+            report_to(runner)
+    raise typer.Exit(runner.exit_code)

@@ -1,0 +1,111 @@
+"""Several turns with the same model: an answer that is not yet right is told so and tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from archon.rl.context import derive_seed, workflow_context
+from archon.rl.datasets import encode_prompt
+from archon.rl.datasets.encoding import next_turn_ids
+from archon.rl.rewards import AsyncRewardWrapper, Reward
+from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelRequest
+from archon.rl.workflows.base import RolloutWorkflow, kept_samples, record_parts, wrapped_reward
+from archon.rl.workflows.trajectory import TokenRecord, check_answer, trajectory_tensors
+from archon.schema.errors import ConfigError, ContextOverflowError
+
+RETRY = "That is not right. Try again."
+
+
+class MultiTurnWorkflow(RolloutWorkflow):
+    """Samples `gconfig.n_samples` conversations: after each answer whose reward is below `enough` the model is told
+    `retry` and answers again, up to `max_turns` times.
+
+    The reward of a conversation is that of its last answer, times `turn_discount` for each turn before it. Every answer
+    of it is trained on. Nothing is decoded and encoded again: the next turn's prompt is the tokens so far and those of
+    the message.
+
+    Args:
+        reward_fn: as `RLVRWorkflow` takes it; sees the last answer.
+        gconfig: sampling values of each turn; `max_tokens` limits the conversation.
+        tokenizer: renders prompts and messages; its end-of-text and padding ids stop an answer.
+        max_turns: answers of a conversation, at most.
+        turn_discount: factor of the reward for each turn it took beyond the first, in (0, 1].
+        enough: reward that ends the conversation.
+        retry: what is said after an answer that was not enough.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | str | AsyncRewardWrapper,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        max_turns: int = 2,
+        turn_discount: float = 1.0,
+        enough: float = 1.0,
+        retry: str = RETRY,
+    ) -> None:
+        if max_turns < 1 or not 0 < turn_discount <= 1:
+            raise ConfigError(
+                f"max_turns = {max_turns} must be at least 1, and turn_discount = {turn_discount:g} in (0, 1]"
+            )
+        self.reward_fn = wrapped_reward(reward_fn)
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
+        self.tokenizer = tokenizer
+        self.max_turns = max_turns
+        self.turn_discount = turn_discount
+        self.enough = enough
+        self.retry = {"role": "user", "content": retry}
+
+    def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
+        return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
+        """One group of conversations as trajectory tensors [n, S]; `turn_ids` says which answer a token is of.
+
+        Conversations that fail are dropped and counted by kind; the first failure is raised when none is left.
+        """
+        prompt_ids = encode_prompt(self.tokenizer, data)
+        records = [TokenRecord() for _ in range(self.gconfig.n_samples)]
+        outcomes = await asyncio.gather(
+            *(self._converse(engine, record, prompt_ids, data, index) for index, record in enumerate(records)),
+            return_exceptions=True,
+        )
+        kept = kept_samples(records, outcomes)
+        record_parts(reward for _, reward in kept)
+        for record, _ in kept:
+            workflow_context.record(turns=record.turns)
+        discounted = [reward * self.turn_discount ** (record.turns - 1) for record, reward in kept]
+        return trajectory_tensors([record for record, _ in kept], discounted)
+
+    async def _converse(
+        self, engine: InferenceEngine, record: TokenRecord, prompt_ids: list[int], data: dict[str, Any], index: int
+    ) -> Reward:
+        """Fill `record`; gives back the reward of its last answer."""
+        workflow_context.enter_sample(index)
+        seed = workflow_context.get().seed
+        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=True)
+        reward, said = Reward(0.0), prompt_ids
+        while True:
+            # Of its own stream, whatever the other conversations do meanwhile.
+            own = {"n_samples": 1, "seed": derive_seed(seed, index, record.turns)}
+            gconfig = self.gconfig.model_copy(update=own)
+            try:
+                request = ModelRequest(record.input_ids + said, gconfig, tokenizer=self.tokenizer)
+                response = await engine.agenerate(request)
+            except ContextOverflowError:
+                if record.turns == 0:
+                    raise
+                record.truncated = True
+                return reward  # there is no room for another turn
+            check_answer(response)
+            record.observe(said)
+            record.answer(response)
+            completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+            reward = await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
+            if reward >= self.enough or record.turns == self.max_turns or record.truncated:
+                return reward
+            said = next_turn_ids(self.tokenizer, self.retry, response.output_tokens)

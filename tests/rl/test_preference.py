@@ -1,0 +1,157 @@
+"""DPO, IPO and reward models: their losses, their gradient through the engine, and that they learn and resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archon.engine import ArchonEngine
+from archon.hf_io import load_model
+from archon.metrics import read_jsonl
+from archon.rl import PreferenceConfig
+from archon.rl.preference import PreferenceTrainer, preference_loss
+from archon.schema.errors import ConfigError, DatasetError
+from tests.tolerances import FORMULA_FP64, INVARIANCE_FP64
+
+MakeConfig = Callable[..., PreferenceConfig]
+
+
+@pytest.fixture
+def make(blank: Path, tmp_path: Path) -> MakeConfig:
+    """Pairs of a digit asked for: it repeated is preferred to the next one repeated, odd lengths."""
+    for split in ("train", "test"):
+        numbers = [i for i in range(120) if (i % 7 == 0) == (split == "test")]
+        rows = [
+            {"prompt": f"{i}=", "chosen": str(i % 10) * (1 + i % 4), "rejected": str((i + 1) % 10) * (1 + i % 3)}
+            for i in numbers
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def of(**changes: Any) -> PreferenceConfig:
+        run = {
+            "run_dir": str(tmp_path / "run"),
+            "total_steps": 6,
+            "batch_size": 16,
+            "model": {"path": str(blank), "init_from_scratch": True, "optimizer": {"lr": 3e-3}},
+            "train_data": {"path": str(tmp_path)},
+            "eval_data": {"path": str(tmp_path), "split": "test"},
+        }
+        return PreferenceConfig.parse(run | changes)
+
+    return of
+
+
+def test_preference_losses_worked_by_hand() -> None:
+    # DPO, β = 0.5: m = 2: −log σ(1) = 0.313262, derivative −0.5 σ(−1) = −0.134471; m = 0: log 2, −0.25.
+    # IPO, β = 0.5: (m − 1)²: 1 and 1, derivatives 2 and −2. Reward: −log σ(2) = 0.126928, −σ(−2) = −0.119203; m = 0.
+    margin = torch.tensor([2.0, 0.0], dtype=torch.float64)
+    expected = {
+        "dpo": ([0.313262, math.log(2)], [-0.134471, -0.25]),
+        "ipo": ([1.0, 1.0], [2.0, -2.0]),
+        "reward": ([0.126928, math.log(2)], [-0.119203, -0.5]),
+    }
+    for kind, (loss, derivative) in expected.items():
+        found = preference_loss(margin, kind, 0.5)
+        torch.testing.assert_close(found[0], torch.tensor(loss, dtype=torch.float64), rtol=0, atol=1e-6)
+        torch.testing.assert_close(found[1], torch.tensor(derivative, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "reward"])
+def test_the_derivative_is_autograds(kind: str) -> None:
+    margin = torch.linspace(-30, 30, 41, dtype=torch.float64, requires_grad=True)
+    loss, derivative = preference_loss(margin, kind, 0.3)
+    loss.sum().backward()
+    assert margin.grad is not None
+    torch.testing.assert_close(derivative.detach(), margin.grad, rtol=FORMULA_FP64, atol=FORMULA_FP64)
+
+
+def opened(config: PreferenceConfig) -> PreferenceTrainer:
+    """A trainer with its models and rows, without a run directory."""
+    trainer = PreferenceTrainer(config)
+    runner: Any = type("NoRun", (), {"directory": type("Nowhere", (), {"stacks": Path("stacks")})})
+    trainer.runner = runner
+    trainer.open()
+    return trainer
+
+
+def plain_number(engine: ArchonEngine, batch: dict[str, Tensor], row: int) -> Tensor:
+    """One answer's log-probability from whole logits, or its score, one document at a time."""
+    tokens = batch["input_ids"][row][batch["attention_mask"][row]]
+    n = len(tokens)
+    out = engine.model(tokens, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n)
+    trained = (batch["loss_mask"][row][:n] == 1).nonzero().flatten()
+    if engine.config.is_critic:
+        found: Tensor = out.reshape(n)[trained - 1].sum()
+        return found
+    return out.log_softmax(-1)[trained - 1].gather(1, tokens[trained].unsqueeze(1)).sum()
+
+
+@pytest.mark.parametrize("max_tokens_per_mb", [8192, 12])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "reward"])
+def test_gradient_is_that_of_the_loss_written_out(make: MakeConfig, loss: str, max_tokens_per_mb: int) -> None:
+    """One pair at a time with autograd through plain logits; the engine's micro-batches tear pairs apart."""
+    config = make(loss=loss, beta=0.4)
+    for model in filter(None, (config.model, config.ref)):
+        model.dtype, model.max_tokens_per_mb = "float64", max_tokens_per_mb
+    torch.manual_seed(1)
+    trainer = opened(config)
+    rows = trainer.loader.next_batch()
+    trainer.loader.load_state_dict(trainer.loader.state_dict() | {"cursor": 0})
+    batch = trainer._pairs(rows)
+    model = trainer.engine.model
+    total = torch.zeros((), dtype=torch.float64)
+    for pair in range(len(rows)):
+        chosen, rejected = (plain_number(trainer.engine, batch, 2 * pair + i) for i in range(2))
+        if trainer.reference is not None:
+            chosen = chosen - plain_number(trainer.reference, batch, 2 * pair).detach()
+            rejected = rejected - plain_number(trainer.reference, batch, 2 * pair + 1).detach()
+        total = total + preference_loss(chosen - rejected, loss, 0.4)[0] / len(rows)
+    total.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    seen: dict[str, Tensor] = {}
+
+    def record(*_: Any) -> None:
+        seen.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+    assert trainer.engine.optimizer is not None
+    trainer.engine.config.optimizer.max_grad_norm = None  # type: ignore[union-attr]
+    trainer.engine.optimizer.register_step_pre_hook(record)
+    metrics = trainer.train_step()
+    assert metrics["loss"] == pytest.approx(total.item(), rel=INVARIANCE_FP64)
+    assert (metrics["micro_batches"] > len(rows)) == (max_tokens_per_mb == 12)
+    for name, gradient in expected.items():
+        difference = (seen[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-30)
+        assert difference < INVARIANCE_FP64, name
+
+
+@pytest.mark.parametrize("loss", ["dpo", "reward"])
+def test_it_learns_which_answer_is_preferred(make: MakeConfig, tmp_path: Path, loss: str) -> None:
+    config = make(loss=loss, total_steps=70, eval_every=0)
+    metrics = PreferenceTrainer(config).train()
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert metrics["eval/accuracy"] > 0.8
+    assert metrics["eval/loss"] < 0.5 * rows[0]["loss"]
+    if loss == "dpo":
+        assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # policy and reference are the same
+    exported = load_model(tmp_path / "run" / "export", is_critic=loss == "reward")
+    assert (exported.score is not None) == (loss == "reward")
+
+
+def test_pairs_and_configuration_are_checked(make: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="loss reward needs no reference model; remove `ref`"):
+        make(loss="reward", ref={"path": "x"})
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1="}\n')
+    config = make()
+    with pytest.raises(DatasetError, match=r"train\.jsonl:1: no key 'chosen'; the row has: 'prompt'"):
+        opened(config)
+    arithmetic = make(train_data={"path": "arithmetic"})
+    with pytest.raises(DatasetError, match="arithmetic has no rows of kind 'dpo'; it has rl, sft"):
+        opened(arithmetic)
