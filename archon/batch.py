@@ -12,12 +12,13 @@ start.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from archon.models.attention.prefix import SharedPrefixes, shared_prefixes
 from archon.models.head import IGNORE_INDEX
 from archon.schema.errors import BatchError
 
@@ -43,6 +44,8 @@ class PackedBatch:
     fields: dict[str, Tensor] = field(default_factory=dict)
     per_document: frozenset[str] = frozenset()
     source: Tensor | None = None
+    shared: SharedPrefixes | None = None
+    """What the documents begin alike with, where that has been looked for."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -84,7 +87,12 @@ class PackedBatch:
             fields={name: move(x) for name, x in self.fields.items()},
             per_document=self.per_document,
             source=self.source,
+            shared=self.shared,
         )
+
+    def with_shared_prefixes(self) -> PackedBatch:
+        """The same batch, on the CPU, whose documents have been searched for common beginnings."""
+        return replace(self, shared=shared_prefixes(self.tokens, self.lengths))
 
 
 def pack(batch: Mapping[str, Tensor]) -> PackedBatch:

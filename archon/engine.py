@@ -35,6 +35,7 @@ from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients, gradient_norm
+from archon.parallel.compile import compile_enabled
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import is_sharded
 from archon.parallel.gather import BUCKET_BYTES, staged_tensors, whole_tensors
@@ -128,6 +129,10 @@ class ArchonEngine:
         kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, args.n_heads, args.n_kv_heads)
         tokens = TokenSplit(self.ranks, kind, config.attn_type)
         self.spec, self.args = spec, args
+        # Routers count every token, and some frequencies depend on the length of a token's document.
+        alike = not args.sizes.experts and not args.rope_scaling.depends_on_length
+        alone = dims.cp * dims.tp * dims.pp == 1 and not compile_enabled(config.compile, dims.device_type)
+        self._share_prefixes = config.share_prefixes and alike and alone
         self._torn = False
         self._forward: Forward | PipelineForward
         if dims.pp_enabled:
@@ -397,7 +402,8 @@ class ArchonEngine:
 
     def _cut(self, batch: Batch) -> tuple[Any, list[Any]]:
         self._refuse_unfit()
-        return micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
+        packed, parts = micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
+        return packed, [mb.with_shared_prefixes() for mb in parts] if self._share_prefixes else parts
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
         packed, parts = self._cut(batch)

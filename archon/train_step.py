@@ -139,7 +139,7 @@ class Forward:
         """The model on this rank's share of the tokens, and that share; None where it is all of them."""
         if not self.ranks.split_tokens and not self.least:
             meta: AttentionMeta = PackedAttention(
-                mb.cu_seqlens, mb.max_seqlen, self.tokens.attn_type, lengths=mb.lengths
+                mb.cu_seqlens, mb.max_seqlen, self.tokens.attn_type, mb.lengths, mb.shared
             )
             head.update(labels=labels, loss_weights=loss_weights)
             return self.model(mb.tokens, mb.positions, mb.cu_seqlens, mb.max_seqlen, meta, **head), None

@@ -168,20 +168,21 @@ class BaseArchonModel(nn.Module):
         meta.begin(hidden)
         lengths = meta.document_lengths(positions) if self.args.rope_scaling.depends_on_length else None
         cos, sin = self.rope(positions, hidden.dtype, lengths)
-        order = None
+        arranged = None
         if hidden.shape[0] == positions.shape[0]:  # tensor parallelism leaves each rank a share, which has no order
-            meta, order = meta.arrange()
-        if order is not None:
-            check_lengths(order.shape[0], hidden.shape[0])
-            hidden, cos, sin = (x.index_select(0, order) for x in (hidden, cos, sin))
+            arranged = meta.arrange()
+        if arranged is not None:
+            meta = arranged.meta
+            check_lengths(arranged.back.shape[0], hidden.shape[0])
+            hidden, cos, sin = (x.index_select(0, arranged.rows) for x in (hidden, cos, sin))
         self.router_stats = []
         for block in self.layers.values():
             hidden = block(hidden, cos, sin, meta)
             if isinstance(hidden, tuple):
                 hidden, stats = hidden
                 self.router_stats.append(stats)
-        if order is not None:
-            hidden = hidden.index_select(0, torch.argsort(order))
+        if arranged is not None:
+            hidden = hidden.index_select(0, arranged.back)
         return hidden if self.norm is None else self.norm(hidden)
 
     @torch.no_grad()

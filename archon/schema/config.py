@@ -150,6 +150,10 @@ class EngineConfig(StrictModel):
         "cannot hold such biases and is refused",
     )
     attn_type: AttnType = Field("auto", description="attention backend")
+    share_prefixes: bool = Field(
+        True,
+        description="compute once what documents begin alike with; dense models, sdpa, uncompiled, without c, t and p",
+    )
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
     gradient_reduction: Literal["per_step", "per_microbatch"] = Field(
         "per_step", description="when gradients are reduced over ranks: once, or after each micro-batch (less memory)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,18 @@ from torch import Tensor
 from archon.models.attention.backend import AttnType, resolve_backend
 from archon.models.attention.flash import flash_attention
 from archon.models.attention.opaque import opaque_sdpa
+from archon.models.attention.prefix import SharedPrefixes, prefix_attention
 from archon.models.attention.sdpa import check_lengths, sdpa_attention
 from archon.models.attention.varlen import varlen_attention
+
+
+class Arrangement(NamedTuple):
+    """The tokens that the layers compute, `rows` int64 [U] among the T given, how these attend, and `back` int64 [T]:
+    where each of those given finds its hidden state afterwards."""
+
+    meta: AttentionMeta
+    rows: Tensor
+    back: Tensor
 
 
 class AttentionMeta(abc.ABC):
@@ -30,9 +41,9 @@ class AttentionMeta(abc.ABC):
     def begin(self, hidden: Tensor) -> None:  # noqa: B027 - a cache has nothing to prepare
         """Called once a forward with the first layer's input [T, dim]: device and compute dtype are known now."""
 
-    def arrange(self) -> tuple[AttentionMeta, Tensor | None]:
-        """A meta for the same tokens in an order that suits the kernel, and that order [T]; None leaves them be."""
-        return self, None
+    def arrange(self) -> Arrangement | None:
+        """Which tokens the layers compute, and in which order; None: all of them as they are."""
+        return None
 
     @abc.abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
@@ -61,6 +72,7 @@ class PackedAttention(AttentionMeta):
         max_seqlen: length of the longest document.
         attn_type: `auto | sdpa | varlen | flash`.
         lengths: the documents' lengths when the host knows them, else taken from `cu_seqlens` when first needed.
+        shared: what documents begin alike with, to be computed once; the backend `sdpa` makes use of it.
     """
 
     def __init__(
@@ -69,7 +81,9 @@ class PackedAttention(AttentionMeta):
         max_seqlen: int,
         attn_type: AttnType = "auto",
         lengths: tuple[int, ...] | None = None,
+        shared: SharedPrefixes | None = None,
     ) -> None:
+        self.shared = shared
         self.cu_seqlens, self.max_seqlen, self.attn_type = cu_seqlens, int(max_seqlen), attn_type
         self.backend: AttnType | None = None
         self._lengths: Tensor | None = None  # on the CPU, for compiled code
@@ -85,11 +99,15 @@ class PackedAttention(AttentionMeta):
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
         self._lengths = torch.tensor(self.lengths) if self.backend == "sdpa" else None
 
-    def arrange(self) -> tuple[AttentionMeta, Tensor | None]:
+    def arrange(self) -> Arrangement | None:
+        if self.shared is not None and self.backend == "sdpa":
+            device = self.cu_seqlens.device
+            rows, back = (x.to(device, non_blocking=True) for x in (self.shared.rows, self.shared.back))
+            return Arrangement(PrefixAttention(self.shared), rows, back)
         # Documents of one length side by side are one batch of the kernel: with the many short documents of
         # reinforcement, a handful of calls in place of hundreds.
         if self.backend != "sdpa" or sum(1 for _ in groupby(self.lengths)) <= 2 * len({*self.lengths}):
-            return self, None
+            return None
         lengths = torch.tensor(self.lengths)
         by_length = torch.argsort(lengths, stable=True)
         ends, sorted_lengths = lengths.cumsum(0), lengths[by_length]
@@ -101,7 +119,8 @@ class PackedAttention(AttentionMeta):
             bounds.to(device, torch.int32), self.max_seqlen, self.attn_type, tuple(sorted_lengths.tolist())
         )
         meta.backend, meta._lengths = self.backend, sorted_lengths
-        return meta, order.to(device)
+        order = order.to(device)
+        return Arrangement(meta, order, torch.argsort(order))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
         if self.backend is None:
@@ -119,3 +138,13 @@ class PackedAttention(AttentionMeta):
         check_lengths(sum(self.lengths), positions.numel())
         lengths = self.cu_seqlens.diff().to(torch.int64)
         return torch.repeat_interleave(lengths, lengths, output_size=positions.numel())
+
+
+class PrefixAttention(AttentionMeta):
+    """Documents of which each shared beginning stands once (see `archon.models.attention.prefix`)."""
+
+    def __init__(self, shared: SharedPrefixes) -> None:
+        self.shared = shared
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+        return prefix_attention(q, k, v, self.shared, window=window, scale=scale)

@@ -39,12 +39,12 @@ def sdpa_attention(
     outs = []
     for (length, count), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         q_BSHD, k_BSGD, v_BSGD = (x.unflatten(0, (count, length)) for x in qkv)
-        outs.append(_attend(q_BSHD, k_BSGD, v_BSGD, window, scale).flatten(0, 1))
+        outs.append(attend_alike(q_BSHD, k_BSGD, v_BSGD, window, scale).flatten(0, 1))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """q [B, S, H, D], k and v [B, S, G, D]: B documents of S tokens."""
+def attend_alike(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+    """q [B, S, H, D], k and v [B, S, G, D], B documents of S tokens, to [B, S, H, D]."""
     length = q.shape[1]
     if (window is not None and window < length) or (q.device.type == "cpu" and length >= BLOCKWISE_FROM):
         return blockwise_attention(q, k, v, window=window, scale=scale)

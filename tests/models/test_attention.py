@@ -195,8 +195,9 @@ def test_arranged_documents_attend_within_compiled_code_without_a_graph_break() 
     qkv = [torch.randn(24, 2, 8) for _ in range(3)]
     meta = PackedAttention(bounds, 5, "sdpa", lengths)
     meta.begin(qkv[0])
-    arranged, order = meta.arrange()
-    assert order is not None
+    arrangement = meta.arrange()
+    assert arrangement is not None
+    arranged, order, _ = arrangement
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return arranged.attend(0, q, k, v, window=None, scale=SCALE)

@@ -165,11 +165,15 @@ def test_many_short_documents_are_regrouped_without_a_trace(kind: Any) -> None:
     rope = RopeConfig(kind, factor=None if kind == "default" else 3.0)
     model, lengths = build(sliding_window=4, rope_scaling=rope, max_seq_len=6), [3, 7, 5, 3, 0, 9] * 6 + [7, 9, 3]
     tokens, positions, cu_seqlens, longest = pack(lengths, 31, 0)
-    assert PackedAttention(cu_seqlens, longest).arrange()[1] is None, "before the backend is known"
+    assert PackedAttention(cu_seqlens, longest).arrange() is None, "before the backend is known"
     meta = PackedAttention(cu_seqlens, longest)
     meta.begin(torch.zeros(1))
-    arranged, order = meta.arrange()
+    arrangement = meta.arrange()
+    assert arrangement is not None
+    arranged, order, back = arrangement
+    assert isinstance(arranged, PackedAttention)
     assert arranged.lengths == tuple(sorted(lengths))
+    assert order[back].tolist() == list(range(sum(lengths)))
     assert sorted(order.tolist()) == list(range(sum(lengths)))
 
     logits = model(tokens, positions, cu_seqlens, longest)

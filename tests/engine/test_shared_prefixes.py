@@ -1,0 +1,87 @@
+"""What documents begin alike with is computed once by the engine, with the same loss, gradient, scores and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archon.engine import ArchonEngine
+from archon.loss import CrossEntropyLoss, loss_token_count
+from tests.engine.tiny import VOCAB, make_engine, padded
+from tests.tolerances import INVARIANCE_FP64
+
+
+def answers(prompts: int = 4, per_prompt: int = 5) -> dict[str, Tensor]:
+    """Answers of uneven length to prompts of uneven length; the answers are trained."""
+    generator = torch.Generator().manual_seed(5)
+    docs, masks = [], []
+    for index in range(prompts):
+        prompt = torch.randint(VOCAB, (6 + 3 * index,), generator=generator)
+        for size in torch.randint(1, 9, (per_prompt,), generator=generator).tolist():
+            docs.append(torch.cat([prompt, torch.randint(VOCAB, (size,), generator=generator)]))
+            masks.append(torch.tensor([0] * len(prompt) + [1] * size))
+    return padded(docs, loss_mask=masks)
+
+
+def rows_of_a_block(engine: ArchonEngine) -> list[int]:
+    """How many rows the second block is given, forward by forward."""
+    seen: list[int] = []
+    block: Any = engine.model.layers["1"]  # type: ignore[union-attr]
+    block.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[0]))
+    return seen
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"hf": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}},
+    {"is_critic": True},
+    {"activation_checkpoint": {"mode": "full"}},
+    {"max_tokens_per_mb": 97},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(variant) or "plain")
+def test_sharing_changes_nothing_but_the_work(tmp_path: Path, variant: dict[str, Any]) -> None:
+    options = {"dtype": "float64", "max_tokens_per_mb": 4096, "optimizer": {"lr": 1e-2}} | variant
+    engines = [make_engine(tmp_path / str(share), 9, share_prefixes=share, **options) for share in (True, False)]
+    batch, critic = answers(), "is_critic" in variant
+    seen = [rows_of_a_block(engine) for engine in engines]
+    scores = [engine.forward_batch(batch) for engine in engines]
+    torch.testing.assert_close(*scores, rtol=INVARIANCE_FP64, atol=INVARIANCE_FP64)
+    assert seen[0][0] < 0.8 * seen[1][0]
+
+    def loss(numbers: Tensor, entropy: Tensor | None, mb: Any) -> Any:
+        return (numbers.square() * mb["loss_mask"]).sum()
+
+    loss_fn = loss if critic else CrossEntropyLoss()
+    metrics = [engine.train_batch(batch, loss_fn, loss_token_count) for engine in engines]
+    for name in ("loss", "grad_norm"):
+        assert metrics[0][name] == pytest.approx(metrics[1][name], rel=INVARIANCE_FP64)
+    for one, other in zip(*(engine.model.parameters() for engine in engines), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {}),
+        ({}, {"compile": True}),
+        ({}, {"share_prefixes": False}),
+    ],
+    ids=["frequencies of the document's length", "compiled", "switched off"],
+)
+def test_where_it_would_not_be_the_same_nothing_is_shared(
+    tmp_path: Path, model: dict[str, Any], config: dict[str, Any]
+) -> None:
+    engine = make_engine(tmp_path, hf=model, max_tokens_per_mb=4096, **config)
+    assert all(part.shared is None for part in engine._cut(answers())[1])
+
+
+def test_routers_count_every_token(tmp_path: Path) -> None:
+    moe = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    engine = make_engine(tmp_path, hf=moe | {"norm_topk_prob": True}, max_tokens_per_mb=4096)
+    assert all(part.shared is None for part in engine._cut(answers())[1])
