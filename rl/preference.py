@@ -66,6 +66,8 @@ class PreferenceTrainer(SFTTrainer):
     """
 
     kind = "dpo"
+    title = "preference"
+    columns = ("loss", "eval/loss", "accuracy", "eval/accuracy", "margin", "grad_norm", "lr")
     config: PreferenceConfig
 
     def open(self) -> None:

@@ -21,8 +21,6 @@ from archon.rl.loop import due, join, load_newest, save_newest, saved_at_the_end
 from archon.rl.shares import own_rows, require_documents
 from archon.runner import Runner
 
-COLUMNS = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
-
 
 def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[str, Tensor]:
     """SFT rows as a padded batch for the engine; with `sort` shorter rows first, so that attention meets equal lengths
@@ -53,6 +51,8 @@ class SFTTrainer:
     """
 
     kind: DatasetKind = "sft"
+    title = "sft"
+    columns: tuple[str, ...] = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
     engine: ArchonEngine
     loader: RowLoader
     held_out: RowDataset | None
@@ -84,7 +84,7 @@ class SFTTrainer:
                     return {}
             self.open()
             stack.enter_context(saved_at_the_end(self.save))
-            with runner.progress("sft", self.total_steps, start=self.step, columns=COLUMNS) as progress:
+            with runner.progress(self.title, self.total_steps, start=self.step, columns=self.columns) as progress:
                 while not self.finished and not runner.stop_requested:
                     metrics = self.train_step()
                     self.step += 1

@@ -40,7 +40,7 @@ class Outcomes:
             return self.rewards
         return self.rewards + (self.token_rewards * self.loss_mask).sum(1).to(self.rewards.dtype)
 
-    def spread(self, advantages: Tensor) -> Tensor:
+    def on_tokens(self, advantages: Tensor) -> Tensor:
         """One number a trajectory [B], on each of its trained tokens [B, S]."""
         return advantages.unsqueeze(1) * self.loss_mask
 
@@ -157,23 +157,23 @@ def rewards_of_tokens(outcomes: Outcomes) -> Tensor:
 
 @ADVANTAGES.register("grpo")
 def _grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    return outcomes.spread(group_normalized_advantages(outcomes.totals, outcomes.group_ids, config.advantage_eps))
+    return outcomes.on_tokens(group_normalized_advantages(outcomes.totals, outcomes.group_ids, config.advantage_eps))
 
 
 @ADVANTAGES.register("dr_grpo")
 def _dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r − mean_group, not divided by a standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
-    return outcomes.spread(group_centred(outcomes.totals, outcomes.group_ids)[0].to(outcomes.rewards.dtype))
+    return outcomes.on_tokens(group_centred(outcomes.totals, outcomes.group_ids)[0].to(outcomes.rewards.dtype))
 
 
 @ADVANTAGES.register("rloo")
 def _rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    return outcomes.spread(leave_one_out_advantages(outcomes.totals, outcomes.group_ids))
+    return outcomes.on_tokens(leave_one_out_advantages(outcomes.totals, outcomes.group_ids))
 
 
 @ADVANTAGES.register("opmd")
 def _opmd(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    return outcomes.spread(mirror_descent_advantages(outcomes.totals, outcomes.group_ids, config.opmd_tau))
+    return outcomes.on_tokens(mirror_descent_advantages(outcomes.totals, outcomes.group_ids, config.opmd_tau))
 
 
 @ADVANTAGES.register("reinforce_pp")
@@ -188,7 +188,7 @@ def _reinforce_pp(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 def _reinforce_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r − mean_group, then normalised over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
     centred = group_centred(outcomes.totals, outcomes.group_ids)[0].to(outcomes.rewards.dtype)
-    return batch_normalized(outcomes.spread(centred), outcomes.loss_mask, config.advantage_eps)
+    return batch_normalized(outcomes.on_tokens(centred), outcomes.loss_mask, config.advantage_eps)
 
 
 @ADVANTAGES.register("gae")
