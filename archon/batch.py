@@ -87,7 +87,7 @@ class PackedBatch:
             fields={name: move(x) for name, x in self.fields.items()},
             per_document=self.per_document,
             source=self.source,
-            shared=self.shared,
+            shared=None if self.shared is None else self.shared.to(device),
         )
 
     def with_shared_prefixes(self) -> PackedBatch:

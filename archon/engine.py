@@ -116,7 +116,7 @@ class ArchonEngine:
         )
         check_layout(config, args, dims)
         build = Build(config, spec, args, dims, self.device)
-        resolve_backend(config.attn_type, self.device, build.compute)
+        backend = resolve_backend(config.attn_type, self.device, build.compute)
         if config.optimizer:
             check_schedule(config.scheduler, total_steps)
         join_process_group(dims.world_size, self.device.type, config.timeout_s)
@@ -130,7 +130,7 @@ class ArchonEngine:
         tokens = TokenSplit(self.ranks, kind, config.attn_type)
         self.spec, self.args = spec, args
         # Routers count every token, and some frequencies depend on the length of a token's document.
-        alike = not args.sizes.experts and not args.rope_scaling.depends_on_length
+        alike = backend == "sdpa" and not args.sizes.experts and not args.rope_scaling.depends_on_length
         alone = dims.cp * dims.tp * dims.pp == 1 and not compile_enabled(config.compile, dims.device_type)
         self._share_prefixes = config.share_prefixes and alike and alone
         self._torn = False

@@ -26,8 +26,8 @@ def whole_tensors(tensors: Iterable[Named], bucket_bytes: int = BUCKET_BYTES) ->
     Neighbours of one mesh and dtype are gathered together, up to `bucket_bytes` of whole tensors or a single larger
     one. Every rank that holds a part must call it and take all of them.
     """
-    for mesh, run in groupby(tensors, key=lambda pair: _kind(pair[1])):
-        if mesh is None:
+    for kind, run in groupby(tensors, key=lambda pair: _kind(pair[1])):
+        if kind is None:
             yield from ((name, local_tensor(tensor.detach())) for name, tensor in run)
             continue
         for bucket in _buckets(run, bucket_bytes):

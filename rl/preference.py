@@ -19,7 +19,7 @@ from torch import Tensor
 
 from archon.batch import PackedBatch
 from archon.engine import ArchonEngine
-from archon.loss import Metrics, document_ids
+from archon.loss import Metrics, document_sums
 from archon.rl.config import PreferenceConfig
 from archon.rl.sft import SFTTrainer, padded_batch
 from archon.rl.shares import own_documents, score_shared
@@ -54,8 +54,7 @@ class WeightedSum:
 
     def units(self, mb: PackedBatch) -> Tensor:
         """Pairs: each answer with a trained token is half of one."""
-        trained = torch.zeros(mb.n_documents, device=mb["loss_mask"].device)
-        return trained.index_add(0, document_ids(mb), mb["loss_mask"].float()).count_nonzero() / 2
+        return document_sums(mb["loss_mask"].float(), mb).count_nonzero() / 2
 
 
 class PreferenceTrainer(SFTTrainer):

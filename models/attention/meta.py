@@ -101,9 +101,7 @@ class PackedAttention(AttentionMeta):
 
     def arrange(self) -> Arrangement | None:
         if self.shared is not None and self.backend == "sdpa":
-            device = self.cu_seqlens.device
-            rows, back = (x.to(device, non_blocking=True) for x in (self.shared.rows, self.shared.back))
-            return Arrangement(PrefixAttention(self.shared), rows, back)
+            return Arrangement(PrefixAttention(self.shared), self.shared.rows, self.shared.back)
         # Documents of one length side by side are one batch of the kernel: with the many short documents of
         # reinforcement, a handful of calls in place of hundreds.
         if self.backend != "sdpa" or sum(1 for _ in groupby(self.lengths)) <= 2 * len({*self.lengths}):

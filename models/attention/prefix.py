@@ -13,11 +13,9 @@ from itertools import groupby, pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from archon.models.attention.blockwise import blockwise_attention
-from archon.models.attention.sdpa import BLOCKWISE_FROM, attend_alike
+from archon.models.attention.sdpa import attend_alike
 
 WORTH = 0.1
 """The part of a pack's tokens that sharing must save."""
@@ -32,14 +30,19 @@ class SharedPrefixes:
         rows: int64 [U], the computed tokens among those of the pack.
         back: int64 [T], where each token of the pack finds its hidden state among the computed.
         prefixes: (length, how many) of the beginnings.
-        endings: (length of the beginning, own length, which of the beginnings of that length) of the rest; a document
-            that shares nothing has a beginning of length 0.
+        endings: (length of the beginning, own length, int64 [n] which of the beginnings of that length) of the rest; a
+            document that shares nothing has a beginning of length 0.
     """
 
     rows: Tensor
     back: Tensor
     prefixes: tuple[tuple[int, int], ...]
-    endings: tuple[tuple[int, int, tuple[int, ...]], ...]
+    endings: tuple[tuple[int, int, Tensor], ...]
+
+    def to(self, device: torch.device) -> SharedPrefixes:
+        """The same with its indices on `device`."""
+        endings = tuple((prefix, own, numbers.to(device)) for prefix, own, numbers in self.endings)
+        return SharedPrefixes(self.rows.to(device), self.back.to(device), self.prefixes, endings)
 
 
 def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | None:
@@ -75,7 +78,7 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | 
         at += own
     endings = []
     for (prefix, own), alike in groupby(documents, key=lambda entry: entry[:2]):
-        endings.append((prefix, own, tuple(number for _, _, number, _ in alike)))
+        endings.append((prefix, own, torch.tensor([number for _, _, number, _ in alike])))
     prefixes = tuple((prefix, count) for prefix, count in numbers.items() if prefix)
     return SharedPrefixes(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(back), prefixes, tuple(endings))
 
@@ -123,24 +126,9 @@ def prefix_attention(
     for (prefix, own, numbers), (qs, ks, vs) in zip(shared.endings, parts, strict=True):
         qs, ks, vs = (x.unflatten(0, (len(numbers), own)) for x in (qs, ks, vs))
         if prefix:
-            chosen = torch.tensor(numbers, device=q.device)
             ks, vs = (
-                torch.cat([x.index_select(0, chosen), y], dim=1)
+                torch.cat([x.index_select(0, numbers), y], dim=1)
                 for x, y in zip(beginnings[prefix], (ks, vs), strict=True)
             )
-        outs.append(_attend_behind(qs, ks, vs, prefix, window, scale).flatten(0, 1))
+        outs.append(attend_alike(qs, ks, vs, window, scale).flatten(0, 1))
     return torch.cat(outs)
-
-
-def _attend_behind(q: Tensor, k: Tensor, v: Tensor, prefix: int, window: int | None, scale: float) -> Tensor:
-    """q [B, S, H, D] behind `prefix` tokens; k and v [B, prefix + S, G, D]."""
-    length = k.shape[1]
-    if not prefix:
-        return attend_alike(q, k, v, window, scale)
-    if (window is not None and window < length) or (q.device.type == "cpu" and length >= BLOCKWISE_FROM):
-        return blockwise_attention(q, k, v, window=window, scale=scale)
-    mask = torch.ones(q.shape[1], length, dtype=torch.bool, device=q.device).tril(prefix)
-    q_BHSD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q, k, v))
-    gqa = q.shape[2] != k.shape[2]
-    out = F.scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    return out.transpose(1, 2)

@@ -44,11 +44,15 @@ def sdpa_attention(
 
 
 def attend_alike(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """q [B, S, H, D], k and v [B, S, G, D], B documents of S tokens, to [B, S, H, D]."""
-    length = q.shape[1]
+    """q [B, S, H, D], the last S of B documents' L tokens, k and v [B, L, G, D], to [B, S, H, D]."""
+    length, before = k.shape[1], k.shape[1] - q.shape[1]
     if (window is not None and window < length) or (q.device.type == "cpu" and length >= BLOCKWISE_FROM):
         return blockwise_attention(q, k, v, window=window, scale=scale)
     gqa = q.shape[2] != k.shape[2]
     q_BHSD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, scale=scale, enable_gqa=gqa)
+    # The kernel's own causal mask would let the first query meet the first key alone.
+    mask = torch.ones(q.shape[1], length, dtype=torch.bool, device=q.device).tril(before) if before else None
+    out = F.scaled_dot_product_attention(
+        q_BHSD, k_BGSD, v_BGSD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+    )
     return out.transpose(1, 2)

@@ -54,20 +54,22 @@ GROUP_ADVANTAGES = frozenset({"grpo", "dr_grpo", "rloo", "opmd", "reinforce_base
 
 def groups_with_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Bool [B]: does the trajectory's group hold at least two different rewards, i.e. is there anything to learn?"""
-    n_groups = int(group_ids.max()) + 1 if group_ids.numel() else 0
+    return _over_group(rewards, group_ids, "amax") > _over_group(rewards, group_ids, "amin")
+
+
+def _over_group(values: Tensor, group_ids: Tensor, reduce: str) -> Tensor:
+    """`sum`, `amax` or `amin` over the group of each trajectory, [B]."""
     index = group_ids.long()
-    highest = rewards.new_full((n_groups,), -torch.inf).scatter_reduce(0, index, rewards, "amax")
-    lowest = rewards.new_full((n_groups,), torch.inf).scatter_reduce(0, index, rewards, "amin")
-    return (highest > lowest)[index]
+    n_groups = int(index.max()) + 1 if index.numel() else 0
+    return values.new_zeros(n_groups).scatter_reduce(0, index, values, reduce, include_self=False)[index]
 
 
 def group_centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """(r − mean_group, size of the group) for each trajectory, float64 [B] both; the first is exactly 0 in a group of
     equal rewards, where the rounding of the mean would otherwise pass for a signal."""
-    index, r = group_ids.long(), rewards.double()
-    n_groups = int(index.max()) + 1 if index.numel() else 0
-    count = r.new_zeros(n_groups).index_add(0, index, torch.ones_like(r))[index]
-    mean = r.new_zeros(n_groups).index_add(0, index, r)[index] / count
+    r = rewards.double()
+    count = _over_group(torch.ones_like(r), group_ids, "sum")
+    mean = _over_group(r, group_ids, "sum") / count
     return torch.where(groups_with_spread(rewards, group_ids), r - mean, 0.0), count
 
 
@@ -86,9 +88,7 @@ def group_normalized_advantages(rewards: Tensor, group_ids: Tensor, eps: float =
         Advantages [B] in the dtype of `rewards`.
     """
     centred, count = group_centred(rewards, group_ids)
-    index = group_ids.long()
-    squares = centred.new_zeros(int(index.max()) + 1 if index.numel() else 0).index_add(0, index, centred.square())
-    std = (squares[index] / (count - 1).clamp(min=1)).sqrt()
+    std = (_over_group(centred.square(), group_ids, "sum") / (count - 1).clamp(min=1)).sqrt()
     return (centred / (std + eps)).to(rewards.dtype)
 
 
@@ -102,10 +102,9 @@ def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def mirror_descent_advantages(rewards: Tensor, group_ids: Tensor, tau: float) -> Tensor:
     """r − τ log mean_group exp(r / τ), [B]: the reward less the group's estimate of the log-partition function of
     policy mirror descent (Kimi k1.5, arXiv 2501.12599, section 2.3.2)."""
-    index, r = group_ids.long(), rewards.double() / tau
-    n_groups = int(index.max()) + 1 if index.numel() else 0
-    highest = r.new_full((n_groups,), -torch.inf).scatter_reduce(0, index, r, "amax")[index]
-    total = r.new_zeros(n_groups).index_add(0, index, (r - highest).exp())[index]
+    r = rewards.double() / tau
+    highest = _over_group(r, group_ids, "amax")
+    total = _over_group((r - highest).exp(), group_ids, "sum")
     _, count = group_centred(rewards, group_ids)
     baseline = highest + (total / count).log()
     advantages = torch.where(groups_with_spread(rewards, group_ids), (r - baseline) * tau, 0.0)

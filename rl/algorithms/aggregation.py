@@ -21,9 +21,9 @@ AggregationFn = Callable[[Tensor, Tensor, int, "AlgorithmConfig"], tuple[Tensor,
 AGGREGATIONS: Registry[AggregationFn] = Registry("aggregation")
 
 
-def tokens_by_document(loss_mask: Tensor, documents: Tensor, n_documents: int) -> Tensor:
-    """[n_documents]: how many loss tokens each document has."""
-    return loss_mask.new_zeros(n_documents).index_add(0, documents, loss_mask)
+def sums_by_document(values: Tensor, documents: Tensor, n_documents: int) -> Tensor:
+    """[n_documents]: the sum over each document; of a loss mask how many loss tokens it has."""
+    return values.new_zeros(n_documents).index_add(0, documents, values)
 
 
 @AGGREGATIONS.register("token_mean")
@@ -42,7 +42,7 @@ def seq_mean_token_mean(
 
     An answer without a loss token is no answer and is not counted.
     """
-    counts = tokens_by_document(loss_mask, documents, n_documents)
+    counts = sums_by_document(loss_mask, documents, n_documents)
     return loss_mask / counts.clamp(min=1)[documents], (counts > 0).sum()
 
 
@@ -51,7 +51,7 @@ def seq_mean_token_sum(
     loss_mask: Tensor, documents: Tensor, n_documents: int, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
     """Sum over an answer's tokens, mean over answers: the policy gradient of the whole answer, no length in it."""
-    counts = tokens_by_document(loss_mask, documents, n_documents)
+    counts = sums_by_document(loss_mask, documents, n_documents)
     return loss_mask, (counts > 0).sum()
 
 

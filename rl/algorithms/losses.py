@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from archon.rl.algorithms.aggregation import sums_by_document
 from archon.rl.algorithms.registry import Registry
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ RECOMPUTING_LOSSES = frozenset({"decoupled", "m2po"})
 
 def mean_by_document(values: Tensor, mask: Tensor, documents: Tensor, n_documents: int) -> Tensor:
     """The mean over each trajectory's trained tokens, [n_documents]; 0 for one without any."""
-    total = values.new_zeros(n_documents).index_add(0, documents, values * mask)
-    count = mask.new_zeros(n_documents).index_add(0, documents, mask)
+    total, count = (sums_by_document(x, documents, n_documents) for x in (values * mask, mask))
     return total / count.clamp(min=1)
 
 

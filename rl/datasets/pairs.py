@@ -50,11 +50,13 @@ def pair_dataset(
             examples.append(text._replace(spans=text.spans[-1:]))
     encoded = encode_sft(tokenizer, examples)
     rows = [
-        {f"{side}_{key}": value for side, of in zip(("chosen", "rejected"), pair, strict=True) for key, value in of}
-        for pair in (
-            [[("ids", row["input_ids"]), ("loss_mask", row["loss_mask"])] for row in encoded[first : first + 2]]
-            for first in range(0, len(encoded), 2)
-        )
+        {
+            "chosen_ids": chosen["input_ids"],
+            "chosen_loss_mask": chosen["loss_mask"],
+            "rejected_ids": rejected["input_ids"],
+            "rejected_loss_mask": rejected["loss_mask"],
+        }
+        for chosen, rejected in zip(encoded[::2], encoded[1::2], strict=True)
     ]
     if max_length is None:
         return RowDataset(name, rows)
