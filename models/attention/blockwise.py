@@ -70,12 +70,12 @@ class _Blocks:
         return self.masks[key]
 
 
-def _grouped(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+def grouped(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """[B, S, H, D] to a contiguous [B * groups, H / groups, S, D]."""
     return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1).to(dtype).contiguous()
 
 
-def _ungrouped(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+def ungrouped(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
     """[B * G, R, S, D] to a contiguous [B, S, G * R, D]."""
     return x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
 
@@ -85,7 +85,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
         batch, length, groups = k.shape[:3]
         wide = torch.promote_types(q.dtype, torch.float32)
-        q_NRSD, k_NSD, v_NSD = (_grouped(x, groups, wide) for x in (q, k, v))
+        q_NRSD, k_NSD, v_NSD = (grouped(x, groups, wide) for x in (q, k, v))
         q_NRSD, k_NSD, v_NSD = q_NRSD * scale, k_NSD.squeeze(1), v_NSD.squeeze(1)
         blocks, out = _Blocks(q.shape[1], length, window, q_NRSD), torch.empty_like(q_NRSD)
         for n in blocks.groups(q_NRSD.shape[1], q_NRSD.shape[0]):
@@ -95,14 +95,14 @@ class _BlockwiseAttention(torch.autograd.Function):
                 out[n, :, queries] = torch.bmm(p, v_NSD[n, keys]).view(rows.shape)
         ctx.save_for_backward(q_NRSD, k_NSD, v_NSD)
         ctx.constants = (batch, window, scale, q.dtype)
-        return _ungrouped(out, batch, q.dtype)
+        return ungrouped(out, batch, q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q_NRSD, k_NSD, v_NSD = ctx.saved_tensors
         batch, window, scale, dtype = ctx.constants
-        grad_NRSD = _grouped(grad, k_NSD.shape[0] // batch, q_NRSD.dtype)
+        grad_NRSD = grouped(grad, k_NSD.shape[0] // batch, q_NRSD.dtype)
         blocks = _Blocks(q_NRSD.shape[2], k_NSD.shape[1], window, q_NRSD)
         dq, dk, dv = torch.empty_like(q_NRSD), torch.zeros_like(k_NSD), torch.zeros_like(v_NSD)
         for n in blocks.groups(q_NRSD.shape[1], q_NRSD.shape[0]):
@@ -115,8 +115,8 @@ class _BlockwiseAttention(torch.autograd.Function):
                 ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
                 dq[n, :, queries] = torch.bmm(ds, seen).view(rows.shape)
                 dk[n, keys].baddbmm_(ds.transpose(1, 2), q_rows)
-        dk, dv = (_ungrouped(x.unsqueeze(1), batch, dtype) for x in (dk, dv))
-        return _ungrouped(dq.mul_(scale), batch, dtype), dk, dv, None, None
+        dk, dv = (ungrouped(x.unsqueeze(1), batch, dtype) for x in (dk, dv))
+        return ungrouped(dq.mul_(scale), batch, dtype), dk, dv, None, None
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.sdpa import attend_alike
+from archon.models.attention.tree import MOST_TOKENS, Tree, Trees, by_size, tree_attention
 
 WORTH = 0.1
 """The part of a pack's tokens that sharing must save."""
@@ -23,26 +24,93 @@ WORTH = 0.1
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Which of a pack's T tokens are computed, U of them: first the shared beginnings, the shortest first, then what
-    follows them in each document, by the length of the beginning and then by its own.
+    """Which of a pack's T tokens are computed, U of them: first those of the trees, then the shared beginnings, the
+    shortest first, then what follows them in each document, by the length of the beginning and then by its own.
 
     Args:
         rows: int64 [U], the computed tokens among those of the pack.
         back: int64 [T], where each token of the pack finds its hidden state among the computed.
-        prefixes: (length, how many) of the beginnings.
+        trees: short documents that begin alike, branching wherever they differ.
+        prefixes: (length, how many) of the beginnings of all others.
         endings: (length of the beginning, own length, int64 [n] which of the beginnings of that length) of the rest; a
             document that shares nothing has a beginning of length 0.
     """
 
     rows: Tensor
     back: Tensor
+    trees: tuple[Trees, ...]
     prefixes: tuple[tuple[int, int], ...]
     endings: tuple[tuple[int, int, Tensor], ...]
 
     def to(self, device: torch.device) -> SharedPrefixes:
         """The same with its indices on `device`."""
         endings = tuple((prefix, own, numbers.to(device)) for prefix, own, numbers in self.endings)
-        return SharedPrefixes(self.rows.to(device), self.back.to(device), self.prefixes, endings)
+        trees = tuple(tree.to(device) for tree in self.trees)
+        return SharedPrefixes(self.rows.to(device), self.back.to(device), trees, self.prefixes, endings)
+
+
+@dataclass
+class _Group:
+    """Documents, by number, that begin with the same `prefix` tokens; a document alone has a beginning of 0. `common`:
+    how many each shares with the one before it, the first none."""
+
+    prefix: int
+    members: list[int]
+    common: list[int]
+
+    def tree(self, lengths: Sequence[int]) -> Tree:
+        """The documents as one tree, and nothing else."""
+        tree, path = Tree(), list[int]()
+        for document, common in zip(self.members, self.common, strict=True):
+            path = tree.add(common, lengths[document], path)
+        return tree
+
+    def tree_tokens(self, lengths: Sequence[int]) -> int:
+        """How many tokens that tree has."""
+        return sum(lengths[d] - common for d, common in zip(self.members, self.common, strict=True))
+
+
+class _Layout:
+    """Where computed tokens come from and where those of the pack find them, as it fills up."""
+
+    def __init__(self, starts: np.ndarray) -> None:
+        self._starts = starts
+        self.back = np.empty(starts[-1], dtype=np.int64)
+        self._rows: list[np.ndarray] = []
+        self._at = 0
+
+    @property
+    def rows(self) -> np.ndarray:
+        return np.concatenate(self._rows)
+
+    def compute(self, document: int, first: int, stop: int) -> None:
+        """The next computed tokens are first ... stop - 1 of this document."""
+        place = self._starts[document]
+        self.point(document, first, stop, self._at)
+        self._rows.append(np.arange(place + first, place + stop))
+        self._at += stop - first
+
+    def point(self, document: int, first: int, stop: int, at: int) -> None:
+        """These tokens of a document are computed from `at` on."""
+        place = self._starts[document]
+        self.back[place + first : place + stop] = np.arange(at, at + stop - first)
+
+    def lay_tree(self, group: _Group, lengths: Sequence[int]) -> None:
+        """Every token of a group's tree."""
+        before = 0
+        for document, common in zip(group.members, group.common, strict=True):
+            if common:
+                seen = self.back[self._starts[before] : self._starts[before] + common]
+                self.back[self._starts[document] : self._starts[document] + common] = seen
+            self.compute(document, common, lengths[document])
+            before = document
+
+    def lay_prefix(self, group: _Group) -> None:
+        """The common beginning of a group."""
+        at = self._at
+        self.compute(group.members[0], 0, group.prefix)
+        for document in group.members[1:]:
+            self.point(document, 0, group.prefix, at)
 
 
 def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | None:
@@ -52,54 +120,57 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | 
         tokens: int64 [T] on the CPU.
         lengths: of the documents, T in all.
     """
-    groups = _groups(tokens.numpy(), lengths)
-    saved = sum(prefix * (len(members) - 1) for prefix, members in groups)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    groups, branching = list[_Group](), list[_Group]()
+    for group in _groups(tokens.numpy(), lengths, starts):
+        (branching if group.tree_tokens(lengths) <= MOST_TOKENS else groups).append(group)
+    saved = sum(group.prefix * (len(group.members) - 1) for group in groups)
+    saved += sum(sum(group.common) for group in branching)
     if saved < WORTH * tokens.numel():
         return None
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    groups.sort(key=lambda group: group[0])
-    rows: list[np.ndarray] = []
-    back = np.empty(tokens.numel(), dtype=np.int64)
-    at, numbers = 0, dict[int, int]()
+    layout = _Layout(starts)
+    branching.sort(key=lambda group: group.tree_tokens(lengths))
+    for group in branching:
+        layout.lay_tree(group, lengths)
+    trees = tuple(Trees.of(alike) for alike in by_size([group.tree(lengths) for group in branching]))
+    groups.sort(key=lambda group: group.prefix)
+    counts = dict[int, int]()
     documents: list[tuple[int, int, int, int]] = []  # beginning, own length, number of the beginning, document
-    for prefix, members in groups:
-        number = numbers.get(prefix, 0)
-        numbers[prefix] = number + 1
-        for document in members:
-            back[starts[document] : starts[document] + prefix] = np.arange(at, at + prefix)
-            documents.append((prefix, lengths[document] - prefix, number, document))
-        rows.append(np.arange(starts[members[0]], starts[members[0]] + prefix))
-        at += prefix
+    for group in groups:
+        number = counts.get(group.prefix, 0)
+        counts[group.prefix] = number + 1
+        documents += [(group.prefix, lengths[d] - group.prefix, number, d) for d in group.members]
+        layout.lay_prefix(group)
     documents = sorted(entry for entry in documents if entry[1])
     for prefix, own, _, document in documents:
-        first = starts[document] + prefix
-        rows.append(np.arange(first, first + own))
-        back[first : first + own] = np.arange(at, at + own)
-        at += own
+        layout.compute(document, prefix, prefix + own)
     endings = []
     for (prefix, own), alike in groupby(documents, key=lambda entry: entry[:2]):
         endings.append((prefix, own, torch.tensor([number for _, _, number, _ in alike])))
-    prefixes = tuple((prefix, count) for prefix, count in numbers.items() if prefix)
-    return SharedPrefixes(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(back), prefixes, tuple(endings))
+    prefixes = tuple((prefix, count) for prefix, count in counts.items() if prefix)
+    return SharedPrefixes(
+        torch.from_numpy(layout.rows), torch.from_numpy(layout.back), trees, prefixes, tuple(endings)
+    )
 
 
-def _groups(tokens: np.ndarray, lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """(length of the common beginning, documents); a document alone has a beginning of 0.
+def _groups(tokens: np.ndarray, lengths: Sequence[int], starts: np.ndarray) -> list[_Group]:
+    """Documents by their common beginnings.
 
-    Documents are sorted, which puts those that begin alike side by side, and a group grows as long as that saves more.
+    They are sorted, which puts those that begin alike side by side, and a group grows as long as that saves more.
     """
-    starts = np.concatenate([[0], np.cumsum(lengths)])
     documents = [tokens[starts[d] : starts[d + 1]] for d in range(len(lengths))]
     order = sorted(range(len(lengths)), key=lambda d: documents[d].tobytes())
-    groups: list[tuple[int, list[int]]] = [(0, order[:1])]
+    groups = [_Group(0, order[:1], [0])]
     for before, document in pairwise(order):
-        prefix, members = groups[-1]
-        alike = _common(documents[before], documents[document])
-        shorter = alike if len(members) == 1 else min(prefix, alike)
-        if shorter * len(members) > prefix * (len(members) - 1):
-            groups[-1] = (shorter, [*members, document])
+        group = groups[-1]
+        common = _common(documents[before], documents[document])
+        shorter = common if len(group.members) == 1 else min(group.prefix, common)
+        if shorter * len(group.members) > group.prefix * (len(group.members) - 1):
+            group.prefix = shorter
+            group.members.append(document)
+            group.common.append(common)
         else:
-            groups.append((0, [document]))
+            groups.append(_Group(0, [document], [0]))
     return groups
 
 
@@ -114,11 +185,14 @@ def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, *, window: int | None, scale: float
 ) -> Tensor:
     """Causal attention of the computed tokens: q [U, H, D], k and v [U, G, D] to [U, H, D]."""
-    sizes = [length * count for length, count in shared.prefixes]
+    sizes = [trees.n_tokens for trees in shared.trees]
+    sizes += [length * count for length, count in shared.prefixes]
     sizes += [own * len(numbers) for _, own, numbers in shared.endings]
     parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
     outs: list[Tensor] = []
     beginnings: dict[int, tuple[Tensor, Tensor]] = {}
+    for trees, (qs, ks, vs) in zip(shared.trees, parts, strict=False):
+        outs.append(tree_attention(qs, ks, vs, trees, window=window, scale=scale))
     for (length, count), (qs, ks, vs) in zip(shared.prefixes, parts, strict=False):
         qs, ks, vs = (x.unflatten(0, (count, length)) for x in (qs, ks, vs))
         beginnings[length] = ks, vs
