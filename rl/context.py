@@ -7,7 +7,8 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class WorkflowContext:
 
     def enter_sample(self, index: int) -> None:
         """Say that the running task, which must be one of its own, works on answer `index` of its episode."""
-        _current.set(replace(self.get(), sample_index=index))  # drops and numbers stay the episode's
+        own = copy(self.get())  # drops and numbers stay the episode's
+        own.sample_index = index
+        _current.set(own)
 
     def enter(self, context: EpisodeContext) -> None:
         """Make `context` that of the running task and of the tasks it starts."""

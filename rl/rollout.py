@@ -258,16 +258,16 @@ def _without_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> d
     if [value.ndim for value in tensors] != list(ndims.values()) or len({len(value) for value in tensors}) > 1:
         return result  # validate_trajectory says what is missing or which shape is wrong
     rewards, logprobs, loss_mask = tensors
-    unusable = {
-        "reward_not_finite": ~rewards.isfinite(),
-        "logprob_not_finite": ~logprobs.isfinite().all(1),
-        "no_loss_token": ~loss_mask.any(1),
+    usable = {
+        "reward_not_finite": rewards.isfinite(),
+        "logprob_not_finite": logprobs.isfinite().all(1),
+        "no_loss_token": loss_mask.any(1),
     }
-    keep = ~torch.stack(list(unusable.values())).any(0)
+    keep = usable["reward_not_finite"] & usable["logprob_not_finite"] & usable["no_loss_token"]
     if keep.all():
         return result
-    for kind, rows in unusable.items():
-        for row in rows.nonzero().flatten().tolist():
+    for kind, rows in usable.items():
+        for row in (~rows).nonzero().flatten().tolist():
             context.drop(
                 kind, UnusableAnswerError(kind, f"row {row} of the workflow's result: {kind.replace('_', ' ')}")
             )

@@ -91,10 +91,15 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 @dataclass
 class DecodeRows:
-    """The sequences that add one token in this forward, as host arrays."""
+    """The sequences that add one token in this forward, as host arrays.
+
+    Of sequences whose tokens are all the same one is computed; the others, its twins, get its keys and values.
+    """
 
     pages: np.ndarray  # int64 [B, max_pages], the pages of each sequence, in order
     lengths: np.ndarray  # int64 [B], tokens of each sequence, the new one included
+    twin_pages: np.ndarray | None = None  # int64 [C, max_pages], the pages of each twin
+    twin_rows: np.ndarray | None = None  # int64 [C], the sequence that a twin is one of
 
 
 @dataclass
@@ -159,6 +164,9 @@ class PagedAttention(AttentionMeta):
         )
         self._n_padding = 0 if padded_length is None else padded_length - len(self._positions)
         assert self._n_padding >= 0, f"{len(self._positions)} tokens do not fit in {padded_length} rows"
+        self._twins: Tensor | None = None
+        if decode.twin_rows is not None and decode.twin_rows.size:
+            self._twins = torch.from_numpy(decode.twin_rows).to(self.device)
         self._rows = self._write_rows()
         self._batches: dict[int | None, list[_PageBatch]] = {}
         fresh = [chunk.length for chunk in self.chunks if chunk.start == 0]
@@ -182,18 +190,26 @@ class PagedAttention(AttentionMeta):
         return torch.from_numpy(np.concatenate(lengths)).to(positions.device)
 
     def _write_rows(self) -> Tensor:
-        size = self.cache.page_size
-        last = self.decode.lengths - 1
-        pages = [self.decode.pages[np.arange(self.n_decode), last // size]]
+        size, decode = self.cache.page_size, self.decode
+        last = decode.lengths - 1
+        pages, positions = [decode.pages[np.arange(self.n_decode), last // size]], self._positions
         for chunk in self.chunks:
             span = np.arange(chunk.start, chunk.start + chunk.length)
             pages.append(np.asarray(chunk.pages, dtype=np.int64)[span // size])
-        return self.cache.token_rows(np.concatenate(pages), self._positions % size)
+        if self._twins is not None:
+            assert decode.twin_pages is not None
+            theirs = last[decode.twin_rows]
+            pages.append(decode.twin_pages[np.arange(len(theirs)), theirs // size])
+            positions = np.concatenate([positions, theirs])
+        return self.cache.token_rows(np.concatenate(pages), positions % size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
         if self._n_padding:
             q, k, v = (x[: -self._n_padding] for x in (q, k, v))
-        self.cache.write(layer, self._rows, k, v)
+        if self._twins is None:
+            self.cache.write(layer, self._rows, k, v)
+        else:
+            self.cache.write(layer, self._rows, *(torch.cat([x, x.index_select(0, self._twins)]) for x in (k, v)))
         outs = []
         if self.n_decode:
             outs.append(self._attend_pages(layer, q[: self.n_decode], window, scale))

@@ -148,9 +148,7 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | 
     for (prefix, own), alike in groupby(documents, key=lambda entry: entry[:2]):
         endings.append((prefix, own, torch.tensor([number for _, _, number, _ in alike])))
     prefixes = tuple((prefix, count) for prefix, count in counts.items() if prefix)
-    return SharedPrefixes(
-        torch.from_numpy(layout.rows), torch.from_numpy(layout.back), trees, prefixes, tuple(endings)
-    )
+    return SharedPrefixes(torch.from_numpy(layout.rows), torch.from_numpy(layout.back), trees, prefixes, tuple(endings))
 
 
 def _groups(tokens: np.ndarray, lengths: Sequence[int], starts: np.ndarray) -> list[_Group]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from archon.models.attention.blockwise import grouped, ungrouped
 
-MOST_TOKENS = 64
+MOST_TOKENS = 128
 """Of one tree: its attention computes all pairs of tokens, which is cheaper than many small calls only up to here."""
 
 
@@ -57,7 +57,7 @@ class Trees:
         real = torch.arange(size) < counts.unsqueeze(1)
         rows = torch.where(real, (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(size), 0)
         # (place of the token that sees, place of the one it sees, distance), as lists: one assignment for them all.
-        seers, seen, distances = [], [], []
+        seers, seen, distances = list[int](), list[int](), list[int]()
         for number, tree in enumerate(trees):
             for place, path in enumerate(tree.paths):
                 seers += [number * size + place] * len(path)

@@ -30,7 +30,8 @@ class GeneratorStats:
 
     steps: int = 0
     prefill_tokens: int = 0  # tokens run through the model to read prompts, also after a preemption or an update
-    decode_tokens: int = 0  # tokens run through the model one a sequence
+    decode_tokens: int = 0  # tokens added one a sequence
+    twin_tokens: int = 0  # of these, those not run through the model because another sequence's were the same
     shared_prompts: int = 0  # answers whose prompt another one had read
 
 
@@ -42,6 +43,21 @@ def _round_up(rows: int) -> int:
     """
     step = 1 << max(rows.bit_length() - 4, 0)
     return -(-rows // step) * step
+
+
+def _distinct(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
+    """Sequences that need a row each, those whose tokens are the same as one's of them, and which row that has."""
+    rows: dict[tuple[int, int, int], int] = {}
+    distinct: list[Sequence] = []
+    twins: list[Sequence] = []
+    twin_rows: list[int] = []
+    for sequence in sequences:
+        if sequence.drawn is not None and (row := rows.setdefault(sequence.drawn, len(distinct))) < len(distinct):
+            twins.append(sequence)
+            twin_rows.append(row)
+        else:
+            distinct.append(sequence)
+    return distinct, twins, twin_rows
 
 
 class _SlotParams:
@@ -85,12 +101,12 @@ class _Sampled:
         self.n_rows = 0
         self._last: Tensor | None = None
 
-    def add_rows(self, sequences: list[Sequence], hidden: Tensor) -> None:
-        """One row each."""
+    def add_rows(self, sequences: list[Sequence], hidden: Tensor, rows: list[int]) -> None:
+        """Each with one of the rows of `hidden`."""
         self.sequences += sequences
-        self.rows += range(self.n_rows, self.n_rows + len(sequences))
+        self.rows += [self.n_rows + row for row in rows]
         self.hidden.append(hidden)
-        self.n_rows += len(sequences)
+        self.n_rows += len(hidden)
 
     def add(self, sequence: Sequence, hidden: Tensor) -> None:
         """One hidden state [dim]; sequences that fork from one prompt, one after the other, share its row."""
@@ -98,7 +114,7 @@ class _Sampled:
             self.sequences.append(sequence)
             self.rows.append(self.n_rows - 1)
         else:
-            self.add_rows([sequence], hidden[None])
+            self.add_rows([sequence], hidden[None], [0])
             self._last = hidden
 
 
@@ -233,10 +249,9 @@ class Generator:
         self.stats.steps += 1
 
     def _forward(self, step: Step, sampled: _Sampled) -> None:
-        decode, chunks = step.decode, step.chunks
+        chunks = step.chunks
+        decode, twins, twin_rows = _distinct(step.decode)
         lengths = np.array([sequence.total for sequence in decode], dtype=np.int64)
-        width = self.scheduler.pages_for(int(lengths.max(initial=1)))
-        pages = self.scheduler.page_table[[sequence.slot for sequence in decode], :width]
         tokens = [(sequence.output or sequence.prompt)[-1] for sequence in decode]
         parts = []
         for chunk in chunks:
@@ -245,18 +260,25 @@ class Generator:
             parts.append(PrefillChunk(chunk.start, chunk.stop - chunk.start, sequence.pages, sequence.total))
         rows = _round_up(len(tokens))
         tokens += [0] * (rows - len(tokens))
-        meta = PagedAttention(self.cache, DecodeRows(pages, lengths), parts, self.model.args.attn_type, rows)
+        width = self.scheduler.pages_for(int(lengths.max(initial=1)))
+        decode_rows = DecodeRows(self._pages(decode, width), lengths, self._pages(twins, width), np.array(twin_rows))
+        meta = PagedAttention(self.cache, decode_rows, parts, self.model.args.attn_type, rows)
         hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
 
-        for sequence in decode:
+        for sequence in step.decode:
             sequence.computed += 1
         first = len(decode)
-        sampled.add_rows(decode, hidden[:first])
+        sampled.add_rows(decode + twins, hidden[:first], [*range(first), *twin_rows])
         for chunk in chunks:
             self._read_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
             first += chunk.stop - chunk.start
-        self.stats.decode_tokens += len(decode)
+        self.stats.decode_tokens += len(step.decode)
+        self.stats.twin_tokens += len(twins)
         self.stats.prefill_tokens += first - len(decode)
+
+    def _pages(self, sequences: list[Sequence], width: int) -> np.ndarray:
+        """int64 [n, width]: the first pages of each."""
+        return self.scheduler.page_table[[sequence.slot for sequence in sequences], :width]
 
     def _read_chunk(self, chunk: Chunk, hidden: Tensor, sampled: _Sampled) -> None:
         last = len(chunk.sequence.prompt) - 1
@@ -288,8 +310,11 @@ class Generator:
         for first, part in enumerate(logits.split(block)):
             sequences = sampled.sequences[first * block : first * block + block]
             tokens, logprobs = sample(part, self.slots.params(sequences))
-            for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            rows = sampled.rows[first * block : first * block + block]
+            drawn = zip(sequences, rows, tokens.tolist(), logprobs.tolist(), strict=True)
+            for sequence, row, token, logprob in drawn:
                 sequence.append(token, logprob, self.version)
+                sequence.drawn = (self.stats.steps, row, token)
                 if sequence.stop_reason is not None:
                     self._finish(sequence)
 

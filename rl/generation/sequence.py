@@ -42,6 +42,8 @@ class Sequence:
     computed: int = 0  # tokens whose keys and values are cached
     shared: Prompt | None = None  # the prompt this sequence may share with others
     awaits_prompt: bool = False  # another sequence is reading it
+    # Of the newest token: (step, row of that step's states, token). Where two agree, all their tokens do.
+    drawn: tuple[int, int, int] | None = None
 
     submitted: float = field(default_factory=time.perf_counter)
     first_token: float | None = None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,17 +107,25 @@ def trajectory_tensors(
     """
     records = [answer if isinstance(answer, TokenRecord) else TokenRecord.of_answer(answer) for answer in answers]
     size = max(len(record.input_ids) for record in records)
-    columns = {
-        name: torch.tensor([(values := getattr(record, name)) + [fill] * (size - len(values)) for record in records])
-        for name, fill in _PADDING.items()
-    }
-    lengths = torch.tensor([len(record.input_ids) for record in records])
+    missing = [size - len(record.input_ids) for record in records]
+    columns: dict[str, Tensor] = {}
+    for name, (fill, dtype) in _COLUMNS.items():
+        rows = [getattr(record, name) + [fill] * n for record, n in zip(records, missing, strict=True)]
+        # By way of NumPy, which reads lists in half the time.
+        columns[name] = torch.from_numpy(np.array(rows, dtype=dtype))
     return {
         **columns,
-        "attention_mask": torch.arange(size) < lengths.unsqueeze(1),
+        "attention_mask": torch.arange(size) < size - torch.tensor(missing).unsqueeze(1),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
         "truncated": torch.tensor([record.truncated for record in records]),
     }
 
 
-_PADDING: dict[str, float] = {"input_ids": 0, "loss_mask": 0, "logprobs": 0.0, "versions": -1, "turn_ids": -1}
+_COLUMNS: dict[str, tuple[float, type[np.generic]]] = {
+    "input_ids": (0, np.int64),
+    "loss_mask": (0, np.int64),
+    "logprobs": (0.0, np.float32),
+    "versions": (-1, np.int64),
+    "turn_ids": (-1, np.int64),
+}
+"""What pads a row, and the dtype, of each."""

@@ -97,6 +97,29 @@ def test_a_shared_prompt_is_read_once_and_gives_what_reading_it_alone_gives(leng
         )
 
 
+@pytest.mark.parametrize("n_pages", [None, 14])
+def test_answers_that_are_still_the_same_are_computed_once(n_pages: int | None) -> None:
+    model = make_model(torch.float64)
+    wanted = [request(p, seed=seed, max_new_tokens=14, temperature=0.03) for p in prompts(5, 8) for seed in range(6)]
+    engine = make_engine(model, n_pages=n_pages, max_slots=12)
+    answers = engine.generate(wanted)
+    beginnings = [(*a.input_tokens, *a.output_tokens[:n]) for a in answers for n in range(1, a.output_len)]
+    assert engine.stats.twin_tokens > 20
+    if n_pages is None:
+        assert engine.stats.decode_tokens == len(beginnings)
+        assert engine.stats.twin_tokens == len(beginnings) - len(set(beginnings))
+    assert len(set(beginnings)) > max(a.output_len for a in answers) * 2, "no two answers parted"
+    for one, answer in zip(wanted, answers, strict=True):
+        (alone,) = make_engine(model).generate([one])
+        assert same(alone, answer)
+        torch.testing.assert_close(
+            torch.tensor(alone.output_logprobs),
+            torch.tensor(answer.output_logprobs),
+            rtol=0,
+            atol=GENERATED_LOGPROB_FP64,
+        )
+
+
 def test_pages_and_prompts_are_given_back() -> None:
     engine = make_engine()
     engine.generate([request(p, max_new_tokens=9) for p in prompts(3, 3, 9, 20) * 3])
