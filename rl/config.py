@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from archon.parallel.layout import parse_layout
 from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.replay import check_replayable
@@ -54,7 +55,21 @@ class RolloutConfig(StrictModel):
     """How a batch of trajectories is gathered."""
 
     prompts_per_step: int = Field(32, ge=1, description="groups in a training batch")
-    max_refills: int = Field(3, ge=0, description="further rounds of prompts a step, for groups_without_spread=refill")
+    max_refills: int = Field(
+        3,
+        ge=0,
+        description="further rounds of prompts a step, for groups_without_spread=refill; with max_staleness above 0 for "
+        "failed and rejected episodes too",
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="versions by which the policy may be ahead of the one a group was begun with; 0: rollout and "
+        "training take turns, more: they overlap",
+    )
+    max_concurrent: int | None = Field(
+        None, ge=1, description="episodes at once, where max_staleness is above 0; null: as many as it admits"
+    )
     reward_timeout: float = Field(15.0, gt=0, description="seconds one reward may run")
     reward_workers: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
     gold_checked: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
@@ -209,6 +224,11 @@ class RLConfig(StrictModel):
             raise ValueError(
                 "verify_export compares float32 logits, and actor.dtype is bfloat16, whose rounding is larger than any "
                 "difference allowed; set verify_export=false, or actor.dtype=float32"
+            )
+        if self.rollout.max_staleness and parse_layout(self.actor.layout).world_size > 1:
+            raise ValueError(
+                f"rollout.max_staleness is {self.rollout.max_staleness}, and actor.layout {self.actor.layout} has several "
+                "processes; rollouts run ahead on one process only, set rollout.max_staleness=0"
             )
         check_replayable(self.gconfig, self.gconfig.temperature)
         _require_exportable(self.actor, "actor")

@@ -24,6 +24,7 @@ class PromptStream:
 
     def __init__(self, rows: Sequence[dict[str, Any]], seed: int) -> None:
         self._loader = RowLoader(rows, batch_size=1, seed=seed)
+        self._again: list[int] = []  # ordinals handed out before a resume, and not trained on
 
     @property
     def rows(self) -> Sequence[dict[str, Any]]:
@@ -37,12 +38,19 @@ class PromptStream:
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts."""
-        first, self._loader.batch_size = self.taken, n
-        return [Prompt(first + offset, row) for offset, row in enumerate(self._loader.next_batch())]
+        again, self._again = self._again[:n], self._again[n:]
+        prompts = [Prompt(ordinal, self._loader.row_at(ordinal)) for ordinal in again]
+        if n > len(again):
+            first, self._loader.batch_size = self.taken, n - len(again)
+            prompts += [Prompt(first + offset, row) for offset, row in enumerate(self._loader.next_batch())]
+        return prompts
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._loader.state_dict()
+    def state_dict(self, ahead: Sequence[int] = ()) -> dict[str, Any]:
+        """Where the stream stands. `ahead`: ordinals that were taken and not trained on; a resumed stream begins with
+        them."""
+        return {**self._loader.state_dict(), "again": [*ahead, *self._again]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises `DatasetError` when the state is of other rows or another seed."""
         self._loader.load_state_dict(state)
+        self._again = list(state["again"])

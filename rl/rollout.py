@@ -124,14 +124,24 @@ class Rollout:
         Args:
             take: gives the next n prompts of the data stream; fewer when it ends.
         """
-        batch, kept, episodes = RolloutBatch(), list[Episode](), list[Episode]()
+        counts, kept, episodes = Counter[str](), list[Episode](), list[Episode]()
         for refill in range(max_refills + 1 if groups_without_spread == "refill" else 1):
             prompts = take(n_prompts - len(kept))
-            batch.counts["refills" if refill else "prompts"] += len(prompts)
+            counts["refills" if refill else "prompts"] += len(prompts)
             episodes += await self.run(prompts, step)
             kept = [e for e in episodes if e.trajectories and (groups_without_spread == "keep" or e.has_spread)]
             if len(kept) >= n_prompts or not prompts:
                 break
+        return self.batch_of(kept, episodes, counts, step)
+
+    def batch_of(
+        self, kept: Sequence[Episode], episodes: Sequence[Episode], counts: Counter[str], step: int
+    ) -> RolloutBatch:
+        """The batch that `kept` make, in their order; `episodes` are all that were run for it.
+
+        Raises what `stop_if_nothing_came` raises.
+        """
+        batch = RolloutBatch(counts=counts)
         self._count(batch, episodes)
         self.stop_if_nothing_came(episodes)
         if kept:
@@ -151,11 +161,7 @@ class Rollout:
         Raises `WorkflowError` with the first failure as its cause once `FAILURES_AT_START` episodes failed before any
         succeeded.
         """
-        stream = EVAL_STREAM if is_eval else TRAIN_STREAM
-        episodes = [
-            Episode(prompt, EpisodeContext(prompt.index, is_eval, derive_seed(self._seed, stream, step, prompt.index)))
-            for prompt in prompts
-        ]
+        episodes = [self._new_episode(prompt, step, is_eval) for prompt in prompts]
         world = World.now()
         own = range(world.rank, len(prompts), world.size)
         tasks = [asyncio.create_task(self._episode(episodes[place])) for place in own]
@@ -170,6 +176,16 @@ class Rollout:
                 if rank != world.rank:
                     unpack_episodes(data, episodes)
         return episodes
+
+    async def episode(self, prompt: Prompt, step: int) -> Episode:
+        """Run one for training. Raises as `run` does."""
+        episode = self._new_episode(prompt, step, is_eval=False)
+        await self._episode(episode)
+        return episode
+
+    def _new_episode(self, prompt: Prompt, step: int, is_eval: bool) -> Episode:
+        seed = derive_seed(self._seed, EVAL_STREAM if is_eval else TRAIN_STREAM, step, prompt.index)
+        return Episode(prompt, EpisodeContext(prompt.index, is_eval, seed))
 
     async def _episode(self, episode: Episode) -> None:
         prompt, context = episode.prompt, episode.context

@@ -1,10 +1,11 @@
-"""Synchronous reinforcement learning: generate, score, update, push the weights, and again."""
+"""Reinforcement learning: generate, score, update, push the weights, and again; or generating while updating."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from archon.hf_io import load_tokenizer
 from archon.metrics import read_jsonl
 from archon.parallel.layout import parse_layout
 from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
+from archon.rl.asynchronous import RolloutAhead
 from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
 from archon.rl.data import PromptStream, load_rows
@@ -38,6 +40,8 @@ from archon.rl.weights import in_process, weights_of
 from archon.rl.workflows import RolloutWorkflow, resolve_workflow
 from archon.runner import Runner
 from archon.world import World
+
+Result = TypeVar("Result")
 
 STEPS_ALIKE = (10, 100, 1000)
 """After so many steps without any difference within a group the run says so."""
@@ -68,6 +72,8 @@ class RLTrainer:
         self._saved_step: int | None = None
         self._updating = False
         self._steps_alike = 0
+        self.ahead: RolloutAhead | None = None
+        self._overlapped = 0.0  # seconds of generation while something was computed beside it, in this step
 
     def train(
         self,
@@ -98,7 +104,7 @@ class RLTrainer:
                 while self.step < config.total_steps and not runner.stop_requested:
                     metrics = self.train_step()
                     self.step += 1
-                    self._updating, self._cursor = False, self.prompts.state_dict()
+                    self._updating, self._cursor = False, self._position()
                     try:
                         if self.step == config.total_steps or due(self.step, config.evaluation.every):
                             metrics |= self.evaluate()
@@ -114,6 +120,7 @@ class RLTrainer:
     def train_step(self) -> dict[str, float]:
         """One round: generate and score a batch, update the policy on it, push the weights to the generator."""
         seconds: dict[str, float] = {}
+        generating, self._overlapped = self.generator.stats.seconds, 0.0
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch)
@@ -122,23 +129,29 @@ class RLTrainer:
             if not self._gate_passed:
                 self._pass_gate(batch)
             with timed(seconds, "score"):
-                prepared, measured = self.update.prepare(batch.trajectories, self.step)
+                prepared, measured = self._beside(lambda: self.update.prepare(batch.trajectories, self.step))
             if self.runner is not None:
                 n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
                 write_groups(writer, batch, prepared["advantages"], n_groups, self.step + 1, self.tokenizer)
             self._updating = True
             with timed(seconds, "update"):
-                metrics |= measured | self.update.train(prepared, self.step)
-            check_gate(metrics["first_logprob_diff"], self._gate_limit)
+                metrics |= measured | self._beside(lambda: self.update.train(prepared, self.step))
+            if self._is_fresh(batch):
+                check_gate(metrics["first_logprob_diff"], self._gate_limit)
             with timed(seconds, "push"):
                 self.engine.version += 1
                 self.generator.update_weights(weights_of(self.engine), version=self.engine.version)
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
+        if self.ahead is not None:
+            generated = self.generator.stats.seconds - generating
+            metrics["rollout/overlap"] = self._overlapped / generated if generated else 0.0
         metrics["skipped_update"] = float(not batch)
         return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
 
     def rollout_batch(self) -> RolloutBatch:
         """The next batch of trajectories, from the next prompts of the stream."""
+        if self.ahead is not None:
+            return self._loop.run_until_complete(self.ahead.collect(self.step))
         algorithm, rollout = self.config.algorithm, self.config.rollout
         return self._loop.run_until_complete(
             self.rollout.collect(
@@ -223,8 +236,12 @@ class RLTrainer:
             self._open_models()
             self._resume()
             self._open_rollouts(reward, workflow or config.workflow, eval_workflow)
-            with long_lived_objects_frozen():
-                yield self
+            try:
+                with long_lived_objects_frozen():
+                    yield self
+            finally:
+                if self.ahead is not None:
+                    self._loop.run_until_complete(self.ahead.close())
 
     def _reward(self) -> AsyncRewardWrapper:
         rollout = self.config.rollout
@@ -288,6 +305,8 @@ class RLTrainer:
             seed=config.seed,
             version=self.engine.version,
             dtype=getattr(torch, config.actor.dtype),
+            # Weights that are being updated cannot be sampled from.
+            weights="snapshot" if config.rollout.max_staleness else "auto",
             **config.generator.model_dump(exclude={"memory_gib"}),
         )
         trained = resolve_workflow(
@@ -301,6 +320,16 @@ class RLTrainer:
             check=lambda gconfig: check_replayable(gconfig, temperature),
             log=self._log,
         )
+        if config.rollout.max_staleness:
+            self.ahead = RolloutAhead(
+                self.rollout,
+                self.prompts.take,
+                batch=config.rollout.prompts_per_step,
+                staleness=config.rollout.max_staleness,
+                concurrent=config.rollout.max_concurrent,
+                groups_without_spread=config.algorithm.groups_without_spread,
+                max_refills=config.rollout.max_refills,
+            )
         evaluated = self._evaluated(trained, eval_workflow)
         self.evaluations = {
             prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in evaluated.items()
@@ -331,6 +360,24 @@ class RLTrainer:
             self._cursor = state["prompts"]
         # At step 0 all records go: the evaluation before the first step is about to be repeated as well.
         self.runner.rewind(self.step or -1)
+
+    def _position(self) -> dict[str, Any]:
+        """Where the data stream stands, prompts that were taken and not trained on included."""
+        return self.prompts.state_dict(self.ahead.ahead if self.ahead else ())
+
+    def _beside(self, work: Callable[[], Result]) -> Result:
+        """Do this; while rollouts run ahead, in a thread, so that they go on."""
+        if self.ahead is None:
+            return work()
+        before = self.generator.stats.seconds
+        result = self._loop.run_until_complete(asyncio.to_thread(work))
+        self._overlapped += self.generator.stats.seconds - before
+        return result
+
+    def _is_fresh(self, batch: RolloutBatch) -> bool:
+        """Whether all tokens of a batch are of the policy as it is."""
+        versions = batch.trajectories["versions"]
+        return bool(((versions < 0) | (versions == self.engine.version)).all())
 
     def _log(self, message: str) -> None:
         (self.runner.log if self.runner else print)(message)

@@ -52,7 +52,7 @@ class RowLoader:
         self.tail = tail
         self.epoch = 0
         self.cursor = 0  # rows of this epoch's order that were handed out
-        self._order = self._epoch_order()
+        self._order = self._order_of(self.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -70,6 +70,12 @@ class RowLoader:
             self._next_epoch()
             batch += self._take(self.batch_size - len(batch))
         return batch
+
+    def row_at(self, ordinal: int) -> dict[str, Any]:
+        """Row number `ordinal` of all that are handed out, epoch after epoch."""
+        epoch, place = divmod(ordinal, len(self.rows))
+        order = self._order if epoch == self.epoch else self._order_of(epoch)
+        return self.rows[order[place]]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, as JSON: what it takes to go on with the very next row."""
@@ -97,7 +103,7 @@ class RowLoader:
                 )
         self.epoch = state["epoch"]
         self.cursor = state["cursor"]
-        self._order = self._epoch_order()
+        self._order = self._order_of(self.epoch)
 
     def _take(self, count: int) -> list[dict[str, Any]]:
         chosen = self._order[self.cursor : self.cursor + count]
@@ -107,12 +113,12 @@ class RowLoader:
     def _next_epoch(self) -> None:
         self.epoch += 1
         self.cursor = 0
-        self._order = self._epoch_order()
+        self._order = self._order_of(self.epoch)
 
-    def _epoch_order(self) -> list[int]:
+    def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self.rows)))
         if self.shuffle:
-            random.Random(f"rows {self.seed} {self.epoch}").shuffle(order)
+            random.Random(f"rows {self.seed} {epoch}").shuffle(order)
         return order
 
     def _fingerprint(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class GeneratorStats:
     """Counts since the generator was made."""
 
     steps: int = 0
+    seconds: float = 0.0  # inside those steps
     prefill_tokens: int = 0  # tokens run through the model to read prompts, also after a preemption or an update
     decode_tokens: int = 0  # tokens added one a sequence
     twin_tokens: int = 0  # of these, those not run through the model because another sequence's were the same
@@ -237,6 +239,7 @@ class Generator:
     @torch.inference_mode()
     def step(self) -> None:
         """One forward: read what is due, add a token to every sequence that is ready, call back those that end."""
+        started = time.perf_counter()
         step = self.scheduler.plan()
         for sequence in step.admitted:
             self.slots.fill(sequence)
@@ -247,6 +250,7 @@ class Generator:
         if sampled.sequences:
             self._sample(sampled)
         self.stats.steps += 1
+        self.stats.seconds += time.perf_counter() - started
 
     def _forward(self, step: Step, sampled: _Sampled) -> None:
         chunks = step.chunks
