@@ -58,8 +58,8 @@ class RolloutConfig(StrictModel):
     max_refills: int = Field(
         3,
         ge=0,
-        description="further rounds of prompts a step, for groups_without_spread=refill; with max_staleness above 0 for "
-        "failed and rejected episodes too",
+        description="further rounds of prompts a step, for groups_without_spread=refill; with max_staleness above 0 "
+        "for failed and rejected episodes too",
     )
     max_staleness: int = Field(
         0,
@@ -227,8 +227,8 @@ class RLConfig(StrictModel):
             )
         if self.rollout.max_staleness and parse_layout(self.actor.layout).world_size > 1:
             raise ValueError(
-                f"rollout.max_staleness is {self.rollout.max_staleness}, and actor.layout {self.actor.layout} has several "
-                "processes; rollouts run ahead on one process only, set rollout.max_staleness=0"
+                f"rollout.max_staleness is {self.rollout.max_staleness}, and actor.layout {self.actor.layout} has "
+                "several processes; rollouts run ahead on one process only, set rollout.max_staleness=0"
             )
         check_replayable(self.gconfig, self.gconfig.temperature)
         _require_exportable(self.actor, "actor")

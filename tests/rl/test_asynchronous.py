@@ -7,6 +7,8 @@ import asyncio
 import os
 import random
 import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -33,8 +35,15 @@ MakeConfig = Callable[..., RLConfig]
 B, GCONFIG = 4, GenerationHyperparameters(n_samples=2, max_new_tokens=3)
 
 
+def load(trainer: RLTrainer, weights: dict[str, torch.Tensor]) -> None:
+    """Give the policy these weights."""
+    with torch.no_grad():
+        for name, parameter in trainer.engine.model.named_parameters():
+            parameter.copy_(weights[name])
+
+
 class Delayed(RolloutWorkflow):
-    """RLVR whose episodes take as long as `delay` says; notes how many ran at once and with which version each began."""
+    """RLVR whose episodes take as long as `delay` says; notes how many ran at once and the version each began with."""
 
     def __init__(self, tokenizer: Any, delay: Callable[[int], float] = lambda _: 0.0) -> None:
         self.inner, self.delay = RLVRWorkflow(rewards.count_digits, GCONFIG, tokenizer), delay
@@ -100,7 +109,7 @@ async def test_no_group_is_staler_than_the_bound_and_each_prompt_is_trained_on_o
     trained = [index for batch in batches for index in batch]
     assert len(set(trained)) == len(trained) == 12 * B
     ages = [step - workflow.began[index] for step, batch in enumerate(batches) for index in batch]
-    assert 0 <= min(ages)
+    assert min(ages) >= 0
     assert max(ages) <= staleness
     assert max(ages) > 0, "nothing ran ahead, so nothing was tested"
     assert workflow.most <= (staleness + 1) * B
@@ -247,7 +256,7 @@ def test_versions_in_a_batch_are_within_the_bound(rl_config: MakeConfig) -> None
             batch = collect()
             versions = batch.trajectories["versions"]
             ages = trainer.engine.version - versions[versions >= 0]
-            assert 0 <= int(ages.min())
+            assert int(ages.min()) >= 0
             assert int(ages.max()) <= 2
             seen.update(ages.tolist())
             return batch
@@ -290,3 +299,46 @@ def test_several_processes_are_refused(rl_config: MakeConfig) -> None:
         )
 
 
+def test_tokens_sampled_beside_an_update_are_of_the_weights_they_name(rl_config: MakeConfig, tokenizer: Any) -> None:
+    """The update's new weights must not reach the generator before they are pushed."""
+    rollout = {"prompts_per_step": 6, "gold_checked": 0, "max_staleness": 1}
+    trainer = RLTrainer(rl_config(rollout=rollout, actor=rl_config().actor.model_dump() | {"optimizer": {"lr": 0.05}}))
+    known: dict[int, dict[str, torch.Tensor]] = {}
+    stale = 0
+    between = threading.Event()  # optimiser step and push
+
+    class Sly(Delayed):
+        """From the third batch on, samples when it could go wrong."""
+
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+            while workflow_context.get().task_id >= 12 and not between.is_set():
+                await asyncio.sleep(0.001)
+            return await super().arun_episode(engine, data)
+
+    with trainer.opened(Sly(tokenizer)):
+        train, collect = trainer.update.train, trainer.rollout_batch
+
+        def slowly(batch: Any, step: int) -> dict[str, float]:
+            metrics = train(batch, step)
+            between.set()
+            time.sleep(0.3)
+            between.clear()
+            return metrics
+
+        trainer.update.train = slowly  # type: ignore[method-assign]
+        for _ in range(4):
+            now = trainer.engine.version
+            known[now] = {name: weight.clone() for name, weight in trainer.engine.weights()}
+            given = collect()
+            trainer.rollout_batch = lambda given=given: given  # type: ignore[method-assign,misc]
+            documents = {name: value for name, value in given.trajectories.items() if name != "group_ids"}
+            for version, weights in known.items():
+                load(trainer, weights)
+                of_it = documents["versions"] == version
+                logprobs = trainer.engine.forward_batch(documents)
+                assert (logprobs - documents["logprobs"])[of_it].abs().sum() <= 1e-4 * of_it.sum()
+                stale += int(of_it.sum()) if version < now else 0
+            load(trainer, known[now])
+            trainer.train_step()
+            trainer.step += 1
+    assert stale, "no token was stale, so nothing was tested"
