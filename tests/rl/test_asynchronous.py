@@ -311,8 +311,8 @@ def test_tokens_sampled_beside_an_update_are_of_the_weights_they_name(rl_config:
         """From the third batch on, samples when it could go wrong."""
 
         async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
-            while workflow_context.get().task_id >= 12 and not between.is_set():
-                await asyncio.sleep(0.001)
+            if workflow_context.get().task_id >= 12:
+                await asyncio.to_thread(between.wait, 2)
             return await super().arun_episode(engine, data)
 
     with trainer.opened(Sly(tokenizer)):
