@@ -50,6 +50,7 @@ from archon.stall import stall_watch
 from archon.state_file import read_whole
 from archon.state_tree import PerRank
 from archon.train_step import Batch, Forward, micro_batches, total_weight
+from archon.world import World
 
 SaveFormat = Literal["hf", "dcp"]
 
@@ -147,6 +148,8 @@ class ArchonEngine:
             )
         if dims.world_size > 1:
             limit_collectives(config.timeout_s)
+            if not config.init_from_scratch:
+                World.now().require_same(config.path, hf_io.checkpoint_digest(config.path))
         build.fill(self.model, self.adapter)
         self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
@@ -374,7 +377,8 @@ class ArchonEngine:
 
     def _move(self, device: torch.device) -> None:
         self.model.zero_grad(set_to_none=True)
-        self.model.to(device)
+        if not self.config.cpu_offload:  # else the parameters are on the CPU anyway
+            self.model.to(device)
         self.model.tie_weights()
         if self.optimizer is not None:
             move_optimizer_state(self.optimizer)

@@ -60,7 +60,8 @@ class Build:
             ac_config=config.activation_checkpoint,
             enable_compile=config.compile,
         )
-        hf_io.materialise(model, self.device)
+        # FSDP wants the parameters that it offloads on the CPU from the start.
+        hf_io.materialise(model, "cpu" if config.cpu_offload else self.device)
         model.tie_weights()
         model.init_buffers(self.device)
         return model

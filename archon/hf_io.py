@@ -7,6 +7,8 @@ archon.save_model(model, "mine", like="Qwen3-0.6B")
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -79,6 +81,15 @@ def load_model(
         assert model.score is not None
         nn.init.normal_(model.score.weight, std=args.initializer_range)
     return model
+
+
+def checkpoint_digest(path: str | os.PathLike[str]) -> str:
+    """What tells a checkpoint from another without reading its weights: a hash of its config and of the headers of its
+    files, as 16 hexadecimal digits."""
+    with HFCheckpoint(path) as checkpoint:
+        entries = sorted((key, str(e.dtype), e.shape, e.start, e.end) for key, e in checkpoint.entries.items())
+    config = json.dumps(read_hf_config(path), sort_keys=True)
+    return hashlib.sha256(f"{config} {entries}".encode()).hexdigest()[:16]
 
 
 def materialise(model: nn.Module, device: str | torch.device) -> None:

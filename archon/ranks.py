@@ -16,6 +16,7 @@ from torch import Tensor
 from archon.failure import Failure
 from archon.models.attention.context import GatheredAttention, SharedAttention, UlyssesAttention
 from archon.models.attention.meta import PackedAttention
+from archon.parallel.agreement import AGREEMENT
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, ulysses_repeat, zigzag_plan
 from archon.parallel.dims import ArchonParallelDims
@@ -124,7 +125,8 @@ def require_processes(world_size: int) -> None:
     if running != world_size:
         raise LayoutError(
             f"the layout needs {world_size} processes, but {running} are running; "
-            f"start it with torchrun --nproc-per-node {world_size} -m archon …"
+            f"start it with torchrun --nproc-per-node {world_size} -m archon …, or set a layout of {running}, such as "
+            f"d{running}, for every model of the run"
         )
 
 
@@ -146,10 +148,12 @@ def join_process_group(world_size: int, device_type: str, timeout_s: float) -> N
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """Let no collective of any group take longer; a group that a mesh has made does not inherit the default group's
-    limit."""
+    """Let no collective of any group take longer, but of those that wait for files and rollouts (`Agreement`); a group
+    that a mesh has made does not inherit the default group's limit."""
     limit = timedelta(seconds=timeout_s)
     for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc.startswith(AGREEMENT):
+            continue
         for device in group._device_types:
             backend = group._get_backend(device)
             if hasattr(backend, "_set_default_timeout"):  # a fake group waits for nobody

@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import signal
@@ -36,6 +37,8 @@ from archon.metrics import METRICS_FILE, TRAJECTORIES_FILE, MetricsWriter, Traje
 from archon.progress import Progress
 from archon.schema.errors import ConfigError
 from archon.world import World
+
+logger = logging.getLogger(__name__)
 
 PACKAGES_RECORDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "omegaconf")
 
@@ -72,6 +75,12 @@ class RunDirectory:
             raise ConfigError(
                 f"run directory {self.path} is in use by process {holder}; wait for it to end or choose another run_dir"
             ) from None
+        except OSError as error:
+            logger.warning(
+                "%s: its file system has no locks (%s); take care that no two runs share the folder",
+                self.path,
+                error.strerror,
+            )
         self._lock = lock
         if not resume and self.holds_a_run():
             self.release()

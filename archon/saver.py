@@ -8,10 +8,15 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from archon.checkpoint import prepare_save
 
 logger = logging.getLogger(__name__)
+
+
+_writing: WeakSet[Saver] = WeakSet()
+"""Savers with a thread: ranks agree on one save at a time, of whichever engine."""
 
 
 class Saver:
@@ -38,6 +43,8 @@ class Saver:
         """`checkpoint.save_state`, once an earlier save has ended. With `asynchronous` it returns as soon as this
         rank's share has been copied to the CPU."""
         self.wait()
+        for other in list(_writing):
+            other._join()
         write = prepare_save(root, step, state, keep, fingerprint, snapshot=asynchronous)
         if not asynchronous:
             write()
@@ -52,12 +59,17 @@ class Saver:
 
         self._thread = threading.Thread(target=work, name=f"archon-save-{step}")
         self._thread.start()
+        _writing.add(self)
 
     def wait(self) -> None:
         """Until what is being written is on disk; raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._join()
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        _writing.discard(self)

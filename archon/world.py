@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from archon.parallel.agreement import Agreement
+from archon.schema.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class World:
@@ -27,6 +30,12 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """One of its own: a rank may wait for another's rollout for longer than a collective of the training may
+        take."""
+        return Agreement.of_world("run").group
+
+    @property
     def is_main(self) -> bool:
         """Whether this process writes the run's files and speaks for it."""
         return self.rank == 0
@@ -36,7 +45,7 @@ class World:
         if self.size == 1:
             return number
         value = torch.tensor(number)
-        dist.all_reduce(value, dist.ReduceOp.MAX)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
         return int(value)
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -44,12 +53,12 @@ class World:
         if self.size == 1:
             return [data]
         sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor(len(data)))
+        dist.all_gather(sizes, torch.tensor(len(data)), group=self._group)
         longest = max(1, *(int(size) for size in sizes))
         own = torch.zeros(longest, dtype=torch.uint8)
         own[: len(data)] = _tensor(data)
         everyone = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(everyone, own)
+        dist.all_gather(everyone, own, group=self._group)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
     def tell(self, value: Callable[[], Any]) -> Any:
@@ -58,10 +67,19 @@ class World:
             return value()
         data = json.dumps(value()).encode() if self.is_main else b""
         size = torch.tensor(len(data))
-        dist.broadcast(size, 0)
+        dist.broadcast(size, 0, group=self._group)
         content = _tensor(data) if self.is_main else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, 0)
+        dist.broadcast(content, 0, group=self._group)
         return json.loads(content.numpy().tobytes())
+
+    def require_same(self, what: str, value: str) -> None:
+        """ConfigError, on every rank, where a rank's `value` is not the main rank's."""
+        everyone = [data.decode() for data in self.gather(value.encode())]
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise ConfigError(
+                    f"{what}: rank {rank} has {other}, rank 0 has {everyone[0]}; every machine needs the same files"
+                )
 
     def main_first(self, action: Callable[[], None]) -> None:
         """Do something on the main rank; the others wait until it is done."""

@@ -112,7 +112,8 @@ def nearest_layouts(
     `fits` leaves out those that a model does not fit.
     """
     names = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
+    divisors = sorted({*small, *(world_size // n for n in small)})
 
     def distance(layout: ParallelLayout) -> tuple[float, str]:
         pairs = [(getattr(layout, name), getattr(wanted, name)) for name in (*names, "ep", "etp")]

@@ -218,8 +218,8 @@ class RLConfig(StrictModel):
         self._critic_agrees()
         if self.gconfig.seed is not None:
             raise ValueError("gconfig.seed is not for a run, whose answers would all be alike; set `seed`")
-        if self.ref is not None and "layout" not in self.ref.model_fields_set:
-            self.ref.layout = self.actor.layout  # both are on all processes
+        if self.ref is not None:
+            _follow(self.ref, self.actor)
         if self.verify_export and self.actor.dtype == "bfloat16":
             raise ValueError(
                 "verify_export compares float32 logits, and actor.dtype is bfloat16, whose rounding is larger than any "
@@ -246,9 +246,9 @@ class RLConfig(StrictModel):
                 "`critic`, or set algorithm.advantage=gae"
             )
         self.critic.is_critic = True
-        for name, value in (("init_score", True), ("layout", self.actor.layout)):
-            if name not in self.critic.model_fields_set:
-                setattr(self.critic, name, value)
+        if "init_score" not in self.critic.model_fields_set:
+            self.critic.init_score = True
+        _follow(self.critic, self.actor)
 
 
 class SFTConfig(StrictModel):
@@ -296,9 +296,17 @@ class PreferenceConfig(SFTConfig):
             raise ValueError(f"model.is_critic is set, and loss {self.loss} trains a policy; choose loss=reward")
         if self.ref is None:
             self.ref = EngineConfig.model_validate({**self.model.model_dump(), "optimizer": None})
-        elif "layout" not in self.ref.model_fields_set:
-            self.ref.layout = self.model.layout
+        else:
+            _follow(self.ref, self.model)
         return self
+
+
+def _follow(other: EngineConfig, model: EngineConfig) -> None:
+    """Where a second model is and what it can hold is as for the first, unless it says otherwise: both are on the same
+    processes and see the same batches."""
+    for name in ("layout", "device", "dtype", "max_tokens_per_mb", "timeout_s", "stall_s"):
+        if name not in other.model_fields_set:
+            setattr(other, name, getattr(model, name))
 
 
 def _require_exportable(model: EngineConfig, name: str) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -51,7 +52,8 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
         context, lists = episode.context, dict[str, Any]()
         for key, value in (episode.trajectories or {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{place}.{key}"] = value.detach().cpu().contiguous()
+                # A copy: one tensor may stand under two keys, which the format refuses.
+                tensors[f"{place}.{key}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             else:
                 lists[key] = value
         header.append(

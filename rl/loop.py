@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from archon.engine import ArchonEngine
 from archon.engine_build import resolve_device
 from archon.parallel.layout import parse_layout
 from archon.ranks import join_process_group
+from archon.rl.datasets import RowLoader
 from archon.runner import Runner
 from archon.schema.config import EngineConfig, StrictModel
 from archon.schema.errors import CheckpointError
@@ -43,6 +44,11 @@ def saved_at_the_end(save: Callable[[], None]) -> Iterator[None]:
             save()
         raise
     save()
+
+
+def require_same_rows(rows: Sequence[dict[str, Any]], source: str) -> None:
+    """ConfigError, on every rank, unless all have read the same rows from `source`."""
+    World.now().require_same(source, f"{len(rows)} rows ({RowLoader(rows, 1).fingerprint()})")
 
 
 def due(step: int, every: int) -> bool:
@@ -82,6 +88,7 @@ def load_newest(
     """
     folder = agreed_latest(runner.directory.checkpoints)
     if folder is None:
+        runner.log(f"resume=true, and {runner.directory.path} holds no checkpoint: the run begins at step 0")
         return None
     with opened_state(folder, model_fingerprint(engine.args)) as (step, state):
         engine.load_state_dict(state.pop("engine"))

@@ -17,9 +17,10 @@ from archon.parallel.layout import parse_layout
 from archon.rl.config import SFTConfig
 from archon.rl.data import DatasetKind, load_rows
 from archon.rl.datasets import RowDataset, RowLoader
-from archon.rl.loop import due, join, load_newest, save_newest, saved_at_the_end, timed
+from archon.rl.loop import due, join, load_newest, require_same_rows, save_newest, saved_at_the_end, timed
 from archon.rl.shares import own_rows, require_documents
 from archon.runner import Runner
+from archon.schema.errors import ConfigError
 
 
 def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[str, Tensor]:
@@ -120,6 +121,8 @@ class SFTTrainer:
         require_documents(config.batch_size, ranks, "batch_size")
         if self.held_out is not None:
             require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
+        require_same_rows(rows, config.train_data.path)
+        self._require_room(rows)
         self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
         self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
         self.engine = ArchonEngine(config.model)
@@ -135,6 +138,17 @@ class SFTTrainer:
             self.loader.load_state_dict(state["rows"])
             self._enough = state["enough"]
         self.runner.rewind(self.step or -1)
+
+    def _require_room(self, rows: Sequence[dict[str, Any]]) -> None:
+        """ConfigError, before the first step, for a row that no micro-batch can hold."""
+        most = self.config.model.max_tokens_per_mb
+        columns = ("input_ids", "chosen_ids", "rejected_ids")
+        longest = max(len(row[column]) for row in rows for column in columns if column in row)
+        if longest > most:
+            raise ConfigError(
+                f"a row of train_data has {longest} tokens, more than model.max_tokens_per_mb = {most}; raise that, or "
+                f"leave long rows out with train_data.max_length={most}"
+            )
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step on the next rows."""

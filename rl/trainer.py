@@ -26,6 +26,7 @@ from archon.rl.loop import (
     join,
     load_newest,
     long_lived_objects_frozen,
+    require_same_rows,
     save_newest,
     saved_at_the_end,
     timed,
@@ -251,6 +252,9 @@ class RLTrainer:
         config = self.config
         rows = load_rows(config.train_data, "rl", self.tokenizer)
         held_out = load_rows(config.eval_data, "rl", self.tokenizer) if config.eval_data else []
+        for loaded, section in ((rows, config.train_data), (held_out, config.eval_data)):
+            if loaded and section:
+                require_same_rows(loaded, section.path)
         self.prompts = PromptStream(rows, config.seed)
         self._cursor = self.prompts.state_dict()
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]

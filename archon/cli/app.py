@@ -70,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     See `errors_told` for what is written of an error.
     """
+    # A reward or a workflow of the user's own is looked for where they stand, as by `python -m archon`.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     with errors_told():
         app(args=arguments, prog_name="archon")
 

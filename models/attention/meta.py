@@ -118,6 +118,7 @@ class PackedAttention(AttentionMeta):
         )
         meta.backend, meta._lengths = self.backend, sorted_lengths
         order = order.to(device)
+        meta.counted = None if self.counted is None else self.counted[order]
         return Arrangement(meta, order, torch.argsort(order))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:

@@ -85,7 +85,7 @@ class RowLoader:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "rows": len(self.rows),
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self.fingerprint(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ class RowLoader:
             random.Random(f"rows {self.seed} {epoch}").shuffle(order)
         return order
 
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
         """Of some rows, evenly spread: enough to notice another dataset, or this one in another order."""
         count = min(_FINGERPRINT_ROWS, len(self.rows))
         sample = [self.rows[index * len(self.rows) // count] for index in range(count)]
