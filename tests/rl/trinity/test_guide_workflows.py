@@ -96,7 +96,14 @@ def test_a_resettable_workflow_is_made_once_and_used_again(engine, adapted, toke
 
 
 def test_instances_are_not_shared_by_runs_that_overlap(engine, adapted, tokenizer) -> None:
-    workflow = adapted(guide.GuideWorkflow)
+    class Watchful(guide.GuideWorkflow):
+        def run(self) -> Any:
+            question = self.question
+            experiences = super().run()
+            assert self.question == question, "reset by another run meanwhile"
+            return experiences
+
+    workflow = adapted(Watchful)
     for _ in range(2):
         batch = collect(engine, workflow, 6)
         assert batch.counts["episodes"] == 6 and len(batch.prompts) == 6
@@ -108,15 +115,18 @@ def test_instances_are_not_shared_by_runs_that_overlap(engine, adapted, tokenize
 
 
 def test_a_workflow_that_failed_is_not_used_again(engine, adapted, run_episode) -> None:
-    class Fails(guide.GuideWorkflow):
+    class FailsTheSecondTime(guide.GuideWorkflow):
         def run(self) -> Any:
-            raise KeyError("half way through")
+            if len(self.tasks) == 2:
+                raise KeyError("half way through")
+            return super().run()
 
-    workflow = adapted(Fails)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="half way"):
-            run_episode(workflow)
-    assert [instance.tasks for instance in guide.GuideWorkflow.made] == [["1+1="]] * 2
+    workflow = adapted(FailsTheSecondTime)
+    run_episode(workflow)
+    with pytest.raises(KeyError, match="half way"):
+        run_episode(workflow)
+    run_episode(workflow)
+    assert [instance.tasks for instance in guide.GuideWorkflow.made] == [["1+1="] * 2, ["1+1="]]
 
 
 def test_evaluation_samples_otherwise_and_does_not_meet_trainings_instances(adapted, run_episode) -> None:
