@@ -35,6 +35,7 @@ class DatasetConfig(StrictModel):
     max_length: int | None = Field(None, ge=1, description="tokens; longer rows are left out, and counted")
     limit: int | None = Field(None, ge=1, description="use only so many rows, from the start")
     seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated set")
+    raw: bool = Field(False, description="RL rows also hold the source's own row, which a Trinity-style workflow reads")
 
 
 class GeneratorConfig(StrictModel):

@@ -6,7 +6,7 @@ import importlib
 import json
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -24,8 +24,15 @@ from archon.schema.errors import ConfigError
 Config = TypeVar("Config", bound=StrictModel)
 
 
-def load_config(schema: type[Config], file: Path | None, overrides: Sequence[str]) -> Config:
+def load_config(
+    schema: type[Config],
+    file: Path | None,
+    overrides: Sequence[str],
+    translate: Callable[[dict[str, Any], str], dict[str, Any]] | None = None,
+) -> Config:
     """Read `file`, lay `key=value` overrides over it, resolve `${…}` and check the result against `schema`.
+
+    `translate` is given all keys and values, and the name for messages, and gives back those of `schema`.
 
     `${oc.env:NAME}` is an environment variable and `${now:%Y%m%d-%H%M%S}` the local time. Raises `ConfigError` with one
     line for YAML that cannot be read, an override that is not `key=value`, an interpolation that leads nowhere, an
@@ -45,7 +52,8 @@ def load_config(schema: type[Config], file: Path | None, overrides: Sequence[str
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: an override is not YAML: {_first_line(error)}") from None
     assert isinstance(data, dict)
-    return schema.parse({str(key): value for key, value in data.items()}, source=source)
+    named = {str(key): value for key, value in data.items()}
+    return schema.parse(translate(named, source) if translate else named, source=source)
 
 
 def _read(file: Path | None) -> DictConfig:

@@ -22,7 +22,13 @@ def train(command: str, file: Path | None, overrides: list[str] | None, dry_run:
     import archon.rl as rl
 
     config_name, trainer_name, model = RUNS[command]
-    config = load_config(getattr(rl, config_name), file, overrides or [])
+    config_type = getattr(rl, config_name)
+    if command == "rl":
+        from archon.rl.trinity.config import translated
+
+        config = load_config(config_type, file, overrides or [], translated)
+    else:
+        config = load_config(config_type, file, overrides or [])
     if dry_run:
         from archon.cli import check
 

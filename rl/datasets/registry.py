@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -10,7 +11,7 @@ from archon.rl.datasets.arithmetic import get_arithmetic_rl_dataset, get_arithme
 from archon.rl.datasets.gsm8k import get_gsm8k_rl_dataset, get_gsm8k_sft_dataset
 from archon.rl.datasets.mapping import RowDataset, rl_dataset, sft_dataset
 from archon.rl.datasets.pairs import get_hh_rlhf_dpo_dataset, get_hh_rlhf_rw_dataset, pair_dataset
-from archon.rl.datasets.sources import read_rows
+from archon.rl.datasets.sources import SourceRow, read_rows
 from archon.rl.datasets.torl_data import get_torl_data_rl_dataset
 from archon.schema.errors import DatasetError, TokenizerError
 
@@ -41,6 +42,7 @@ def get_custom_dataset(
     subset: str | None = None,
     data_dir: str | Path | None = None,
     seed: int = 0,
+    raw: bool = False,
 ) -> RowDataset:
     """RL or SFT rows of a named set (`VALID_DATASETS`) or of any JSONL, parquet or Hugging Face set by key mapping.
 
@@ -59,6 +61,8 @@ def get_custom_dataset(
         subset: The configuration of a hub set that has several; of no other source.
         data_dir: The folder of a named set's files.
         seed: Fixes the split of the arithmetic set.
+        raw: RL rows also hold the row as it stands in its source, under `raw_task`. Rows of a file or a hub set that
+            lack the two columns then hold nothing else, whatever their length.
 
     Raises:
         DatasetError: missing, empty or malformed; names the file, the line and the key.
@@ -68,6 +72,8 @@ def get_custom_dataset(
         raise DatasetError(f"kind must be one of {', '.join(get_args(DatasetKind))}, got {kind!r}")
     if kind != "rl" and tokenizer is None:
         raise TokenizerError(f"{kind.upper()} rows of {path} are token ids: give the tokenizer")
+    if raw and kind != "rl":
+        raise DatasetError(f"raw=true is for RL rows, and these are of kind {kind!r}; leave it out")
     if data_dir is not None and str(path) not in _IN_FOLDERS:
         raise DatasetError(
             f"data_dir={str(data_dir)!r} is for the files of {', '.join(_IN_FOLDERS)}, and the dataset is {path}; "
@@ -85,8 +91,13 @@ def get_custom_dataset(
             shared["seed"] = seed
         if data_dir is not None:
             shared["path"] = data_dir
-        return _NAMED[str(path)][kind](split, **shared)
+        named = _NAMED[str(path)][kind](split, **shared)
+        return replace(named, rows=[{**row, "raw_task": row} for row in named]) if raw else named
     source, name = read_rows(path, split, subset), f"{path}[{split}]"
+    if raw:
+        source = [SourceRow(row.where, {**row.data, "raw_task": row.data}) for row in source]
+        if any(key not in row.data for row in source for key in (prompt_key, response_key)):
+            return RowDataset(name, [{"raw_task": row.data["raw_task"]} for row in source])
     if kind in ("dpo", "rw"):
         return pair_dataset(source, name, prompt_key=None if response_key is None else prompt_key, **shared)
     if kind == "sft":

@@ -92,8 +92,7 @@ def resolve_workflow(
     `arguments` are offered to a class's constructor, which takes those it names; `further` ones it must take. Raises
     `ConfigError` naming what was given.
     """
-    further = further or {}
-    found = _import_dotted(workflow) if isinstance(workflow, str) else workflow
+    found, further = _found(workflow, further or {})
     if not callable(getattr(found, "arun_episode", None)):
         raise ConfigError(
             f"workflow: got {workflow!r}, expected a RolloutWorkflow: an instance, a class, or a dotted string"
@@ -119,6 +118,18 @@ def resolve_workflow(
             f"{', '.join(arguments)}; give it as an instance"
         )
     return found(**given)
+
+
+def _found(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """What `workflow` names. A Trinity-style one becomes an argument of the workflow that runs such ones."""
+    from archon.rl.trinity.adapter import TrinityWorkflow  # which imports this module
+    from archon.rl.trinity.workflow import WORKFLOWS, Workflow
+
+    if isinstance(workflow, str):
+        workflow = WORKFLOWS[workflow] if workflow in WORKFLOWS else _import_dotted(workflow)
+    if isinstance(workflow, type) and issubclass(workflow, Workflow):
+        return TrinityWorkflow, {"workflow": workflow, **further}
+    return workflow, further
 
 
 def _import_dotted(path: str) -> Any:

@@ -1,0 +1,109 @@
+"""A task in, experiences out: what crosses the boundary of a Trinity-style workflow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class FormatConfig:
+    """Where prompt and answer stand in a row, and the system prompt put before it (None: the workflow's own)."""
+
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    system_prompt: str | None = None
+
+
+@dataclass
+class GenerationConfig:
+    """How the answers to a task are sampled: `n` of them; temperature 0 takes the likeliest token, top_k −1 cuts
+    nothing. `max_tokens` limits an answer; `logprobs` is there for `**` and changes nothing."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int | None = None
+    logprobs: int = 0
+
+
+@dataclass
+class Task:
+    """What one run of a workflow works on.
+
+    `raw_task` is the row of the dataset as it stands there. `reward_fn` is a `RewardFn` class, or the run's archon
+    reward. `task_id` is the prompt's place in the data stream.
+    """
+
+    workflow: Any = None
+    reward_fn: Any = None
+    raw_task: dict[str, Any] = field(default_factory=dict)
+    format_args: FormatConfig = field(default_factory=FormatConfig)
+    rollout_args: GenerationConfig = field(default_factory=GenerationConfig)
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    reward_fn_args: dict[str, Any] = field(default_factory=dict)
+    is_eval: bool = False
+    task_id: int = 0
+
+    @property
+    def task_desc(self) -> Any:
+        """The prompt; None where the row has no such column."""
+        return self.raw_task.get(self.format_args.prompt_key)
+
+    @property
+    def truth(self) -> Any:
+        """The gold answer; None where the row has no such column."""
+        return self.raw_task.get(self.format_args.response_key)
+
+
+@dataclass
+class EID:
+    """Where an experience comes from; a workflow may set it, and archon does not read it."""
+
+    batch: int = 0
+    task: int = 0
+    run: int = 0
+    step: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class Experience:
+    """One trajectory of L tokens, P of them the prompt.
+
+    Attributes:
+        tokens: int [L], prompt and all that follows.
+        prompt_length: P, from 1 to L − 1.
+        reward: of the whole trajectory.
+        logprobs: float [L − P] of the tokens behind the prompt; None: those the model recorded for these very tokens.
+        action_mask: int or bool [L − P], 1 where the model generated the token and it is trained; None: everywhere.
+        metrics: numbers for the run's log.
+
+    Lists become tensors. What a workflow returns is checked when it returns it.
+    """
+
+    tokens: Tensor
+    prompt_length: int = 1
+    reward: float | None = None
+    logprobs: Tensor | None = None
+    action_mask: Tensor | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    response_text: str | None = None
+    prompt_text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    truncate_status: str | None = None
+    eid: EID = field(default_factory=EID)
+
+    def __post_init__(self) -> None:
+        self.info, self.metrics = self.info or {}, self.metrics or {}
+        for name in ("tokens", "logprobs", "action_mask"):
+            value = getattr(self, name)
+            if isinstance(value, list | tuple):
+                try:
+                    setattr(self, name, torch.tensor(value))
+                except (TypeError, ValueError):
+                    pass  # ragged or no numbers: whoever takes the result says so, and which experience it is

@@ -1,0 +1,78 @@
+"""A tiny Qwen3 that can read the guides' prompts, behind the real generator."""
+
+from __future__ import annotations
+
+import asyncio
+import string
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+from archon.rl import GenerationHyperparameters, TrinityWorkflow, Workflow
+from archon.rl.bootstrap import make_tokenizer
+from archon.rl.config import TokenizerRecipe
+from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.generation import InProcessEngine
+from archon.rl.rollout import checked_result
+from tests.rl import rewards_for_tests as rewards
+
+ROW = {"raw_task": {"question": "1+1=", "answer": "2"}}
+GCONFIG = GenerationHyperparameters(n_samples=4, max_new_tokens=6)
+
+Episode = tuple[dict[str, torch.Tensor] | None, EpisodeContext]
+RunEpisode = Callable[..., Episode]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    alphabet = string.ascii_letters + string.digits + string.punctuation + " \n"
+    return make_tokenizer(TokenizerRecipe(kind="characters", alphabet=alphabet, chat_template="chatml"))
+
+
+@pytest.fixture
+def engine(tokenizer: Any) -> InProcessEngine:
+    torch.manual_seed(0)
+    args = Qwen3ModelArgs(
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        hidden_dim=48,
+        vocab_size=len(tokenizer),
+        max_seq_len=160,
+        initializer_range=0.3,
+    )
+    model = Qwen3Model(args)
+    model.init_weights()
+    model.init_buffers("cpu")
+    return InProcessEngine.from_model(model, tokenizer, max_slots=32, page_size=8)
+
+
+@pytest.fixture
+def adapted(tokenizer: Any) -> Callable[..., TrinityWorkflow]:
+    def make(workflow: type[Workflow] | str, **arguments: Any) -> TrinityWorkflow:
+        given = {"reward_fn": rewards.count_digits, "gconfig": GCONFIG} | arguments
+        return TrinityWorkflow(workflow, tokenizer=tokenizer, **given)
+
+    return make
+
+
+@pytest.fixture
+def run_episode(engine: InProcessEngine) -> RunEpisode:
+    """One episode of a workflow, its result checked as a rollout checks it."""
+
+    def run(workflow: TrinityWorkflow, row: dict[str, Any] = ROW, seed: int = 0) -> Episode:
+        context = EpisodeContext(task_id=3, seed=seed)
+
+        async def episode() -> dict[str, torch.Tensor] | None:
+            workflow_context.enter(context)
+            return await workflow.arun_episode(EpisodeEngine(engine, context), row)
+
+        result = asyncio.run(episode())
+        return (None if result is None else checked_result(result, context, "test")), context
+
+    return run
