@@ -74,7 +74,8 @@ class SFTTrainer:
         with ExitStack() as stack:
             if self.runner is None:
                 self.config = config = join(config, config.model)
-                self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
+                opened = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
+                self.runner = stack.enter_context(opened)
             runner = self.runner
             if config.bootstrap is not None:
                 # Imported here: it warms its checkpoint up with this trainer.

@@ -84,7 +84,8 @@ class RLTrainer:
         with ExitStack() as stack:
             if self.runner is None:
                 self.config = config = join(config, config.actor)
-                self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
+                opened = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
+                self.runner = stack.enter_context(opened)
             runner = self.runner
             if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner, config.actor):
                 return {}
