@@ -27,6 +27,7 @@ from archon.rl.loop import (
     save_newest,
     saved_at_the_end,
     timed,
+    timed_evaluation,
 )
 from archon.rl.replay import check_gate, check_replayable, gate_limit
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold
@@ -92,7 +93,7 @@ class RLTrainer:
             stack.enter_context(self.opened(workflow, eval_workflow))
             stack.enter_context(saved_at_the_end(self.save))
             with runner.progress("rl", config.total_steps, start=self.step, columns=COLUMNS) as progress:
-                metrics = self.evaluate() if self.step == 0 else {}
+                metrics = timed_evaluation(self.evaluate) if self.step == 0 else {}
                 if metrics:
                     runner.metrics.write(0, metrics)
                     progress.update(0, metrics)
@@ -102,7 +103,7 @@ class RLTrainer:
                     self._updating, self._cursor = False, self.prompts.state_dict()
                     try:
                         if self.step == config.total_steps or due(self.step, config.evaluation.every):
-                            metrics |= self.evaluate()
+                            metrics |= timed_evaluation(self.evaluate)
                     finally:
                         runner.metrics.write(self.step, metrics)
                     progress.update(self.step, metrics)
@@ -117,7 +118,7 @@ class RLTrainer:
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
-        metrics = batch_metrics(batch)
+        metrics = batch_metrics(batch, self.engine.version)
         self._watch_spread(metrics)
         if batch:
             if not self._gate_passed:
