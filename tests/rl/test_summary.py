@@ -43,8 +43,8 @@ def batch(tokenizer: Any) -> RolloutBatch:
 
 
 def test_staleness_worked_by_hand() -> None:
-    # Trained: versions 4, 4, 6 and 6; the trainer is at 7, so they are 3, 3, 1 and 1 behind.
-    versions = torch.tensor([[-1, 4, -1, 4, 6], [-1, 6, 5, -1, -1]])
+    # Trained: versions 4, 4, 6 and 6; the trainer is at 7, so they are 3, 3, 1 and 1 behind. Version 1 is not trained.
+    versions = torch.tensor([[-1, 4, -1, 4, 6], [-1, 6, 1, -1, -1]])
     mask = torch.tensor([[0, 1, 0, 1, 1], [0, 1, 0, 0, 0]])
     assert staleness(versions, mask, 7) == {"staleness_mean": 2.0, "staleness_max": 3.0}
     # One more trained token, of a version that nobody knows.
