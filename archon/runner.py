@@ -185,6 +185,8 @@ class Runner:
             self.metrics = MetricsWriter(self.directory.metrics if main else os.devnull, also)
             self.trajectories = TrajectoryWriter(self.directory.trajectories if main else os.devnull)
         except OSError:
+            if self._sinks is not None:
+                self._sinks.close(failed=True)
             self.directory.release()
             raise
         self._signals.__enter__()
