@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,10 +32,15 @@ class JsonlWriter:
         self._drop_torn_line()
         self._file = self.path.open("a", encoding="utf-8")
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write `record`; numbers of torch and numpy become Python's, NaN and infinities `"NaN"` and `"±Infinity"`."""
-        self._file.write(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n")
+    def append(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Write `record`; numbers of torch and numpy become Python's, NaN and infinities `"NaN"` and `"±Infinity"`.
+
+        Gives back what was written.
+        """
+        plain = _plain(record)
+        self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
+        return plain
 
     def truncate(self, step: int) -> int:
         """Drop the records whose `step` is later than `step`; return how many went.
@@ -75,10 +80,19 @@ class JsonlWriter:
 
 
 class MetricsWriter(JsonlWriter):
-    """`metrics.jsonl`: one object a step with `step`, `time` (seconds since the epoch) and the step's numbers."""
+    """`metrics.jsonl`: one object a step with `step`, `time` (seconds since the epoch) and the step's numbers.
+
+    `also` is given each record once it is on disk.
+    """
+
+    def __init__(self, path: str | Path, also: Callable[[Mapping[str, Any]], None] | None = None):
+        super().__init__(path)
+        self._also = also
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.append({"step": step, "time": round(time.time(), 3), **metrics})
+        record = self.append({"step": step, "time": round(time.time(), 3), **metrics})
+        if self._also is not None:
+            self._also(record)
 
 
 class TrajectoryWriter(JsonlWriter):
@@ -89,7 +103,11 @@ class TrajectoryWriter(JsonlWriter):
 
         `group` is what the answers to one prompt share. `extra` may carry anything JSON can hold; the report knows
         `length` (tokens of the answer), `stop_reason`, `answer` (the expected one), `advantage`, `rewards` (the parts
-        of the reward, by name) and `split` (`"train"` or `"eval"`).
+        of the reward, by name), `split` (`"train"` or `"eval"`) and `version` (of the weights that answered).
+
+        What it colours are `tokens` (as the vocabulary spells them) and, one for each, `logprobs`: null of a token
+        between two turns, which the model was given. Likewise `turn_ids` and, of an answer that spans updates,
+        `versions`, both -1 of a token that was given.
         """
         answer = {"prompt": prompt, "completion": completion, "reward": reward}
         self.append({"step": step, "group": group, **answer, **extra})

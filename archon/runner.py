@@ -35,7 +35,9 @@ from rich.console import Console
 import archon
 from archon.metrics import METRICS_FILE, TRAJECTORIES_FILE, MetricsWriter, TrajectoryWriter
 from archon.progress import Progress
+from archon.schema.config import MetricsConfig
 from archon.schema.errors import ConfigError
+from archon.sinks import SinkRun, Sinks, require_sinks
 from archon.world import World
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ class RunDirectory:
     """The folder of one run, held by one process at a time.
 
     `config.yaml` (resolved), `versions.json`, `metrics.jsonl`, `trajectories.jsonl`, `checkpoints/`, `export/`,
-    `stacks/` where a step stalled, and `.lock`, which the operating system releases however the process ends.
+    `stacks/` where a step stalled, what sinks keep there, and `.lock`, which the operating system releases however the
+    process ends.
     """
 
     def __init__(self, path: str | Path):
@@ -154,6 +157,9 @@ class Runner:
     prints, and what the others write goes nowhere.
 
     Attributes: `directory` (`RunDirectory`), `metrics`, `trajectories` (writers) and `console`.
+
+    Args:
+        sinks: where the main process sends the metrics besides; ConfigError on entering where that cannot be.
     """
 
     metrics: MetricsWriter
@@ -165,12 +171,15 @@ class Runner:
         config: BaseModel,
         *,
         resume: bool = False,
+        sinks: MetricsConfig | None = None,
         console: Console | None = None,
         line_seconds: float = 2.0,
     ):
         self.directory = RunDirectory(run_dir)
         self.config = config
         self.resume = resume
+        self._sinks_wanted = sinks or MetricsConfig()
+        self._sinks: Sinks | None = None
         self.world = World.now()
         self.console = console or Console(quiet=not self.world.is_main)
         self._line_seconds = line_seconds
@@ -178,12 +187,15 @@ class Runner:
         self._stopping = 0
 
     def __enter__(self) -> Self:
-        self.world.main_first(lambda: self.directory.acquire(self.config, resume=self.resume))
+        self.world.main_first(self._claim)
         main = self.world.is_main
         try:
-            self.metrics = MetricsWriter(self.directory.metrics if main else os.devnull)
+            also = self._sinks.write if self._sinks else None
+            self.metrics = MetricsWriter(self.directory.metrics if main else os.devnull, also)
             self.trajectories = TrajectoryWriter(self.directory.trajectories if main else os.devnull)
         except OSError:
+            if self._sinks is not None:
+                self._sinks.close(failed=True)
             self.directory.release()
             raise
         self._signals.__enter__()
@@ -195,7 +207,21 @@ class Runner:
         self._signals.__exit__(kind, error, tb)
         self.metrics.close()
         self.trajectories.close()
+        if self._sinks is not None:
+            self._sinks.close(failed=kind is not None)
         self.directory.release()
+
+    def _claim(self) -> None:
+        """On the main process: hold the directory and start the sinks."""
+        wanted = self._sinks_wanted
+        require_sinks(wanted.sinks)
+        self.directory.acquire(self.config, resume=self.resume)
+        run = SinkRun(self.directory.path, wanted.project, self.config.model_dump(mode="json"), self.resume)
+        try:
+            self._sinks = Sinks(wanted.sinks, run, self.log)
+        except ConfigError:
+            self.directory.release()
+            raise
 
     @property
     def stop_requested(self) -> bool:

@@ -12,7 +12,7 @@ from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.replay import check_replayable
 from archon.rl.types import GenerationHyperparameters
-from archon.schema.config import EngineConfig, OptimizerConfig, SchedulerConfig, StrictModel
+from archon.schema.config import EngineConfig, MetricsConfig, OptimizerConfig, SchedulerConfig, StrictModel
 
 
 class DatasetConfig(StrictModel):
@@ -193,6 +193,7 @@ class RLConfig(StrictModel):
     )
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out evaluation")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics are sent as well")
     gate: GateConfig = Field(default_factory=GateConfig, description="ratio gate")
     verify_export: bool = Field(False, description="compare the export's float32 logits in transformers")
     control: ControlConfig = Field(default_factory=ControlConfig, description="controls for experiments")
@@ -267,6 +268,7 @@ class SFTConfig(StrictModel):
     eval_data: DatasetConfig | None = Field(None, description="held-out rows")
     eval_every: int = Field(50, ge=0, description="steps between evaluations; 0: only after the last")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics are sent as well")
     bootstrap: BootstrapConfig | None = Field(None, description="make the model's checkpoint first, if it is not there")
 
     @model_validator(mode="after")

@@ -64,6 +64,14 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - started
 
 
+def timed_evaluation(evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What `evaluate` measures, and `seconds/evaluate`; {} where there is nothing to measure."""
+    seconds: dict[str, float] = {}
+    with timed(seconds, "evaluate"):
+        measured = evaluate()
+    return measured | {"seconds/evaluate": seconds["evaluate"]} if measured else {}
+
+
 @contextmanager
 def long_lived_objects_frozen() -> Iterator[None]:
     """Keep what exists now out of garbage collection inside the block.

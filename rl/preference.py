@@ -21,6 +21,7 @@ from archon.batch import PackedBatch
 from archon.engine import ArchonEngine
 from archon.loss import Metrics, document_sums
 from archon.rl.config import PreferenceConfig
+from archon.rl.loop import timed
 from archon.rl.sft import SFTTrainer, padded_batch
 from archon.rl.shares import own_documents, score_shared
 
@@ -79,16 +80,19 @@ class PreferenceTrainer(SFTTrainer):
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step on the next pairs."""
+        seconds: dict[str, float] = {}
         self._stepping = True
-        batch = self._pairs(self.loader.next_batch())
-        measured, derivative = self._measure(batch)
+        with timed(seconds, "score"):
+            batch = self._pairs(self.loader.next_batch())
+            measured, derivative = self._measure(batch)
         sign = torch.tensor([1.0, -1.0]).repeat(len(derivative))
         weight = derivative.repeat_interleave(2) * sign
         batch["weight"] = weight.unsqueeze(1) * batch["loss_mask"]
         own = own_documents(batch, self.engine.ranks.dp)
-        metrics = self.engine.train_batch(own, self._sum, self._sum.units)
-        self.engine.step_lr_scheduler()
-        return metrics | measured
+        with timed(seconds, "update"):
+            metrics = self.engine.train_batch(own, self._sum, self._sum.units)
+            self.engine.step_lr_scheduler()
+        return metrics | measured | {f"seconds/{name}": value for name, value in seconds.items()}
 
     def evaluate(self) -> dict[str, float]:
         """The same metrics over all held-out pairs, as `eval/…`; {} without any."""

@@ -17,7 +17,16 @@ from archon.parallel.layout import parse_layout
 from archon.rl.config import SFTConfig
 from archon.rl.data import DatasetKind, load_rows
 from archon.rl.datasets import RowDataset, RowLoader
-from archon.rl.loop import due, join, load_newest, require_same_rows, save_newest, saved_at_the_end, timed
+from archon.rl.loop import (
+    due,
+    join,
+    load_newest,
+    require_same_rows,
+    save_newest,
+    saved_at_the_end,
+    timed,
+    timed_evaluation,
+)
 from archon.rl.shares import own_rows, require_documents
 from archon.runner import Runner
 from archon.schema.errors import ConfigError
@@ -75,7 +84,8 @@ class SFTTrainer:
         with ExitStack() as stack:
             if self.runner is None:
                 self.config = config = join(config, config.model)
-                self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
+                opened = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
+                self.runner = stack.enter_context(opened)
             runner = self.runner
             if config.bootstrap is not None:
                 # Imported here: it warms its checkpoint up with this trainer.
@@ -95,7 +105,7 @@ class SFTTrainer:
                             measured, self._enough = self.probe(self.engine, self.step)
                             metrics |= measured
                         if self.finished or due(self.step, config.eval_every):
-                            metrics |= self.evaluate()
+                            metrics |= timed_evaluation(self.evaluate)
                     finally:
                         runner.metrics.write(self.step, metrics)
                     progress.update(self.step, metrics)
@@ -158,7 +168,10 @@ class SFTTrainer:
             batch = self._own_batch(self.loader.next_batch())
             metrics = self.engine.train_batch(batch, self._loss, loss_token_count)
             self.engine.step_lr_scheduler()
-        return metrics | {"tokens_per_second": metrics["tokens"] / seconds["step"]}
+        return metrics | {
+            "tokens_per_second": metrics["tokens"] / seconds["step"],
+            "seconds/step": seconds["step"],
+        }
 
     def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """This rank's documents of the rows of all, shorter ones first."""

@@ -7,11 +7,19 @@ from typing import Any
 from torch import Tensor
 
 from archon.metrics import TrajectoryWriter
+from archon.rl.rewards.result import FAILURE_KINDS
 from archon.rl.rollout import RolloutBatch
 
+# Present in every step, so that a step without a failure is a 0 in the series and not a gap.
+NO_FAILURES = {f"rollout/dropped/reward_{kind}": 0.0 for kind in FAILURE_KINDS}
 
-def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Reward and length of the samples in the batch, what workflows recorded, and every count as `rollout/<name>`."""
+
+def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
+    """Numbers about the samples in the batch, what workflows recorded, and every count as `rollout/<name>`.
+
+    Args:
+        version: of the trainer's weights, which `staleness_…` is taken to.
+    """
     metrics: dict[str, float] = {}
     if batch:
         rewards = batch.trajectories["rewards"].double()
@@ -21,10 +29,30 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
             "length": batch.trajectories["loss_mask"].sum(1).double().mean().item(),
             "samples": float(len(rewards)),
             "groups": float(len(batch.prompts)),
+            **staleness(batch.trajectories["versions"], batch.trajectories["loss_mask"], version),
         }
         if "truncated" in batch.trajectories:
             metrics["truncated"] = batch.trajectories["truncated"].double().mean().item()
-    return metrics | batch.numbers | {f"rollout/{name}": float(n) for name, n in batch.counts.items()}
+    if (n_groups := groups_generated(batch)) > 0:
+        metrics["no_spread_fraction"] = batch.counts["groups_without_spread"] / n_groups
+    return metrics | batch.numbers | NO_FAILURES | {f"rollout/{name}": float(n) for name, n in batch.counts.items()}
+
+
+def staleness(versions: Tensor, loss_mask: Tensor, version: int) -> dict[str, float]:
+    """Mean and maximum over the trained tokens of how many updates `version` is ahead of the weights that sampled them.
+
+    Tokens of unknown version (−1) are left out; {} where no other is left.
+    """
+    behind = version - versions[(loss_mask != 0) & (versions >= 0)]
+    if not behind.numel():
+        return {}
+    return {"staleness_mean": behind.double().mean().item(), "staleness_max": float(behind.max())}
+
+
+def groups_generated(batch: RolloutBatch) -> int:
+    """The episodes of the step that returned trajectories, those included that were dropped or replaced since."""
+    failed = sum(n for name, n in batch.counts.items() if name.startswith("failed/"))
+    return batch.counts["episodes"] - batch.counts["rejected"] - failed
 
 
 def write_groups(
@@ -50,7 +78,31 @@ def write_groups(
                 length=int(trained.sum()),
                 advantage=advantages[row].sum().item() / max(int(trained.sum()), 1),
                 split="train",
-                tokens=tokenizer.convert_ids_to_tokens(ids[trained].tolist()),
-                logprobs=trajectories["logprobs"][row][trained].tolist(),
+                **token_columns({name: column[row] for name, column in trajectories.items()}, tokenizer),
                 **extra,
             )
+
+
+def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """What is written of each token of one trajectory [S], from the first trained one to its end.
+
+    `tokens` and `logprobs`, null where the model was given a token. `turn_ids` where there are such tokens or several
+    turns; `versions` where the answer spans several, else the one `version`.
+    """
+    trained = trajectory["loss_mask"] != 0
+    shown = (trajectory["attention_mask"] != 0) & (trained.cumsum(0) > 0)
+    given = ~trained[shown]
+    logprobs = zip(trajectory["logprobs"][shown].tolist(), given.tolist(), strict=True)
+    columns: dict[str, Any] = {
+        "tokens": tokenizer.convert_ids_to_tokens(trajectory["input_ids"][shown].tolist()),
+        "logprobs": [None if is_given else logprob for logprob, is_given in logprobs],
+    }
+    turns = trajectory.get("turn_ids")
+    if turns is not None and (given.any() or turns[trained].unique().numel() > 1):
+        columns["turn_ids"] = turns[shown].tolist()
+    versions = trajectory["versions"][trained].unique().tolist()
+    if len(versions) == 1:
+        columns["version"] = versions[0]
+    else:
+        columns["versions"] = trajectory["versions"][shown].tolist()
+    return columns

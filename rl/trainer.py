@@ -30,6 +30,7 @@ from archon.rl.loop import (
     save_newest,
     saved_at_the_end,
     timed,
+    timed_evaluation,
 )
 from archon.rl.replay import check_gate, check_replayable, gate_limit
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold
@@ -91,14 +92,15 @@ class RLTrainer:
         with ExitStack() as stack:
             if self.runner is None:
                 self.config = config = join(config, config.actor)
-                self.runner = stack.enter_context(Runner(config.run_dir, config, resume=config.resume))
+                opened = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
+                self.runner = stack.enter_context(opened)
             runner = self.runner
             if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner, config.actor):
                 return {}
             stack.enter_context(self.opened(workflow, eval_workflow))
             stack.enter_context(saved_at_the_end(self.save))
             with runner.progress("rl", config.total_steps, start=self.step, columns=COLUMNS) as progress:
-                metrics = self.evaluate() if self.step == 0 else {}
+                metrics = timed_evaluation(self.evaluate) if self.step == 0 else {}
                 if metrics:
                     runner.metrics.write(0, metrics)
                     progress.update(0, metrics)
@@ -108,7 +110,7 @@ class RLTrainer:
                     self._updating, self._cursor = False, self._position()
                     try:
                         if self.step == config.total_steps or due(self.step, config.evaluation.every):
-                            metrics |= self.evaluate()
+                            metrics |= timed_evaluation(self.evaluate)
                     finally:
                         runner.metrics.write(self.step, metrics)
                     progress.update(self.step, metrics)
@@ -124,7 +126,7 @@ class RLTrainer:
         generating, self._overlapped = self.generator.stats.seconds, 0.0
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
-        metrics = batch_metrics(batch)
+        metrics = batch_metrics(batch, self.engine.version)
         self._watch_spread(metrics)
         if batch:
             if not self._gate_passed:

@@ -37,8 +37,10 @@ def check_rl(config: RLConfig) -> list[str]:
     from archon.rl.rewards import get_reward_fn
     from archon.rl.shares import require_documents
     from archon.rl.workflows import resolve_workflow
+    from archon.sinks import require_sinks
 
     check_run_dir(config.run_dir, resume=config.resume)
+    require_sinks(config.metrics.sinks)
     require_documents(
         config.rollout.prompts_per_step * config.gconfig.n_samples,
         parse_layout(config.actor.layout).dp,
@@ -74,8 +76,10 @@ def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
     """Check an SFT run, as `check_rl` does."""
     from archon.parallel.layout import parse_layout
     from archon.rl.shares import require_documents
+    from archon.sinks import require_sinks
 
     check_run_dir(config.run_dir, resume=config.resume)
+    require_sinks(config.metrics.sinks)
     require_documents(config.batch_size, parse_layout(config.model.layout).dp, "batch_size")
     with blank_checkpoint(config.bootstrap, config.model.path) as made:
         found = check_model("model", config.model, made, config.total_steps)

@@ -38,7 +38,7 @@ def train(command: str, file: Path | None, overrides: list[str] | None, dry_run:
     from archon.runner import Runner
 
     config = join(config, getattr(config, model))
-    with Runner(config.run_dir, config, resume=config.resume) as runner:
+    with Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics) as runner:
         getattr(rl, trainer_name)(config, runner).train()
         if runner.world.is_main:
             report_to(runner)

@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from archon.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
+from archon.report.trajectories import Sampled, sample
 from archon.schema.errors import ConfigError
 
-# A page holds this many groups of trajectories; from a longer run they are taken evenly, the first and last included.
-MAX_GROUPS = 300
 NOT_SERIES = {"step", "time"}
-# What the page shows of a trajectory; anything else in the file stays there.
-SHOWN = ("step", "split", "prompt", "answer", "completion", "reward", "rewards", "advantage", "length", "stop_reason")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: the series whose names match `pattern`. `unit` labels the vertical axis."""
+    """One chart: the series whose names match `pattern`. `unit` labels the vertical axis. One `of_troubles` is left out
+    while all it would show is 0."""
 
     name: str
     title: str
     pattern: str
     unit: str = ""
+    of_troubles: bool = False
 
 
 # The first match takes a series; what none takes is shown by itself among the further metrics.
@@ -37,6 +36,12 @@ PANELS = (
     Panel("length", "Answer length", r"(.*/)?(greedy_)?length", "tokens"),
     Panel("throughput", "Throughput", r"(.*/)?(tokens|samples|rows)_per_second", "a second"),
     Panel("entropy", "Entropy", r"(.*/)?entropy", "nats a token"),
+    Panel("advantage", "Advantage", r"advantage_(mean|std|max)"),
+    Panel("seconds", "Time of each phase", r"seconds/.*", "seconds"),
+    Panel("clip", "Clipped, or corrected", r"(value_)?clip_fraction.*|(correction|m2_masked)_fraction", "share", True),
+    Panel("staleness", "Staleness", r"staleness_(mean|max)", "versions", True),
+    Panel("lost", "Truncated, or without spread", r".*truncated|(no_spread|overlong)_fraction", "share", True),
+    Panel("failures", "Failures", r"rollout/(dropped|failed)/.*|rollout/rejected", "a step", True),
 )
 
 
@@ -51,19 +56,18 @@ class Series:
 
 @dataclass
 class Run:
-    """Everything a report shows. `groups` are lists of trajectories that answer one prompt at one step."""
+    """Everything a report shows."""
 
     path: Path
     series: dict[str, Series]
-    groups: list[list[dict[str, Any]]]
-    total_groups: int
+    sampled: Sampled
     seconds: float
     config: str
 
     def panels(self) -> list[tuple[Panel, list[Series]]]:
         """The named charts that have something to show, in order."""
         named = [(panel, [s for s in self.series.values() if _panel_of(s.name) is panel]) for panel in PANELS]
-        return [(panel, series) for panel, series in named if series]
+        return [(p, series) for p, series in named if series and not (p.of_troubles and _all_zero(series))]
 
     def further(self) -> list[Series]:
         """The series that belong to no named chart and ever change."""
@@ -90,13 +94,11 @@ def load_run(run_dir: str | Path) -> Run:
         raise ConfigError(f"{metrics} holds no number yet; wait for the run's first step")
     times = [time for record in records if (time := _number(record.get("time"))) is not None]
     trajectories = path / TRAJECTORIES_FILE
-    groups = _groups(read_jsonl(trajectories) if trajectories.is_file() else [])
     config = path / "config.yaml"
     return Run(
         path=path,
         series=series,
-        groups=_evenly(groups, MAX_GROUPS),
-        total_groups=len(groups),
+        sampled=sample(read_jsonl(trajectories) if trajectories.is_file() else []),
         seconds=times[-1] - times[0] if times else 0.0,
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
     )
@@ -126,20 +128,9 @@ def _number(value: Any) -> float | None:
     return None
 
 
+def _all_zero(series: Iterable[Series]) -> bool:
+    return not any(value != 0 for one in series for value in one.values)
+
+
 def _panel_of(name: str) -> Panel | None:
     return next((panel for panel in PANELS if re.fullmatch(panel.pattern, name)), None)
-
-
-def _groups(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Trajectories by (step, split, group), in order of appearance."""
-    found: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-    for record in records:
-        key = (record["step"], str(record.get("split")), str(record.get("group")))
-        found.setdefault(key, []).append({name: record[name] for name in SHOWN if name in record})
-    return list(found.values())
-
-
-def _evenly(items: list[Any], limit: int) -> list[Any]:
-    if len(items) <= limit:
-        return items
-    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]

@@ -18,11 +18,14 @@ from typing import Any
 from archon.report.curves import COLOURS, moving_average
 from archon.report.data import Run, Series
 
+# In this order they are one script; what they share is in the first.
+SCRIPTS = ("common.js", "charts.js", "trajectories.js", "page.js")
+
 
 def render_page(run: Run) -> str:
     """The whole page as a string of HTML."""
     assets = resources.files("archon.report") / "assets"
-    script = (assets / "page.js").read_text(encoding="utf-8")
+    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     fields = {
         "title": html.escape(run.path.resolve().name),
@@ -49,8 +52,8 @@ def _page_data(run: Run) -> dict[str, Any]:
             for panel, series in run.panels()
         ],
         "further": [{"title": series.name, "unit": "", "series": [_series_data(series)]} for series in run.further()],
-        "groups": run.groups,
-        "totalGroups": run.total_groups,
+        "groups": run.sampled.groups,
+        "selection": run.sampled.selection,
         "config": run.config,
     }
 
@@ -71,6 +74,8 @@ def _short(value: float) -> float | None:
 
 
 def _json_for_html(data: Any) -> str:
-    """JSON that no text inside it can end or comment out: `<` never occurs in it."""
+    """JSON that no text inside it can end or comment out: `<` never occurs in it. Half a surrogate pair, which no file
+    can hold, becomes a question mark."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = text.encode("utf-8", "replace").decode("utf-8")
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -16,6 +16,7 @@ from archon.schema.errors import ConfigError
 AttnType = Literal["auto", "sdpa", "varlen", "flash"]
 ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
+SinkName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class StrictModel(BaseModel):
@@ -110,6 +111,17 @@ class PipelineConfig(StrictModel):
     embedding_weight: float = Field(0.0, ge=0, description="what the embedding costs the first stage, in layers")
     head_weight: float = Field(1.0, ge=0, description="what head and loss cost the last stage, in layers")
     layers_per_stage: list[int] | None = Field(None, description="layers of each stage by hand; null balances them")
+
+
+class MetricsConfig(StrictModel):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    sinks: list[SinkName] = Field(
+        default_factory=list, description="tensorboard (RUN_DIR/tensorboard), wandb, trackio: any of them"
+    )
+    project: str = Field(
+        "archon", min_length=1, description="project of wandb and trackio; the run is named after its folder"
+    )
 
 
 class EngineConfig(StrictModel):

@@ -56,6 +56,8 @@ class PolicyObjective:
             "policy_loss": (loss.detach(), units),
             "ratio": masked_sum(policy.ratio.detach(), mask),
             "clip_fraction": masked_sum(policy.clipped.to(mask.dtype), mask),
+            "clip_fraction_low": masked_sum((policy.clipped & (policy.ratio < 1)).to(mask.dtype), mask),
+            "clip_fraction_high": masked_sum((policy.clipped & (policy.ratio > 1)).to(mask.dtype), mask),
             # KL(π_old ‖ π) by k3: the tokens were drawn from the old policy, so the roles are turned round.
             "approx_kl": masked_sum(log_ratio.expm1() - log_ratio, mask),
             "logprob_diff": masked_sum(log_ratio.abs(), mask),

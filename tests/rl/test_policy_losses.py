@@ -51,6 +51,20 @@ def test_ppo_clip_worked_by_hand() -> None:
     assert clipped.tolist() == [True, False, False, True, False]
 
 
+def test_clip_fractions_by_the_side_that_was_clipped() -> None:
+    # The five tokens above and a masked one: of 5, the first is clipped at 1 + ε and the fourth at 1 − ε.
+    logprobs = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.1, 9.0], dtype=torch.float64).log()
+    fields = {
+        "loss_mask": torch.tensor([1, 1, 1, 1, 1, 0]),
+        "advantages": torch.tensor([2.0, 2.0, -1.0, -1.0, 2.0, 2.0], dtype=torch.float64),
+        "logprobs": torch.zeros(6, dtype=torch.float64),
+    }
+    config = AlgorithmConfig(kl_coef=0, clip_eps_low=0.2, clip_eps_high=0.2)
+    _, metrics = PolicyObjective(config)(logprobs, torch.zeros_like(logprobs), documents((6,), **fields))
+    found = {name: [x.item() for x in metrics[name]] for name in metrics if name.startswith("clip_fraction")}
+    assert found == {"clip_fraction": [2, 5], "clip_fraction_low": [1, 5], "clip_fraction_high": [1, 5]}
+
+
 def test_ppo_clip_gradient_stops_where_the_clip_decides() -> None:
     logprobs = torch.tensor([1.5, 0.5, 0.5], dtype=torch.float64).log().requires_grad_()
     advantages = torch.tensor([2.0, 2.0, -1.0], dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,15 @@ def test_run_writes_metrics_trajectories_and_an_export(rl_config: MakeConfig) ->
     by_group = [row for row in dumped if row["group"] == 0]
     assert abs(sum(row["advantage"] for row in by_group)) < 1e-5
     assert (Path(config.run_dir) / "export" / "config.json").is_file()
+    assert not undocumented({name for row in rows for name in row})
+
+
+def undocumented(names: set[str]) -> set[str]:
+    """The metrics that the guide does not name, those of greedy answers by their sampled ones."""
+    guide = (Path(__file__).parents[2] / "rl" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([^`\n]+)`", guide.partition("## What is measured")[2]))
+    known = re.compile("|".join([*map(re.escape, named), "rollout/dropped/.*", "rollout/failed/.*"]))
+    return {name for name in names - {"step"} if not known.fullmatch(name.replace("eval/greedy_", "eval/"))}
 
 
 def test_tokens_carry_the_version_of_the_weights_that_sampled_them(rl_config: MakeConfig) -> None:

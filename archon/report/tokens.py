@@ -1,0 +1,43 @@
+"""How tokens read: a vocabulary spells them in its own alphabet, and a reader wants the text."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+
+def readable(tokens: Sequence[str], given: Sequence[bool], completion: str) -> list[str]:
+    """The text of each token.
+
+    Of the alphabets that vocabularies are spelled in, it is the one in which the tokens that are not `given` join to
+    `completion`; where none does, the one whose mark of a space occurs. A character that several tokens share stands
+    with the last of them.
+    """
+    spellings = {"": list(tokens), "Ġ": _of_bytes(tokens), "▁": [token.replace("▁", " ") for token in tokens]}
+    for texts in spellings.values():
+        if "".join(text for text, is_given in zip(texts, given, strict=True) if not is_given) == completion:
+            return texts
+    return next(spellings[mark] for mark in ("Ġ", "▁", "") if any(mark in token for token in tokens))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2): itself where it can be seen, the
+    others from U+0100 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(0x100 + i): byte for i, byte in enumerate(unseen)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _of_bytes(tokens: Sequence[str]) -> list[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = []
+    for token in tokens:
+        spelled = all(character in _BYTES for character in token)
+        content = bytes(_BYTES[character] for character in token) if spelled else token.encode("utf-8", "replace")
+        texts.append(decoder.decode(content))
+    if texts:
+        texts[-1] += decoder.decode(b"", final=True)
+    return texts
