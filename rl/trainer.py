@@ -381,9 +381,9 @@ class RLTrainer:
         return result
 
     def _is_fresh(self, batch: RolloutBatch) -> bool:
-        """Whether all tokens of a batch are of the policy as it is."""
+        """Whether all tokens of a batch are of the generator's weights as they are, which should be the policy's."""
         versions = batch.trajectories["versions"]
-        return bool(((versions < 0) | (versions == self.engine.version)).all())
+        return bool(((versions < 0) | (versions == self.generator.version)).all())
 
     def _log(self, message: str) -> None:
         (self.runner.log if self.runner else print)(message)

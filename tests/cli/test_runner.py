@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -79,6 +81,16 @@ def test_a_run_directory_is_held_by_one_run_at_a_time(tmp_path):
         process.communicate()
     with Runner(tmp_path / "run", OptimizerConfig(), resume=True):
         pass  # a killed run leaves no lock behind
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with Runner(tmp_path / "run", OptimizerConfig()):
+        pass
+    assert "its file system has no locks (No locks available)" in caplog.text
 
 
 def test_a_run_is_never_written_over_by_another(tmp_path):

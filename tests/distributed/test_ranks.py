@@ -15,6 +15,9 @@ from archon.batch import PackedBatch
 from archon.engine import ArchonEngine
 from archon.failure import Failure
 from archon.loss import CrossEntropyLoss, Metrics, loss_token_count
+from archon.parallel.agreement import AGREEMENT, Agreement
+from archon.schema.errors import ConfigError
+from archon.world import World
 from tests.distributed.cases import Case, engine_config, rows_of
 from tests.distributed.matrix import data_of
 from tests.distributed.pool import Pool
@@ -51,14 +54,18 @@ def test_metrics_of_other_names_end_every_rank(ranks: Callable[[int], Pool], ref
 
 
 def gloo_threads(folder: str) -> tuple[set[int], int, set[float]]:
-    """Worker threads of each process group, threads of this process that wait for the network, and the groups' limits
-    in seconds."""
+    """Worker threads of each process group, threads of this process that wait for the network, and the limits in
+    seconds of the groups that train."""
+    Agreement.of_world("saves").share("")  # which waits for files, and keeps its own
     engine = ArchonEngine(engine_config(Case("d2"), f"{folder}/checkpoint", "d2", timeout_s=217.0))
     engine.initialize()
     groups = list(torch.distributed.distributed_c10d._world.pg_map)
-    assert len(groups) > 10
-    options = [group._get_backend(torch.device("cpu")).options for group in groups]
-    workers, limits = {of._threads for of in options}, {of._timeout.total_seconds() for of in options}
+    options = {group: group._get_backend(torch.device("cpu")).options for group in groups}
+    train = [of for group, of in options.items() if not group.group_desc.startswith(AGREEMENT)]
+    assert 10 < len(train) < len(groups)
+    workers, limits = {of._threads for of in options.values()}, {of._timeout.total_seconds() for of in train}
+    agree = {of._timeout.total_seconds() for of in options.values() if of not in train}
+    assert agree == {1800.0}
     names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # a thread may end meanwhile
@@ -71,6 +78,26 @@ def test_gloo_groups_have_one_worker_and_share_a_device(
 ) -> None:
     """Two workers of a group corrupt the heap (see `archon.parallel.gloo`). Every group keeps to `timeout_s`."""
     assert ranks(2).run(gloo_threads, str(reference(Case("d2")))) == [({1}, 1, {217.0})] * 2
+
+
+def compare(_: str) -> list[str]:
+    World.now().require_same("train.jsonl", "5 rows")
+    messages = []
+    for values in (("5 rows", "6 rows"), ("", "6 rows")):
+        try:
+            World.now().require_same("train.jsonl", values[World.now().rank])
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_other_files_on_another_rank_are_an_error_everywhere(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    """Rows, or a checkpoint, that differ between machines would be trained into one model."""
+    for messages in ranks(2).run(compare, str(tmp_path)):
+        assert messages == [
+            "train.jsonl: rank 1 has 6 rows, rank 0 has 5 rows; every machine needs the same files",
+            "train.jsonl: rank 1 has 6 rows, rank 0 has ; every machine needs the same files",
+        ]
 
 
 def test_an_ended_rank_watches_no_more() -> None:

@@ -206,6 +206,18 @@ def test_arranged_documents_attend_within_compiled_code_without_a_graph_break() 
     torch.testing.assert_close(compiled, meta.attend(0, *qkv, window=None, scale=SCALE)[order])
 
 
+def test_arranged_tokens_keep_which_of_them_count() -> None:
+    """Else routers would count padding."""
+    lengths = (3, 5, 3, 5, 3, 5)
+    meta = PackedAttention(torch.tensor([0, 3, 8, 11, 16, 19, 24], dtype=torch.int32), 5, "sdpa", lengths)
+    meta.counted = torch.arange(24) < 19
+    meta.begin(torch.zeros(24, 4))
+    arrangement = meta.arrange()
+    assert arrangement is not None
+    assert arrangement.meta.counted is not None
+    assert arrangement.meta.counted.equal(arrangement.rows < 19)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
 @pytest.mark.parametrize("window", [None, 5, 100])

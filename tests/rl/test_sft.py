@@ -58,6 +58,13 @@ def test_an_export_that_cannot_hold_the_biases_is_refused_before_the_run(sft_con
         sft_config(model=model)
 
 
+def test_a_row_that_no_micro_batch_can_hold_is_refused_before_the_first_step(sft_config: MakeConfig) -> None:
+    config = sft_config()
+    config.model.max_tokens_per_mb = 4
+    with pytest.raises(ConfigError, match=r"a row of train_data has \d+ tokens, more than model.max_tokens_per_mb = 4"):
+        SFTTrainer(config).train()
+
+
 def test_padded_batch_is_token_aligned_and_shortest_first() -> None:
     rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": [0, 1]}]
     batch = padded_batch(rows)

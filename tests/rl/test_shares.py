@@ -73,6 +73,16 @@ def test_episodes_arrive_as_they_left() -> None:
     assert "RolloutError: too long" in error.__notes__[0]
 
 
+def test_one_tensor_may_stand_under_two_keys_and_in_two_episodes() -> None:
+    one, sent, found = torch.tensor([[0, 1]]), episodes(2), episodes(2)
+    for episode in sent:
+        episode.trajectories = {"versions": one, "turn_ids": one, "input_ids": one.expand(2, 2)[:1]}
+    unpack_episodes(pack_episodes(dict(enumerate(sent))), found)
+    for episode in found:
+        assert episode.trajectories is not None
+        assert all(value.equal(one) for value in episode.trajectories.values())
+
+
 def test_what_json_cannot_hold_is_refused() -> None:
     sent = episodes(1)
     sent[0].trajectories = {"input_ids": torch.ones(1, 1), "images": [object()]}

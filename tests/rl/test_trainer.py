@@ -75,10 +75,12 @@ def test_gate_refuses_to_train_when_generator_and_trainer_disagree(rl_config: Ma
         assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
 def test_weights_that_stop_reaching_the_generator_end_the_run(
-    rl_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    rl_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, max_staleness: int
 ) -> None:
-    trainer = RLTrainer(rl_config())
+    rollout = {"prompts_per_step": 6, "gold_checked": 0, "max_staleness": max_staleness}
+    trainer = RLTrainer(rl_config(rollout=rollout))
     with trainer.opened():
         trainer.train_step()
         # Shared weights would reach it all the same: from here on it holds copies.
