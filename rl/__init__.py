@@ -20,6 +20,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "rewards": ("VALID_REWARD_FN", "AsyncRewardWrapper", "get_reward_fn"),
         "datasets": ("VALID_DATASETS", "get_custom_dataset"),
         "generation": ("InProcessEngine",),
+        "agents": ("AgentWorkflow",),
         "config": ("PreferenceConfig", "RLConfig", "SFTConfig"),
         "trainer": ("RLTrainer",),
         "sft": ("SFTTrainer",),

@@ -93,7 +93,7 @@ def resolve_workflow(
     `ConfigError` naming what was given.
     """
     further = further or {}
-    found = _import_dotted(workflow) if isinstance(workflow, str) else workflow
+    found = import_dotted(workflow, "workflow") if isinstance(workflow, str) else workflow
     if not callable(getattr(found, "arun_episode", None)):
         raise ConfigError(
             f"workflow: got {workflow!r}, expected a RolloutWorkflow: an instance, a class, or a dotted string"
@@ -121,9 +121,10 @@ def resolve_workflow(
     return found(**given)
 
 
-def _import_dotted(path: str) -> Any:
+def import_dotted(path: str, what: str) -> Any:
+    """What a dotted path names; `ConfigError`, beginning with `what` it is, where it names nothing."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"workflow {path!r} cannot be imported ({error}); expected 'package.module.Name'") from error
+        raise ConfigError(f"{what} {path!r} cannot be imported ({error}); expected 'package.module.Name'") from error
