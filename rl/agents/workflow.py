@@ -169,7 +169,7 @@ class _Serving:
     async def lease(self) -> AsyncIterator[tuple[AgentServer, str, httpx.AsyncClient]]:
         """(server, base URL, client)."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # each step of a training has its own
+        if self._loop is not loop:  # that of another run
             self._loop, self._lock, self._users, self._live = loop, asyncio.Lock(), 0, None
         async with self._lock:
             live = self._live = self._live or await self._start()

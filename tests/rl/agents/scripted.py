@@ -35,8 +35,8 @@ class Scripted:
 
     version = 3
 
-    def __init__(self, tokenizer: Any, answers: Sequence[str | list[int]]) -> None:
-        self._tokenizer, self._answers = tokenizer, iter(answers)
+    def __init__(self, tokenizer: Any, answers: Sequence[str | list[int]], tells_tokens: bool = True) -> None:
+        self._tokenizer, self._answers, self._tells_tokens = tokenizer, iter(answers), tells_tokens
         self.requests: list[ModelRequest] = []
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
@@ -47,6 +47,6 @@ class Scripted:
         logprobs = [-0.5 - 0.01 * i for i in range(len(tokens))]
         for token, logprob in zip(tokens, logprobs, strict=True):
             await asyncio.sleep(0)
-            if req.on_token is not None:
+            if req.on_token is not None and self._tells_tokens:
                 req.on_token(token, logprob)
         return ModelResponse(list(req.input_ids), tokens, logprobs, [self.version] * len(tokens))

@@ -139,6 +139,20 @@ async def test_a_stream_gives_tool_calls_whole_and_never_their_tags(calls_tools:
     assert choices[-1].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("tells_tokens", [True, False])
+async def test_every_token_of_a_stream_is_told_once(serve: Start, tokenizer: Any, tells_tokens: bool) -> None:
+    """Also over a generator that says nothing before its answer is whole."""
+    _, url = await serve(over=Scripted(tokenizer, [ASKS_WEATHER], tells_tokens))
+    ask: dict[str, Any] = {"model": "m", "messages": USER, "tools": TOOLS, "logprobs": True}
+    async with openai_client(url) as client:
+        stream = await client.chat.completions.create(**ask, stream=True)
+        choices = [chunk.choices[0] async for chunk in stream]
+    told = [token.token for choice in choices if choice.logprobs for token in choice.logprobs.content or []]
+    assert "".join(told) == ASKS_WEATHER + tokenizer.eos_token
+    assert "".join(choice.delta.content or "" for choice in choices) == "Let me see."
+    assert choices[-1].finish_reason == "tool_calls"
+
+
 async def test_without_tools_a_call_is_text(calls_tools: tuple[str, Scripted]) -> None:
     async with openai_client(calls_tools[0]) as client:
         answer = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, tool_choice="none")

@@ -237,6 +237,25 @@ def test_keys_end_with_their_episode_and_the_server_with_the_last(engine: InProc
     run_episode(engine, AgentWorkflow(LooksBack(), GCONFIG, tokenizer))
 
 
+def test_a_key_is_void_when_its_agent_has_ended(engine: InProcessEngine, tokenizer: Any) -> None:
+    """Also while others still use the server."""
+    keys: list[str] = []
+
+    class SecondWaits:
+        async def run(self, data: dict[str, Any], **given: Any) -> float:
+            await ask([{"role": "user", "content": "1"}], given)
+            keys.append(given["api_key"])
+            if workflow_context.get().sample_index == 1:
+                await asyncio.sleep(0.3)
+                stolen = {"Authorization": f"Bearer {keys[0]}"}
+                response = await given["http_client"].get(f"{given['base_url']}/models", headers=stolen)
+                assert response.status_code == 401
+            return 1.0
+
+    _, context, _ = run_episode(engine, AgentWorkflow(SecondWaits(), GCONFIG.new(n_samples=2), tokenizer))
+    assert not context.drops and len(keys) == 2
+
+
 CHILD = """
 import json, os, sys, urllib.request
 row = json.load(sys.stdin)
