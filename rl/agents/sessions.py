@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 from archon.rl.context import derive_seed
 from archon.rl.rewards.result import RewardInvalid
@@ -203,9 +203,13 @@ class Session(Asker):
 
 def finite_reward(value: object) -> float:
     """`value` as a float; `RewardInvalid` unless it is a finite number."""
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise RewardInvalid(f"a reward must be a finite number, got {value!r:.80}")
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of many elements, say
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardInvalid(f"a reward must be a finite number, got {value!r:.80}")
+    return number
 
 
 class Sessions:

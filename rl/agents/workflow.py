@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -81,11 +83,8 @@ class AgentWorkflow(RolloutWorkflow):
 
         Raises the first failure when nothing is left.
         """
-        async with self._serving.lease() as (server, base_url, client):
-            runs = (
-                self._run_one(engine, data, index, server, {"base_url": base_url, "http_client": client})
-                for index in range(self.gconfig.n_samples)
-            )
+        async with self._serving.lease() as (server, base_url):
+            runs = (self._run_one(engine, data, index, server, base_url) for index in range(self.gconfig.n_samples))
             outcomes = await asyncio.gather(*runs, return_exceptions=True)
         rows: list[Trajectory] = []
         for outcome in outcomes:
@@ -97,7 +96,7 @@ class AgentWorkflow(RolloutWorkflow):
         return trajectory_tensors([row.record for row in rows], [row.reward for row in rows])
 
     async def _run_one(
-        self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, given: dict[str, Any]
+        self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, base_url: str
     ) -> list[Trajectory]:
         """What one run of the agent left to train on; nothing, and a count, where it failed."""
         workflow_context.enter_sample(index)
@@ -105,8 +104,8 @@ class AgentWorkflow(RolloutWorkflow):
         session = server.sessions.open(engine, one, derive_seed(workflow_context.get().seed, index))
         limit = asyncio.timeout(self.timeout_seconds)
         try:
-            async with limit:
-                reward = await self.agent.run(dict(data), api_key=session.key, **given)
+            async with http_client() as client, limit:
+                reward = await self.agent.run(dict(data), base_url=base_url, api_key=session.key, http_client=client)
             credit(session, reward)
             rows = session.export(self.style, self.turn_discount)
         except ConfigError:
@@ -114,7 +113,11 @@ class AgentWorkflow(RolloutWorkflow):
         except Exception as error:
             if session.refusal is not None:
                 raise session.refusal from error  # the sampling values that it asks for cannot be trained on
-            workflow_context.drop(_kind(error, limit.expired()), error)
+            if limit.expired():
+                late = TimeoutError(f"the agent ran longer than {self.timeout_seconds:g} s and was cancelled")
+                workflow_context.drop("agent_timeout", late)
+            else:
+                workflow_context.drop(_kind(error), error)
             return []
         finally:
             server.sessions.close(session)
@@ -124,9 +127,7 @@ class AgentWorkflow(RolloutWorkflow):
         return rows
 
 
-def _kind(error: Exception, late: bool) -> str:
-    if late:
-        return "agent_timeout"
+def _kind(error: Exception) -> str:
     if isinstance(error, RewardFailure):
         return f"reward_{error.kind}"
     return error.kind if isinstance(error, UnusableAnswerError) else "agent_raised"
@@ -155,19 +156,33 @@ def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
     return resolved
 
 
+def http_client() -> httpx.AsyncClient:
+    """A client for one run of an agent: a pool's bookkeeping grows with the square of its connections, so that one for
+    all would cost more than the answers. It goes by no proxy, and waits as long as an answer takes."""
+    import httpx
+
+    return httpx.AsyncClient(trust_env=False, timeout=None, verify=_certificates())
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Reading them takes longer than a small model's answer."""
+    return ssl.create_default_context()
+
+
 class _Serving:
-    """A server and an HTTP client for all episodes that run at a time; they go when the last of these ends."""
+    """A server for all episodes that run at a time; it goes when the last of these ends."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
         self._users = 0
-        self._live: tuple[AgentServer, str, httpx.AsyncClient] | None = None
+        self._live: tuple[AgentServer, str] | None = None
 
     @asynccontextmanager
-    async def lease(self) -> AsyncIterator[tuple[AgentServer, str, httpx.AsyncClient]]:
-        """(server, base URL, client)."""
+    async def lease(self) -> AsyncIterator[tuple[AgentServer, str]]:
+        """(server, base URL)."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # that of another run
             self._loop, self._lock, self._users, self._live = loop, asyncio.Lock(), 0, None
@@ -181,27 +196,18 @@ class _Serving:
                 self._users -= 1
                 if self._users == 0:
                     self._live = None
-                    server, _, client = live
-                    await client.aclose()
-                    await server.close()
+                    await live[0].close()
 
-    async def _start(self) -> tuple[AgentServer, str, httpx.AsyncClient]:
+    async def _start(self) -> tuple[AgentServer, str]:
         if importlib.util.find_spec("httpx") is None:
             raise ConfigError(
                 "agents need the package httpx, which is not installed; "
                 "install archon's extra `rl`: pip install 'archon-engine[rl]'"
             )
-        import httpx
-
         from archon.rl.agents.server import AgentServer, Limits
 
         # The episodes are the trainer's own, and so are their number and what they ask.
         many = 1_000_000
         limits = Limits(body_bytes=1 << 30, sessions=many, calls_per_session=many, requests=many)
         server = AgentServer(self._tokenizer, token=secrets.token_urlsafe(), limits=limits)
-        base_url = await server.start()
-        # No proxy between this process and itself; an answer takes as long as it takes.
-        client = httpx.AsyncClient(
-            trust_env=False, timeout=None, limits=httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        )
-        return server, base_url, client
+        return server, await server.start()

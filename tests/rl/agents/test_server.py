@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import random
 import socket
+import sys
 from typing import Any
 
 import httpx
 import pytest
 
+from archon.models.base import BaseArchonModel
 from archon.rl.agents import AgentServer, Limits
 from archon.rl.generation import InProcessEngine
 from archon.rl.types import GenerationHyperparameters, ModelRequest
@@ -295,6 +298,26 @@ async def test_an_aborted_answer_is_an_error_never_a_short_answer(
     assert session.interactions == []
 
 
+async def test_an_answer_that_spans_an_update_of_the_weights_keeps_the_version_of_each_token(
+    serve: Start, client: httpx.AsyncClient, engine: InProcessEngine, model: BaseArchonModel
+) -> None:
+    server, url = await serve()
+    session = server.sessions.open(engine, GenerationHyperparameters(max_new_tokens=60, ignore_eos=True))
+    own = {"Authorization": f"Bearer {session.key}"}
+    async with client.stream(
+        "POST", f"{url}/chat/completions", json={"messages": USER, "stream": True}, headers=own
+    ) as response:
+        lines = response.aiter_lines()
+        for _ in range(8):
+            await anext(lines)
+        engine.update_weights(model, version=7)
+        assert [line async for line in lines if line][-1] == "data: [DONE]"
+    session.set_reward(1.0)
+    (row,) = session.export()
+    versions = row.record.versions[-60:]
+    assert set(versions) == {0, 7} and versions == sorted(versions)
+
+
 async def test_a_failure_of_ours_is_500_and_keeps_its_secret(
     serve: Start, client: httpx.AsyncClient, tokenizer: Any
 ) -> None:
@@ -346,3 +369,10 @@ async def test_connections_that_send_nothing_hold_nothing_up(serve: Start, clien
     assert (await client.post(f"{url}/chat/completions", json=CHAT)).status_code == 200
     for connection in idle:
         connection.close()
+
+
+def test_without_aiohttp_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "archon.rl.agents.http_errors")
+    with pytest.raises(ConfigError, match=r"aiohttp, which is not installed; install archon's extra `rl`"):
+        importlib.import_module("archon.rl.agents.http_errors")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from archon.rl.agents.sessions import LimitError, Session, Sessions
 from archon.rl.rewards import RewardInvalid
@@ -110,10 +112,17 @@ def test_no_reward_is_not_a_reward_of_zero() -> None:
     assert len(session.export("concat")) == 1
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "1", [1.0]])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "1", [1.0], torch.ones(2), 10**400])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
     with pytest.raises(RewardInvalid, match="a reward must be a finite number"):
         tree().set_reward(reward)
+
+
+def test_a_reward_may_be_any_kind_of_number() -> None:
+    session = tree()
+    for reward in (1, True, np.float32(1.0), torch.ones(())):
+        session.set_reward(reward, "a")  # type: ignore[arg-type]
+        assert session.interactions[0].reward == 1.0
 
 
 def test_what_there_is_not_cannot_be_rewarded() -> None:

@@ -296,6 +296,11 @@ def test_the_workflow_and_its_agent_may_be_named(tokenizer: Any) -> None:
     path = f"{__name__}.OneTurn"
     workflow = resolve_workflow("archon.rl.AgentWorkflow", {"agent": path, "turn_discount": 0.9}, **offered)
     assert isinstance(workflow, AgentWorkflow) and type(workflow.agent).__name__ == "OneTurn"
+    turns = resolve_workflow(f"{__name__}.Turns", {"turns": 5}, **offered)  # an agent by itself
+    assert isinstance(turns, AgentWorkflow) and isinstance(turns.agent, Turns) and turns.agent.turns == 5
+    assert turns.gconfig.n_samples == GCONFIG.n_samples
+    with pytest.raises(ConfigError, match="Misbehaves needs how, and the trainer offers an agent nothing"):
+        resolve_workflow(Misbehaves, **offered)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"agent 'nowhere\.Agent' cannot be imported"):
         resolve_workflow(AgentWorkflow, {"agent": "nowhere.Agent"}, **offered)
     with pytest.raises(ConfigError, match="expected an object with `async def run"):
