@@ -40,7 +40,7 @@ Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes; beyond it a request gets 413, 431 or 429."""
+    """What one server takes; beyond it a request gets status 413 (body), 400 (headers) or 429."""
 
     body_bytes: int = 8 << 20
     header_bytes: int = 8190  # of one header

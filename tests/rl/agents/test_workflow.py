@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +191,15 @@ def test_agents_that_all_fail_raise_the_first_failure(engine: InProcessEngine, t
         run_episode(engine, AgentWorkflow(Broken(), GCONFIG, tokenizer))
 
 
+def test_an_evaluation_samples_as_it_is_told(engine: InProcessEngine, tokenizer: Any) -> None:
+    greedy = GCONFIG.new(n_samples=2, greedy=True, max_new_tokens=3)
+    evaluated = AgentWorkflow(OneTurn(), GCONFIG, tokenizer).with_gconfig(greedy)
+    assert isinstance(evaluated, AgentWorkflow)
+    result, _, answers = run_episode(engine, evaluated)
+    assert len(answers) == 2 and answers[0].output_tokens == answers[1].output_tokens
+    assert result["loss_mask"].sum(1).max() <= 3
+
+
 def test_rewards_by_completion(engine: InProcessEngine, tokenizer: Any) -> None:
     class Scores:
         async def run(self, data: dict[str, Any], **given: Any) -> dict[str, float]:
@@ -257,14 +268,12 @@ def test_a_key_is_void_when_its_agent_has_ended(engine: InProcessEngine, tokeniz
 
 
 CHILD = """
-import json, os, sys, urllib.request
+import json, sys
+from openai import OpenAI
 row = json.load(sys.stdin)
-body = json.dumps({"messages": [{"role": "user", "content": row["prompt"]}]}).encode()
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-answer = json.load(urllib.request.urlopen(asked))
+answer = OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": row["prompt"]}])
 print("thinking ...")
-print(json.dumps({answer["id"]: 2.5}))
+print(json.dumps({answer.id: 2.5}))
 """
 
 
@@ -276,9 +285,17 @@ def test_an_agent_in_its_own_process_finds_the_model_by_its_environment(
     result, context, answers = run_episode(engine, workflow)
     assert result["rewards"].tolist() == [2.5, 2.5] and not context.drops
     assert sorted(rows_of(result)) == sorted(a.input_tokens + a.output_tokens for a in answers)
-    import os
-
     assert "OPENAI_BASE_URL" not in os.environ
+
+
+def test_a_process_that_takes_too_long_is_killed(engine: InProcessEngine, tokenizer: Any, tmp_path: Path) -> None:
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    agent = ProcessAgent([sys.executable, "-c", code])
+    workflow = AgentWorkflow(agent, GCONFIG.new(n_samples=1), tokenizer, timeout_seconds=2.0)
+    with pytest.raises(TimeoutError, match="the agent ran longer than 2 s"):
+        run_episode(engine, workflow)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize(
