@@ -37,6 +37,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "TrinityWorkflow",
             "Workflow",
         ),
+        "agents": ("AgentWorkflow",),
         "config": ("PreferenceConfig", "RLConfig", "SFTConfig"),
         "trainer": ("RLTrainer",),
         "sft": ("SFTTrainer",),

@@ -6,7 +6,7 @@ Shapes and names follow AReaL's documented rollout interface, so that a workflow
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -76,6 +76,7 @@ class ModelRequest:
 
     `input_ids` are token ids. Anything else is refused, in particular the mapping that transformers 5 returns from
     `apply_chat_template` by default. `rid` names the request for `abort`; several requests may share one.
+    `on_token` is called with each token and its logprob as soon as it is sampled, by engines that can.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -84,6 +85,7 @@ class ModelRequest:
     tokenizer: Any = None
     image_data: list[Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    on_token: Callable[[int, float], None] | None = None
 
     def __post_init__(self) -> None:
         self.input_ids = integer_ids(self.input_ids)

@@ -82,13 +82,16 @@ def tokenize(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
         raise DatasetError(f"{where}: the tokenizer refuses {text[:80]!a}: {' '.join(str(error).split())}") from error
 
 
-def render(tokenizer: Any, messages: Sequence[Message], where: str, add_generation_prompt: bool = False) -> str:
-    """The chat template's text of a conversation. A template that refuses it is a `DatasetError` naming `where`."""
+def render(
+    tokenizer: Any, messages: Sequence[Message], where: str, add_generation_prompt: bool = False, **options: Any
+) -> str:
+    """The chat template's text of a conversation; `options` (tools) go to it. A template that refuses it is a
+    `DatasetError` naming `where`."""
     from jinja2 import TemplateError
 
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
     except (TemplateError, TypeError, KeyError) as error:
         roles = [message.get("role") for message in messages]

@@ -73,6 +73,8 @@ class Sequence:
         self.output.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.request.on_token is not None:
+            self.request.on_token(token, logprob)
         stopped = self.stop_strings is not None and self.stop_strings.feed(token)
         if (stopped or token in self.stop_ids) and len(self.output) > self.request.gconfig.min_new_tokens:
             self.stop_reason = "stop"

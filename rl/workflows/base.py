@@ -87,16 +87,28 @@ def record_parts(rewards: Iterable[Reward]) -> None:
 def resolve_workflow(
     workflow: RolloutWorkflow | type[RolloutWorkflow] | str, further: Mapping[str, Any] | None = None, **arguments: Any
 ) -> RolloutWorkflow:
-    """The instance that `workflow` stands for: itself, its class, or a dotted string naming either.
+    """The instance that `workflow` stands for: itself, its class, or a dotted string naming either. An agent, which has
+    `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`.
 
     `arguments` are offered to a class's constructor, which takes those it names; `further` ones it must take. Raises
     `ConfigError` naming what was given.
     """
     found, further = _found(workflow, further or {})
+    if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
+        from archon.rl.agents.workflow import AgentWorkflow
+
+        return AgentWorkflow(_constructed(found, further, {}), **{n: arguments[n] for n in ("gconfig", "tokenizer")})
     if not callable(getattr(found, "arun_episode", None)):
         raise ConfigError(
-            f"workflow: got {workflow!r}, expected a RolloutWorkflow: an instance, a class, or a dotted string"
+            f"workflow: got {workflow!r}, expected a RolloutWorkflow or an agent (`async def run`): an instance, a "
+            "class, or a dotted string"
         )
+    resolved: RolloutWorkflow = _constructed(found, further, arguments)
+    return resolved
+
+
+def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """An instance as it is; of a class, one made with all of `further` and those of `arguments` that it names."""
     if not isinstance(found, type):
         if further:
             raise ConfigError(f"workflow_args {', '.join(further)}: the workflow is an instance already")
@@ -115,7 +127,7 @@ def resolve_workflow(
     if missing := sorted(needed - given.keys()):
         raise ConfigError(
             f"workflow class {found.__qualname__} needs {', '.join(missing)}, and the trainer offers "
-            f"{', '.join(arguments)}; give it as an instance"
+            f"{', '.join(arguments) or 'an agent nothing'}; give it as an instance, or name them in workflow_args"
         )
     return found(**given)
 
@@ -126,15 +138,16 @@ def _found(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str,
     from archon.rl.trinity.workflow import WORKFLOWS, Workflow
 
     if isinstance(workflow, str):
-        workflow = WORKFLOWS[workflow] if workflow in WORKFLOWS else _import_dotted(workflow)
+        workflow = WORKFLOWS[workflow] if workflow in WORKFLOWS else import_dotted(workflow, "workflow")
     if isinstance(workflow, type) and issubclass(workflow, Workflow):
         return TrinityWorkflow, {"workflow": workflow, **further}
     return workflow, further
 
 
-def _import_dotted(path: str) -> Any:
+def import_dotted(path: str, what: str) -> Any:
+    """What a dotted path names; `ConfigError`, beginning with `what` it is, where it names nothing."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"workflow {path!r} cannot be imported ({error}); expected 'package.module.Name'") from error
+        raise ConfigError(f"{what} {path!r} cannot be imported ({error}); expected 'package.module.Name'") from error

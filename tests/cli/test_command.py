@@ -21,7 +21,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "rl" / "recipes"
 def test_help_lists_the_commands(archon):
     done = archon("--help")
     assert done.code == 0
-    for command in ("models", "inspect", "sft", "rl", "generate", "report", "doctor"):
+    for command in ("models", "inspect", "sft", "rl", "generate", "serve", "report", "doctor"):
         assert f"  {command} " in done.out
 
 
@@ -39,13 +39,12 @@ def test_models_lists_every_model_type(archon):
     assert listed == get_supported_model_types()
 
 
-@pytest.mark.parametrize("command", ["sft", "rl", "generate"])
+@pytest.mark.parametrize("command", ["sft", "rl", "generate", "serve"])
 def test_help_shows_the_fields(archon, command):
     done = archon(command, "--help")
     assert done.code == 0 and "Configuration (in FILE.yaml, or key=value):" in done.out
-    assert {"sft": "model.optimizer.lr", "rl": "gconfig.n_samples = 8", "generate": "temperature = 1.0"}[
-        command
-    ] in done.out
+    shown = {"sft": "model.optimizer.lr", "rl": "gconfig.n_samples = 8", "generate": "temperature = 1.0"}
+    assert (shown | {"serve": "max_new_tokens = 1024"})[command] in done.out
 
 
 def test_inspect_says_what_a_checkpoint_is(archon, checkpoint):

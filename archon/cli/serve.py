@@ -1,0 +1,90 @@
+"""`archon serve PATH`: a checkpoint behind OpenAI's and Anthropic's protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from archon.cli.config import config_command, load_config
+from archon.cli.options import ConfigFile, Overrides
+from archon.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from archon.cli.serve_config import ServeConfig
+    from archon.rl.agents.server import AgentServer
+
+SETTINGS: dict[str, Any] = {
+    "name": "serve",
+    "help": "Answer requests of OpenAI's and Anthropic's clients with a checkpoint, until interrupted.",
+    "cls": config_command("archon.cli.serve_config:ServeConfig"),
+}
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="checkpoint folder")],
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    host: Annotated[str, typer.Option(help="address to listen on; beyond loopback it needs a token")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
+    token: Annotated[
+        str | None, typer.Option(envvar="ARCHON_TOKEN", help="key that clients must give; better in the environment")
+    ] = None,
+) -> None:
+    from archon.cli.serve_config import ServeConfig
+
+    resolved = load_config(ServeConfig, config, overrides or [])
+    if token is not None and not token.strip():
+        raise ConfigError("the token is empty; give one, or leave it out on loopback")
+    from archon.rl.agents.server import check_host
+
+    check_host(host, token)  # before a model is loaded
+    asyncio.run(serve(make_server(path, resolved, token), host, port))
+
+
+def make_server(path: Path, config: ServeConfig, token: str | None) -> AgentServer:
+    """Load the checkpoint and put a server before it, which does not listen yet."""
+    import torch
+
+    from archon.engine_build import resolve_device
+    from archon.hf_io import load_model, load_tokenizer, read_hf_config
+    from archon.rl.agents.server import AgentServer, Limits
+    from archon.rl.generation import InProcessEngine
+    from archon.rl.types import GenerationHyperparameters
+
+    read_hf_config(path)  # before the tokenizer, whose loader would say less of what is no checkpoint
+    tokenizer = load_tokenizer(config.tokenizer or path)
+    model = load_model(path, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
+    engine = InProcessEngine.from_model(
+        model, tokenizer, max_slots=config.max_slots, max_seq_len=config.max_tokens, seed=config.seed
+    )
+    return AgentServer(
+        tokenizer,
+        engine,
+        GenerationHyperparameters(max_new_tokens=config.max_new_tokens),
+        model=config.model_name or path.resolve().name,
+        token=token,
+        limits=Limits(
+            body_bytes=config.max_body_bytes,
+            sessions=config.max_sessions,
+            calls_per_session=config.max_calls_per_session,
+            requests=config.max_requests,
+        ),
+    )
+
+
+async def serve(server: AgentServer, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    url = await server.start(host, port)
+    try:
+        print(f"serving {server.model} at {url} (Ctrl-C ends)", flush=True)
+        await ended.wait()
+    finally:
+        await server.close()

@@ -1,0 +1,24 @@
+"""Configuration of `archon serve`; apart from the command, since the generator's types bring torch."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from archon.schema.config import ComputeDtype, StrictModel
+
+
+class ServeConfig(StrictModel):
+    """What answers, and how much of it."""
+
+    model_name: str | None = Field(None, description="name of the model for clients; null: the checkpoint folder's")
+    tokenizer: str | None = Field(None, description="tokenizer folder; null: the checkpoint's")
+    device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
+    dtype: ComputeDtype = Field("float32", description="of the weights and the key-value cache")
+    max_slots: int = Field(32, ge=1, description="answers decoded together")
+    max_tokens: int | None = Field(None, ge=2, description="prompt and answer together; null: the model's limit")
+    max_new_tokens: int = Field(1024, ge=1, description="of an answer whose request sets no limit, in tokens")
+    seed: int = Field(0, ge=0, lt=2**63, description="random stream of requests that bring none")
+    max_body_bytes: int = Field(8 << 20, ge=1, description="of a request")
+    max_sessions: int = Field(1024, ge=1, description="open at a time")
+    max_calls_per_session: int = Field(1000, ge=1, description="answers recorded")
+    max_requests: int = Field(256, ge=1, description="answered at a time; further ones get status 429")
