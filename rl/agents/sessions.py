@@ -187,18 +187,27 @@ class Session(Asker):
             if node in credit:
                 yield Trajectory(TokenRecord.of_answer(node.response), credit[node], [node.place])
 
+    def branches(self) -> list[TokenRecord]:
+        """Every branch, from a root to an answer that nothing follows, rewarded or not."""
+        return [_record_of(leaf.branch()) for leaf in self.interactions if not leaf.children]
+
     def _branches(self, discount: float) -> Iterator[Trajectory]:
         for leaf in self.interactions:
             branch = [] if leaf.children else leaf.branch()
             rewards = [(turn, node.reward) for turn, node in enumerate(branch) if node.reward is not None]
             if not rewards:
                 continue
-            record = TokenRecord()
-            for node in branch:
-                record.observe(node.response.input_tokens[len(record.input_ids) :])
-                record.answer(node.response)
             total = sum(discount**turn * reward for turn, reward in rewards)
-            yield Trajectory(record, total, [node.place for node in branch])
+            yield Trajectory(_record_of(branch), total, [node.place for node in branch])
+
+
+def _record_of(branch: list[Interaction]) -> TokenRecord:
+    """The answers of a branch as one trajectory."""
+    record = TokenRecord()
+    for node in branch:
+        record.observe(node.response.input_tokens[len(record.input_ids) :])
+        record.answer(node.response)
+    return record
 
 
 def finite_reward(value: object) -> float:

@@ -73,7 +73,7 @@ class AgentWorkflow(RolloutWorkflow):
         self.style: ExportStyle = style
         self.turn_discount = turn_discount
         self.timeout_seconds = timeout_seconds
-        self._serving = _Serving(tokenizer)
+        self._serving = Serving(tokenizer)
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
         return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
@@ -161,16 +161,16 @@ def http_client() -> httpx.AsyncClient:
     all would cost more than the answers. It goes by no proxy, and waits as long as an answer takes."""
     import httpx
 
-    return httpx.AsyncClient(trust_env=False, timeout=None, verify=_certificates())
+    return httpx.AsyncClient(trust_env=False, timeout=None, verify=certificates())
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
-    """Reading them takes longer than a small model's answer."""
+def certificates() -> ssl.SSLContext:
+    """Of the authorities that are trusted; reading them takes longer than a small model's answer."""
     return ssl.create_default_context()
 
 
-class _Serving:
+class Serving:
     """A server for all episodes that run at a time; it goes when the last of these ends."""
 
     def __init__(self, tokenizer: Any) -> None:

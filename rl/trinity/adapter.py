@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from archon.rl.agents.workflow import Serving
 from archon.rl.context import workflow_context
 from archon.rl.rewards import RewardFailure
 from archon.rl.trinity import builtin  # noqa: F401 (registers the built-in workflows)
@@ -23,6 +24,9 @@ from archon.rl.workflows.base import RolloutWorkflow, wrapped_reward
 from archon.rl.workflows.trajectory import TokenRecord, UnusableAnswerError, trajectory_tensors
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    from archon.rl.trinity.model import Endpoint
 
 T = TypeVar("T")
 Sample = tuple[TokenRecord, float]
@@ -41,6 +45,7 @@ class TrinityWorkflow(RolloutWorkflow):
         reward: a `RewardFn` class, its registered name or its dotted path, carried in place of `reward_fn`.
         format_args: fields of `FormatConfig`.
         workflow_args, reward_fn_args: for the workflow and the `RewardFn`, as they are.
+        enable_openai_api: give the model an OpenAI endpoint on this machine, for its `get_openai_client()`.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class TrinityWorkflow(RolloutWorkflow):
         format_args: Mapping[str, Any] | None = None,
         workflow_args: Mapping[str, Any] | None = None,
         reward_fn_args: Mapping[str, Any] | None = None,
+        enable_openai_api: bool = False,
     ) -> None:
         kind: Any = WORKFLOWS.find(workflow) if isinstance(workflow, str) else workflow
         if not (isinstance(kind, type) and issubclass(kind, Workflow)):
@@ -71,6 +77,7 @@ class TrinityWorkflow(RolloutWorkflow):
         self._reward = REWARD_FUNCTIONS.find(reward) if isinstance(reward, str) else reward or wrapped_reward(reward_fn)
         self._format_args = FormatConfig(**(format_args or {}))
         self._workflow_args, self._reward_fn_args = dict(workflow_args or {}), dict(reward_fn_args or {})
+        self._serving = Serving(tokenizer) if enable_openai_api else None
         self._idle: list[tuple[Workflow, ModelWrapper]] = []
         self._repeats = False
 
@@ -91,12 +98,20 @@ class TrinityWorkflow(RolloutWorkflow):
                 "a Trinity-style workflow reads rows as they stand in their source: set raw=true in train_data and "
                 f"eval_data (this row has {', '.join(map(repr, data))})"
             )
+        if self._serving is None:
+            return await self._group(engine, data, None)
+        async with self._serving.lease() as endpoint:
+            return await self._group(engine, data, endpoint)
+
+    async def _group(
+        self, engine: InferenceEngine, data: dict[str, Any], endpoint: Endpoint | None
+    ) -> dict[str, Tensor] | None:
         n, samples, lost = self.gconfig.n_samples, list[Sample](), list[BaseException]()
         context = workflow_context.get()
 
         async def gathered(runs: range, each: int) -> None:
             outcomes = await asyncio.gather(
-                *(self._run(engine, data, run, each) for run in runs), return_exceptions=True
+                *(self._run(engine, data, run, each, endpoint) for run in runs), return_exceptions=True
             )
             for outcome in outcomes:
                 if isinstance(outcome, RewardFailure | UnusableAnswerError) and len(runs) > 1:
@@ -121,7 +136,9 @@ class TrinityWorkflow(RolloutWorkflow):
             return None
         return trajectory_tensors([record for record, _ in samples], [reward for _, reward in samples])
 
-    async def _run(self, engine: InferenceEngine, data: dict[str, Any], run: int, n: int) -> list[Sample]:
+    async def _run(
+        self, engine: InferenceEngine, data: dict[str, Any], run: int, n: int, endpoint: Endpoint | None
+    ) -> list[Sample]:
         """One run of one instance, which nobody else uses meanwhile. One whose run fails is not used again."""
         rollout = self.gconfig
         task = Task(
@@ -142,7 +159,7 @@ class TrinityWorkflow(RolloutWorkflow):
             task_id=workflow_context.get().task_id,
         )
         used, model = self._idle.pop() if self._idle else (None, ModelWrapper(self.tokenizer))
-        model.open(engine, rollout, run)
+        model.open(engine, rollout, run, endpoint)
 
         def ready() -> Workflow:
             workflow = used

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -18,6 +19,14 @@ from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelReq
 from archon.rl.workflows.trajectory import TokenRecord, UnusableAnswerError, check_answer
 from archon.schema.config import describe_validation_error, nearest
 from archon.schema.errors import RolloutError
+
+if TYPE_CHECKING:
+    import openai
+
+    from archon.rl.agents.server import AgentServer
+    from archon.rl.agents.sessions import Session
+
+    Endpoint = tuple[AgentServer, str]  # and its base URL
 
 T = TypeVar("T")
 
@@ -38,12 +47,27 @@ class ModelWrapper:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._clients: list[Any] = []
         self._closed = True
 
-    def open(self, engine: InferenceEngine, gconfig: GenerationHyperparameters, run: int) -> None:
-        """Make it that of run `run` of the episode that the calling task belongs to."""
+    def open(
+        self,
+        engine: InferenceEngine,
+        gconfig: GenerationHyperparameters,
+        run: int,
+        endpoint: Endpoint | None = None,
+    ) -> None:
+        """Make it that of run `run` of the episode that the calling task belongs to. `endpoint` is where clients may
+        ask it over HTTP."""
         self._engine, self._gconfig = engine, gconfig
         self._seed = derive_seed(workflow_context.get().seed, run)
+        self._endpoint = endpoint
+        self._session: Session | None = None
+        if endpoint is not None:
+            one = gconfig.model_copy(update={"n_samples": 1})
+            self._session = endpoint[0].sessions.open(engine, one, derive_seed(self._seed, 0))
+            for client in self._clients:  # of a workflow that is used again
+                client.base_url, client.api_key = endpoint[1], self._session.key
         self._loop = asyncio.get_running_loop()
         self._calls = 0
         self._closed = False
@@ -56,6 +80,8 @@ class ModelWrapper:
         self._closed = True
         for future in list(self._waiting):
             future.cancel()
+        if self._endpoint is not None and self._session is not None:
+            self._endpoint[0].sessions.close(self._session)
 
     @property
     def model_version(self) -> int:
@@ -91,8 +117,71 @@ class ModelWrapper:
         groups = await asyncio.gather(*(self._answers(prefix, n, sampling, None) for prefix in prefixes))
         return [answer for group in groups for answer in group]
 
-    # The client of an OpenAI endpoint, get_openai_client(), belongs here: one that speaks for this run, whose answers
-    # are put into self._records as _experience does. Until then config.py refuses enable_openai_api.
+    def get_openai_client(self) -> openai.OpenAI:
+        """A client that speaks to the model for this run, and waits for its answers: for a synchronous `run`.
+
+        `client.model_path` names the model. What it was answered, `extract_experience_from_history` gives. Raises
+        `RolloutError` where the run's configuration does not set enable_openai_api, or openai is not installed.
+        """
+        return self._client("OpenAI")
+
+    def get_openai_async_client(self) -> openai.AsyncOpenAI:
+        """As `get_openai_client`, awaited."""
+        return self._client("AsyncOpenAI")
+
+    def _client(self, kind: str) -> Any:
+        self._require_open()
+        if self._endpoint is None or self._session is None:
+            raise RolloutError(
+                "this run has no OpenAI endpoint; set explorer.rollout_model.enable_openai_api: true, or give the "
+                "workflow enable_openai_api=True"
+            )
+        try:
+            module: Any = importlib.import_module("openai")
+        except ImportError as error:
+            raise RolloutError(f"the OpenAI client needs the package openai ({error}): pip install openai") from None
+        import httpx
+
+        from archon.rl.agents.workflow import certificates
+
+        # It goes by no proxy, and waits as long as an answer takes.
+        plain = httpx.Client if kind == "OpenAI" else httpx.AsyncClient
+        http_client = plain(trust_env=False, timeout=None, verify=certificates())
+        server, base_url = self._endpoint
+        client = getattr(module, kind)(
+            base_url=base_url, api_key=self._session.key, http_client=http_client, timeout=None, max_retries=0
+        )
+        client.model_path = server.model
+        self._clients.append(client)
+        return client
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """What the clients of this run were answered since the last call: an experience for each conversation, from its
+        first prompt to its last answer, in which every answer is trained. They lack their rewards.
+
+        `clear_history` leaves them out of the next call.
+        """
+        self._require_open()
+        if self._session is None:
+            return []
+        found = []
+        for record in self._session.branches():
+            start = record.loss_mask.index(1)
+            self._records[tuple(record.input_ids)] = record
+            found.append(
+                Experience(
+                    tokens=torch.tensor(record.input_ids),
+                    prompt_length=start,
+                    logprobs=torch.tensor(record.logprobs[start:]),
+                    action_mask=torch.tensor(record.loss_mask[start:]),
+                    prompt_text=self._tokenizer.decode(record.input_ids[:start], skip_special_tokens=True),
+                    response_text=self._tokenizer.decode(record.input_ids[start:], skip_special_tokens=True),
+                    truncate_status="response_truncated" if record.truncated else None,
+                )
+            )
+        if clear_history:
+            self._session.interactions.clear()
+        return found
 
     def convert_messages_to_experience(self, messages: Sequence[dict[str, Any]]) -> Experience:
         """A conversation that ends with an answer of this run as one experience: every answer whose tokens were kept is

@@ -156,6 +156,11 @@ def test_the_guides_other_spellings_mean_the_same(small: dict[str, Any]) -> None
     assert translated(put(small, "buffer.explorer_input", inputs)) == translated(small)
 
 
+def test_an_openai_endpoint_is_the_workflows(small: dict[str, Any]) -> None:
+    config = translated(put(small, "explorer.rollout_model.enable_openai_api", True))
+    assert config["workflow_args"]["enable_openai_api"] is True
+
+
 def test_archons_own_configuration_passes_as_it_is() -> None:
     own = {"run_dir": "x", "actor": {"path": "y"}, "algorithm": {"preset": "grpo"}}
     assert translated(own) is own
@@ -175,11 +180,6 @@ T = "buffer.explorer_input.taskset."
         (T + "rollout_args.temperatur", 1.0, "did you mean '.*rollout_args.temperature'"),
         ("algorithm.repeat_time", 8, "did you mean 'algorithm.repeat_times'"),
         ("explorer.names", "x", "unknown key 'explorer.names'"),
-        (
-            "explorer.rollout_model.enable_openai_api",
-            True,
-            "enable_openai_api is True, expected False: a workflow asks",
-        ),
         ("explorer.auxiliary_models", [{"model_path": "judge"}], "archon runs the trained model only"),
         ("mode", "train", "mode is 'train', expected 'both' or 'colocate'"),
         ("trainer.ulysses_sequence_parallel_size", 2, r"archon: \{actor: \{layout: d1c2\}\}"),
