@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,9 @@ from torch import Tensor
 from archon.metrics import TrajectoryWriter
 from archon.rl.rewards.result import FAILURE_KINDS
 from archon.rl.rollout import RolloutBatch
+
+STEPS_ALIKE = (10, 100, 1000)
+"""After so many steps without any difference within a group the run says so."""
 
 # Present in every step, so that a step without a failure is a 0 in the series and not a gap.
 NO_FAILURES = {f"rollout/dropped/reward_{kind}": 0.0 for kind in FAILURE_KINDS}
@@ -36,6 +40,24 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
     if (n_groups := groups_generated(batch)) > 0:
         metrics["no_spread_fraction"] = batch.counts["groups_without_spread"] / n_groups
     return metrics | batch.numbers | NO_FAILURES | {f"rollout/{name}": float(n) for name, n in batch.counts.items()}
+
+
+class SpreadWatch:
+    """Notices where step after step no group has two answers of different rewards."""
+
+    def __init__(self) -> None:
+        self._alike = 0  # steps in a row
+
+    def see(self, metrics: Mapping[str, float]) -> str | None:
+        """After a step, what to say of it, if anything; it had the metrics of `batch_metrics`."""
+        alike = metrics.get("rollout/groups_without_spread", 0.0)
+        self._alike = self._alike + 1 if alike and alike == metrics["rollout/episodes"] else 0
+        if self._alike not in STEPS_ALIKE:
+            return None
+        return (
+            f"for {self._alike} steps the answers of every group have been rewarded alike, which teaches nothing; look "
+            "at the reward function, gconfig.n_samples and gconfig.temperature"
+        )
 
 
 def staleness(versions: Tensor, loss_mask: Tensor, version: int) -> dict[str, float]:

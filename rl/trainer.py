@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ from archon.rl.replay import check_gate, check_replayable, gate_limit
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold
 from archon.rl.rollout import Prompt, Rollout, RolloutBatch
 from archon.rl.shares import require_documents
-from archon.rl.summary import batch_metrics, write_groups
+from archon.rl.summary import SpreadWatch, batch_metrics, write_groups
 from archon.rl.update import PolicyUpdate
 from archon.rl.weights import in_process, weights_of
 from archon.rl.workflows import RolloutWorkflow, resolve_workflow
@@ -45,8 +45,6 @@ from archon.world import World
 
 Result = TypeVar("Result")
 
-STEPS_ALIKE = (10, 100, 1000)
-"""After so many steps without any difference within a group the run says so."""
 COLUMNS = (
     "reward",
     "eval/reward",
@@ -73,7 +71,7 @@ class RLTrainer:
         self.step = 0
         self._saved_step: int | None = None
         self._updating = False
-        self._steps_alike = 0
+        self._spread = SpreadWatch()
         self.ahead: RolloutAhead | None = None
         self._overlapped = 0.0  # seconds of generation while something was computed beside it, in this step
 
@@ -127,7 +125,8 @@ class RLTrainer:
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch, self.engine.version)
-        self._watch_spread(metrics)
+        if self.config.algorithm.advantage in GROUP_ADVANTAGES and (warning := self._spread.see(metrics)):
+            self._log(f"step {self.step}: {warning}")
         if batch:
             if not self._gate_passed:
                 self._pass_gate(batch)
@@ -387,18 +386,6 @@ class RLTrainer:
 
     def _log(self, message: str) -> None:
         (self.runner.log if self.runner else print)(message)
-
-    def _watch_spread(self, metrics: Mapping[str, float]) -> None:
-        """Say so when step after step no group has two answers of different rewards."""
-        if self.config.algorithm.advantage not in GROUP_ADVANTAGES:
-            return
-        alike = metrics.get("rollout/groups_without_spread", 0.0)
-        self._steps_alike = self._steps_alike + 1 if alike and alike == metrics["rollout/episodes"] else 0
-        if self._steps_alike in STEPS_ALIKE:
-            self._log(
-                f"step {self.step}: for {self._steps_alike} steps the answers of every group have been rewarded alike, "
-                "which teaches nothing; look at the reward function, gconfig.n_samples and gconfig.temperature"
-            )
 
     def _pass_gate(self, batch: RolloutBatch) -> None:
         """Refuse to train unless the first batch's importance ratio is 1 up to rounding.

@@ -36,6 +36,19 @@ def same(one: ModelResponse, other: ModelResponse) -> bool:
     return one.output_tokens == other.output_tokens
 
 
+def assert_as_alone(model: Any, wanted: list[ModelRequest], answers: list[ModelResponse]) -> None:
+    """Each request, answered by itself, gives the same tokens and logprobs."""
+    for one, answer in zip(wanted, answers, strict=True):
+        (alone,) = make_engine(model).generate([one])
+        assert same(alone, answer)
+        torch.testing.assert_close(
+            torch.tensor(alone.output_logprobs),
+            torch.tensor(answer.output_logprobs),
+            rtol=0,
+            atol=GENERATED_LOGPROB_FP64,
+        )
+
+
 def test_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch() -> None:
     model = make_model(torch.float64)
     prompt = prompts(9, seed=3)[0]
@@ -86,15 +99,7 @@ def test_a_shared_prompt_is_read_once_and_gives_what_reading_it_alone_gives(leng
     assert engine.stats.prefill_tokens == 2 * length
     assert engine.stats.decode_tokens == sum(answer.output_len - 1 for answer in shared)
     assert engine.stats.shared_prompts == 10
-    for one, answer in zip(wanted, shared, strict=True):
-        (alone,) = make_engine(model).generate([one])
-        assert same(alone, answer)
-        torch.testing.assert_close(
-            torch.tensor(alone.output_logprobs),
-            torch.tensor(answer.output_logprobs),
-            rtol=0,
-            atol=GENERATED_LOGPROB_FP64,
-        )
+    assert_as_alone(model, wanted, shared)
 
 
 @pytest.mark.parametrize("n_pages", [None, 14])
@@ -109,15 +114,7 @@ def test_answers_that_are_still_the_same_are_computed_once(n_pages: int | None) 
         assert engine.stats.decode_tokens == len(beginnings)
         assert engine.stats.twin_tokens == len(beginnings) - len(set(beginnings))
     assert len(set(beginnings)) > max(a.output_len for a in answers) * 2, "no two answers parted"
-    for one, answer in zip(wanted, answers, strict=True):
-        (alone,) = make_engine(model).generate([one])
-        assert same(alone, answer)
-        torch.testing.assert_close(
-            torch.tensor(alone.output_logprobs),
-            torch.tensor(answer.output_logprobs),
-            rtol=0,
-            atol=GENERATED_LOGPROB_FP64,
-        )
+    assert_as_alone(model, wanted, answers)
 
 
 def test_pages_and_prompts_are_given_back() -> None:

@@ -6,16 +6,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import torch
 
 from archon.models.base import BaseArchonModel
-from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from archon.rl.agents import AgentServer
 from archon.rl.bootstrap import make_tokenizer
 from archon.rl.config import TokenizerRecipe
 from archon.rl.generation import InProcessEngine
 from archon.rl.types import GenerationHyperparameters
 from tests.rl.agents.scripted import HERMES, Start
+from tests.small_qwen3 import small_model
 
 
 @pytest.fixture(scope="session")
@@ -29,22 +28,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def model(tokenizer: Any) -> BaseArchonModel:
-    torch.manual_seed(0)
-    args = Qwen3ModelArgs(
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=8,
-        hidden_dim=48,
-        vocab_size=len(tokenizer),
-        max_seq_len=1024,
-        initializer_range=0.3,
-    )
-    built = Qwen3Model(args)
-    built.init_weights()
-    built.init_buffers("cpu")
-    return built
+    return small_model(len(tokenizer), max_seq_len=1024)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from archon.rl import GenerationHyperparameters, TrinityWorkflow, Workflow
 from archon.rl.bootstrap import make_tokenizer
 from archon.rl.config import TokenizerRecipe
@@ -18,6 +17,7 @@ from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.generation import InProcessEngine
 from archon.rl.rollout import checked_result
 from tests.rl import rewards_for_tests as rewards
+from tests.small_qwen3 import small_model
 
 ROW = {"raw_task": {"question": "1+1=", "answer": "2"}}
 GCONFIG = GenerationHyperparameters(n_samples=4, max_new_tokens=6)
@@ -34,21 +34,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def engine(tokenizer: Any) -> InProcessEngine:
-    torch.manual_seed(0)
-    args = Qwen3ModelArgs(
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=8,
-        hidden_dim=48,
-        vocab_size=len(tokenizer),
-        max_seq_len=160,
-        initializer_range=0.3,
-    )
-    model = Qwen3Model(args)
-    model.init_weights()
-    model.init_buffers("cpu")
+    model = small_model(len(tokenizer), max_seq_len=160)
     return InProcessEngine.from_model(model, tokenizer, max_slots=32, page_size=8)
 
 
