@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from archon.parallel.agreement import Agreement
 from archon.schema.errors import ConfigError
 
 
@@ -30,12 +29,6 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property
-    def _group(self) -> dist.ProcessGroup | None:
-        """One of its own: a rank may wait for another's rollout for longer than a collective of the training may
-        take."""
-        return Agreement.of_world("run").group
-
-    @property
     def is_main(self) -> bool:
         """Whether this process writes the run's files and speaks for it."""
         return self.rank == 0
@@ -45,7 +38,7 @@ class World:
         if self.size == 1:
             return number
         value = torch.tensor(number)
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -53,12 +46,12 @@ class World:
         if self.size == 1:
             return [data]
         sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor(len(data)), group=self._group)
+        dist.all_gather(sizes, torch.tensor(len(data)))
         longest = max(1, *(int(size) for size in sizes))
         own = torch.zeros(longest, dtype=torch.uint8)
         own[: len(data)] = _tensor(data)
         everyone = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(everyone, own, group=self._group)
+        dist.all_gather(everyone, own)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(everyone, sizes, strict=True)]
 
     def tell(self, value: Callable[[], Any]) -> Any:
@@ -67,9 +60,9 @@ class World:
             return value()
         data = json.dumps(value()).encode() if self.is_main else b""
         size = torch.tensor(len(data))
-        dist.broadcast(size, 0, group=self._group)
+        dist.broadcast(size, 0)
         content = _tensor(data) if self.is_main else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, 0, group=self._group)
+        dist.broadcast(content, 0)
         return json.loads(content.numpy().tobytes())
 
     def require_same(self, what: str, value: str) -> None:

@@ -146,7 +146,12 @@ class EngineConfig(StrictModel):
         "default", description="when sharded weights are freed after a forward; default keeps the last ones"
     )
     cpu_offload: bool = Field(False, description="keep sharded weights, gradients and moments on the CPU")
-    timeout_s: float = Field(600.0, gt=0, description="seconds a collective may take before the run is ended")
+    timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="seconds a collective may take before the run is ended, and so one rank's rollout longer than "
+        "another's",
+    )
     stall_s: float | None = Field(
         None,
         gt=0,
