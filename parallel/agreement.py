@@ -27,7 +27,7 @@ class Agreement:
     writing a checkpoint meanwhile."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+        self._group = group
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
 
@@ -67,7 +67,7 @@ class Agreement:
             return [text]
         own, sizes = self._padded(text)
         parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(own, parts, group=self.group, group_dst=0)
+        dist.gather(own, parts, group=self._group, group_dst=0)
         return [_text(part, size) for part, size in zip(parts or [], sizes, strict=parts is not None)]
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Agreement:
         if self.size == 1:
             return tensor.unsqueeze(0)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.stack(parts)
 
     def _all_texts(self, text: str) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.sdpa import attend_alike
-from archon.models.attention.tree import MOST_TOKENS, Tree, Trees, by_size, tree_attention
+from archon.models.attention.tree import MOST_TOKENS, Tree, Trees, alike_in_size, tree_attention
 
 WORTH = 0.1
 """The part of a pack's tokens that sharing must save."""
@@ -121,18 +121,18 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | 
         lengths: of the documents, T in all.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    groups, branching = list[_Group](), list[_Group]()
+    groups, short = list[_Group](), list[_Group]()
     for group in _groups(tokens.numpy(), lengths, starts):
-        (branching if group.tree_tokens(lengths) <= MOST_TOKENS else groups).append(group)
+        (short if group.tree_tokens(lengths) <= MOST_TOKENS else groups).append(group)
     saved = sum(group.prefix * (len(group.members) - 1) for group in groups)
-    saved += sum(sum(group.common) for group in branching)
+    saved += sum(sum(group.common) for group in short)
     if saved < WORTH * tokens.numel():
         return None
     layout = _Layout(starts)
-    branching.sort(key=lambda group: group.tree_tokens(lengths))
-    for group in branching:
+    short.sort(key=lambda group: group.tree_tokens(lengths))
+    for group in short:
         layout.lay_tree(group, lengths)
-    trees = tuple(Trees.of(alike) for alike in by_size([group.tree(lengths) for group in branching]))
+    trees = tuple(Trees.of(alike) for alike in alike_in_size([group.tree(lengths) for group in short]))
     groups.sort(key=lambda group: group.prefix)
     counts = dict[int, int]()
     documents: list[tuple[int, int, int, int]] = []  # beginning, own length, number of the beginning, document

@@ -79,14 +79,14 @@ class Trees:
         return Trees(self.rows.to(device), self.back.to(device), self.distance.to(device))
 
 
-def by_size(trees: Sequence[Tree]) -> list[list[Tree]]:
-    """Trees, smallest first, in runs that may be padded to their largest: none is less than half of it, or all of them
-    are tiny."""
+def alike_in_size(trees: Sequence[Tree]) -> list[list[Tree]]:
+    """Trees, given smallest first, in runs that may be padded to their largest: none is less than half of it, or all of
+    them are tiny."""
 
     def step(tree: Tree) -> int:
         return max(len(tree.paths) - 1, 15).bit_length()
 
-    return [list(alike) for _, alike in groupby(sorted(trees, key=lambda tree: len(tree.paths)), key=step)]
+    return [list(alike) for _, alike in groupby(trees, key=step)]
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, *, window: int | None, scale: float) -> Tensor:

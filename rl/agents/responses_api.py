@@ -17,30 +17,29 @@ from archon.rl.agents.sessions import Asker
 from archon.schema.config import StrictModel
 
 
-class MessageItem(StrictModel):
+class _Item(StrictModel):
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    id: str | None = None
-    status: str | None = None
     phase: str | None = None
 
 
-class CallItem(StrictModel):
+class CallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
 
 
-class CallOutputItem(StrictModel):
+class CallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
-    id: str | None = None
-    status: str | None = None
 
 
 def _kind(item: Any) -> str:
