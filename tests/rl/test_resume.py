@@ -101,6 +101,7 @@ def test_a_run_killed_before_its_first_checkpoint_records_no_step_twice(rl_confi
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # twenty starts of a process, where the record is made
 def test_kill_9_at_random_moments_and_resume_is_bitwise(rl_config: MakeConfig, tmp_path: Path, kills: Kills) -> None:
     common: dict[str, Any] = {"total_steps": 15 * kills.wanted, "checkpoint": {"every": 2, "keep": 1}}
     whole = rl_config(run_dir=str(tmp_path / "whole"), **common)
