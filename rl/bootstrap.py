@@ -41,9 +41,22 @@ CHAT_TEMPLATES = {
         "{%- for message in messages %}{{- message.content }}"
         "{%- if message.role == 'assistant' %}{{- eos_token }}{%- endif %}{%- endfor %}"
     ),
+    # Tools, their calls and what they gave, as Qwen's templates write them.
     "chatml": (
-        "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+        "{%- if tools %}{{- '<|im_start|>system\n' }}"
+        "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n' }}{%- endif %}"
+        "{{- '<tools>' }}{%- for tool in tools %}{{- '\n' + tool | tojson }}{%- endfor %}"
+        "{{- '\n</tools><|im_end|>\n' }}{%- endif %}"
+        "{%- for message in messages %}{%- if not (loop.first and tools and message.role == 'system') %}"
+        "{%- if message.role == 'tool' %}"
+        "{{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
+        "{%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content }}{%- endif %}"
+        "{%- for call in message.tool_calls or [] %}"
+        "{{- ('' if loop.first and not message.content else '\n') + '<tool_call>\n' }}"
+        '{{- \'{"name": "\' + call.function.name }}'
+        "{{- '\", \"arguments\": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}"
+        "{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     ),
 }
 

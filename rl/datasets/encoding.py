@@ -99,16 +99,21 @@ def render(
     return str(text)
 
 
-def sft_text(tokenizer: Any, messages: Sequence[Message], where: str, plain_end: str = "\n") -> SFTText:
+def sft_text(
+    tokenizer: Any, messages: Sequence[Message], where: str, plain_end: str = "\n", tools: Sequence[Any] | None = None
+) -> SFTText:
     """Renders an example: by the chat template where there is one, else as plain text.
 
     Every assistant turn is trained, with the token that ends it; plain text has one, the last message.
 
     Args:
         plain_end: What plain text has between the prompt and the response.
+        tools: Functions for the chat template, each as OpenAI describes it.
     """
     if has_chat_template(tokenizer):
-        return _chat_text(tokenizer, messages, where)
+        return _chat_text(tokenizer, messages, where, {"tools": list(tools)} if tools else {})
+    if tools:
+        raise DatasetError(f"{where}: it has tools, and the tokenizer has no chat template to put them in")
     if len(messages) < 2 or any((message["role"] == "assistant") != (message is messages[-1]) for message in messages):
         raise DatasetError(f"{where}: a tokenizer without a chat template takes one response, as the last message")
     before = plain_prompt(messages[:-1], plain_end)
@@ -116,28 +121,30 @@ def sft_text(tokenizer: Any, messages: Sequence[Message], where: str, plain_end:
     return SFTText(where, text, ((len(before), len(text)),), plain=True)
 
 
-def _chat_text(tokenizer: Any, messages: Sequence[Message], where: str) -> SFTText:
-    text = render(tokenizer, messages, where)
+def _chat_text(tokenizer: Any, messages: Sequence[Message], where: str, options: dict[str, Any]) -> SFTText:
+    text = render(tokenizer, messages, where, **options)
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns:
         raise DatasetError(f"{where}: nothing to train on: the conversation has no assistant turn")
-    spans = tuple(_assistant_span(tokenizer, messages, index, text, where) for index in turns)
+    spans = tuple(_assistant_span(tokenizer, messages, index, text, where, options) for index in turns)
     return SFTText(where, text, spans, plain=False)
 
 
-def _assistant_span(tokenizer: Any, messages: Sequence[Message], index: int, text: str, where: str) -> tuple[int, int]:
+def _assistant_span(
+    tokenizer: Any, messages: Sequence[Message], index: int, text: str, where: str, options: dict[str, Any]
+) -> tuple[int, int]:
     """Where turn `index` stands in `text`: from the end of its generation prompt to the end of its closing token.
 
     Templates may render an earlier turn otherwise than the last one (Qwen3 drops its thinking); then the turn is found
     by its content, and its end by the closing text that follows the content where the turn stands last.
     """
-    before = render(tokenizer, messages[:index], where, add_generation_prompt=True)
+    before = render(tokenizer, messages[:index], where, add_generation_prompt=True, **options)
     if not text.startswith(before):
         raise DatasetError(
             f"{where}: the chat template changes what stands before turn {index}; its loss mask is unknown"
         )
     start = len(before)
-    until_here = render(tokenizer, messages[: index + 1], where)
+    until_here = render(tokenizer, messages[: index + 1], where, **options)
     if text.startswith(until_here):
         return start, len(until_here.rstrip())
     content = str(messages[index]["content"]).rpartition("</think>")[2].strip()

@@ -96,6 +96,8 @@ def sft_dataset(
 ) -> RowDataset:
     """SFT rows `{"input_ids", "loss_mask"}`, by the chat template where the tokenizer has one, else as plain text.
 
+    A column `tools` holds the functions that a conversation has, each as OpenAI describes it, for the chat template.
+
     Args:
         prompt_key: Column with the prompt: a text, or a list of messages.
         response_key: Column with the response; None where the prompt column holds whole conversations.
@@ -110,7 +112,7 @@ def sft_dataset(
             if not isinstance(response, str):
                 raise DatasetError(f"{row.where}: {response_key!r} must be a text, got {type(response).__name__}")
             messages.append({"role": "assistant", "content": response})
-        examples.append(sft_text(tokenizer, messages, row.where, plain_end))
+        examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))
     rows = encode_sft(tokenizer, examples)
     if max_length is None:
         return RowDataset(name, rows)
@@ -150,24 +152,23 @@ def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, ins
     if isinstance(prompt, str):
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
-        well_formed = (
-            isinstance(prompt, list)
-            and len(prompt) > 0
-            and all(
-                isinstance(message, dict)
-                and isinstance(message.get("role"), str)
-                and isinstance(message.get("content"), str)
-                for message in prompt
-            )
-        )
-        if not well_formed:
+        if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
             raise DatasetError(
                 f"{row.where}: {prompt_key!r} must be a text or a list of messages {{'role': …, 'content': …}}"
             )
-        messages = [dict(message) for message in prompt]
+        messages = [{**message, "content": message.get("content") or ""} for message in prompt]
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     asked = [message for message in messages if message["role"] == "user"]
     if instruction and asked:
         asked[-1]["content"] = f"{asked[-1]['content']}\n{instruction}"
     return messages
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it has a role and a content; one that calls tools need not say anything."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str) or (
+        message.get("content") is None and bool(message.get("tool_calls"))
+    )

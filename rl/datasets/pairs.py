@@ -46,7 +46,7 @@ def pair_dataset(
     for row in source:
         for key in (chosen_key, rejected_key):
             messages = _conversation(row, prompt_key, key, system_prompt, instruction)
-            text = sft_text(tokenizer, messages, row.where)
+            text = sft_text(tokenizer, messages, row.where, tools=row.data.get("tools"))
             examples.append(text._replace(spans=text.spans[-1:]))
     encoded = encode_sft(tokenizer, examples)
     rows = [

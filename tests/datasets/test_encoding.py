@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from archon.rl.bootstrap import CHAT_TEMPLATES
 from archon.rl.datasets import encode_prompt, sft_dataset
 from archon.rl.datasets.encoding import encode_sft, sft_text
 from archon.rl.datasets.sources import SourceRow
@@ -42,6 +43,28 @@ def test_every_assistant_turn_is_trained_and_no_other() -> None:
     tokenizer = toy_tokenizer(CHATML)
     conversation = [USER, answer("12"), {"role": "user", "content": "12"}, answer("and 30 数学")]
     assert trained_text(tokenizer, conversation) == ["12<|im_end|>", "and 30 数学<|im_end|>"]
+
+
+def test_the_tools_of_a_conversation_stand_in_its_prompt_and_its_calls_are_trained() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    tokenizer = toy_tokenizer(CHAT_TEMPLATES["chatml"])
+    row = SourceRow("line 1", {"messages": [*talk, answer("It is 3.")], "tools": [tool]})
+    (encoded,) = sft_dataset([row], "s", tokenizer=tokenizer, prompt_key="messages", response_key=None)
+    assert trained_text_of(tokenizer, encoded) == (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>It is 3.<|im_end|>'
+    )
+    whole = tokenizer.decode(encoded["input_ids"])
+    assert whole.startswith('<|im_start|>system\n<tools>\n{"type": "function", "function": {"name": "add"')
+    assert "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>" in whole
+    prompt = tokenizer.apply_chat_template(talk[:1], tools=[tool], tokenize=False, add_generation_prompt=True)
+    assert whole.startswith(prompt)
+
+
+def test_tools_need_a_chat_template() -> None:
+    with pytest.raises(DatasetError, match=r"here: it has tools, and the tokenizer has no chat template"):
+        sft_text(toy_tokenizer(None), [USER, answer("12")], "here", tools=[{"type": "function"}])
 
 
 def test_a_template_that_drops_earlier_thoughts_is_masked_as_it_renders() -> None:

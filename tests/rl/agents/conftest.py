@@ -1,4 +1,4 @@
-"""A tiny Qwen3 over printable characters with a Hermes chat template, behind a real server on loopback."""
+"""A tiny Qwen3 over printable characters, with a chat template that knows tools, behind a real server on loopback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from archon.rl.bootstrap import make_tokenizer
 from archon.rl.config import TokenizerRecipe
 from archon.rl.generation import InProcessEngine
 from archon.rl.types import GenerationHyperparameters
-from tests.rl.agents.scripted import HERMES, Start
+from tests.rl.agents.scripted import Start
 from tests.small_qwen3 import small_model
 
 
@@ -21,9 +21,7 @@ from tests.small_qwen3 import small_model
 def tokenizer() -> Any:
     """One token a printable character."""
     alphabet = "".join(map(chr, range(32, 127)))
-    made = make_tokenizer(TokenizerRecipe(kind="characters", alphabet=alphabet, chat_template="chatml"))
-    made.chat_template = HERMES
-    return made
+    return make_tokenizer(TokenizerRecipe(kind="characters", alphabet=alphabet, chat_template="chatml"))
 
 
 @pytest.fixture

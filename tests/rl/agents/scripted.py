@@ -1,4 +1,4 @@
-"""What the agents' tests share: a chat template with tools, and a generator that answers what it is told to."""
+"""What the agents' tests share: a tool, and a generator that answers what it is told to."""
 
 from __future__ import annotations
 
@@ -9,17 +9,6 @@ from typing import Any
 from archon.rl.agents import AgentServer
 from archon.rl.types import ModelRequest, ModelResponse
 
-# As Qwen's templates write tools and calls.
-HERMES = (
-    "{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}"
-    "{{- '<|im_end|>\n' }}{%- endif %}"
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content }}"
-    "{%- for call in message.tool_calls or [] %}"
-    "{{- ('' if loop.first and not message.content else '\n') + '<tool_call>\n{\"name\": \"' + call.function.name }}"
-    "{{- '\", \"arguments\": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}"
-    "{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
 WEATHER = {
     "name": "weather",
     "description": "of a place",

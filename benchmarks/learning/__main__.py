@@ -1,0 +1,155 @@
+"""Does it learn, whatever the way? Small tasks, run as a user runs them, each beside a control without a signal.
+
+    python -m benchmarks.learning --record benchmarks/records/learning.jsonl
+    python -m benchmarks.learning --record trial.jsonl calculator -- total_steps=10
+
+A line of the record is one run: held-out reward of sampled answers before and after, the highest and lowest between,
+seconds from nothing to the export (the warm-up included), and whether it did what is expected. A task begins at or
+below 0.5 and ends at least 0.3 above where it began, in six minutes; its control, with rewards shuffled over the batch
+(for DPO every pair turned by a coin), never rises by more than 0.1. `staleness` also ends within 0.05 of `synchronous`.
+The command ends with 1 where one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from archon.metrics import read_jsonl
+from benchmarks.harness import ROOT, say
+from benchmarks.learning import calculator, guessing, preferences
+
+HERE = Path(__file__).parent
+ARITHMETIC = ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"
+START, RISE, FLAT, CLOSE, SECONDS = 0.5, 0.3, 0.1, 0.05, 360
+SHUFFLED = ("control.shuffle_rewards=true",)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: a configuration, changes to it, and what writes its data into a folder.
+
+    `measure`, where it is given, finds the held-out rewards of a run directory that has none in its metrics.
+    """
+
+    config: Path
+    changes: tuple[str, ...] = ()
+    control: tuple[str, ...] = SHUFFLED
+    command: str = "rl"
+    write: Callable[[Path], None] | None = None
+    measure: Callable[[Path], list[float]] | None = None
+
+
+def sums_of(run_dir: Path) -> list[float]:
+    """The held-out reward of the checkpoints that a run on pairs begins and ends with."""
+    return [sums_by(run_dir / name) for name in ("start", "export")]
+
+
+def sums_by(checkpoint: Path) -> float:
+    """The share of right answers to held-out sums, one sampled answer each."""
+    from archon.cli.config import load_config
+    from archon.rl.config import RLConfig
+    from archon.rl.trainer import RLTrainer
+
+    changes = [f"actor.path={checkpoint}", f"run_dir={checkpoint}-measured", "algorithm.kl_coef=0"]
+    config = load_config(RLConfig, ARITHMETIC, [*changes, "evaluation.greedy=false", "bootstrap=null"])
+    with RLTrainer(config).opened() as trainer:
+        return trainer.evaluate()["eval/reward"]
+
+
+TASKS = {
+    "synchronous": Task(ARITHMETIC),
+    "staleness": Task(ARITHMETIC, ("rollout.max_staleness=2",)),
+    "ppo": Task(
+        ARITHMETIC,
+        (
+            *("algorithm.preset=ppo", "algorithm.kl_coef=0.05", "algorithm.groups_without_spread=keep"),
+            *("algorithm.minibatches=2", "critic.path=${actor.path}", "critic.optimizer.lr=5.0e-4"),
+            *("gconfig.n_samples=1", "rollout.prompts_per_step=256"),
+        ),
+    ),
+    "multi_turn": Task(
+        ARITHMETIC,
+        (
+            *("workflow=archon.rl.MultiTurnWorkflow", "workflow_args.retry='!'", "workflow_args.turn_discount=0.9"),
+            *("bootstrap.tokenizer.alphabet='0123456789+=!'", "bootstrap.warmup.target.at_least=0.3"),
+            "evaluation.well_formed=null",
+        ),
+    ),
+    "environment": Task(HERE / "guessing.yaml", write=guessing.write),
+    "calculator": Task(HERE / "calculator.yaml", write=calculator.write),
+    "dpo": Task(
+        HERE / "preferences.yaml",
+        control=("train_data.path=${oc.env:LEARNING_DATA}/shuffled.jsonl",),
+        command="preference",
+        write=preferences.write,
+        measure=sums_of,
+    ),
+}
+
+
+def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bool) -> dict[str, Any]:
+    """One run, from nothing to its export, and what it came to."""
+    data, run_dir = folder / "data", folder / "run"
+    data.mkdir(parents=True)
+    if task.write is not None:
+        task.write(data)
+    started = time.monotonic()
+    code = subprocess.run(
+        [sys.executable, "-m", "archon", task.command, "--config", str(task.config), f"run_dir={run_dir}", *changes],
+        env={"OMP_NUM_THREADS": "1", "LEARNING_DATA": str(data)} | os.environ,
+        cwd=ROOT,
+        check=False,
+    ).returncode
+    found = {"task": name, "control": control, "code": code, "seconds": round(time.monotonic() - started, 1)}
+    if code != 0:
+        return found | {"reached": False}
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    rewards = task.measure(run_dir) if task.measure else [row["eval/reward"] for row in rows if "eval/reward" in row]
+    found |= {"steps": rows[-1]["step"], "before": rewards[0], "after": rewards[-1]}
+    found |= {"highest": max(rewards), "lowest": min(rewards)}
+    if control:
+        return found | {"reached": max(rewards) <= rewards[0] + FLAT}
+    learned = rewards[0] <= START and rewards[-1] >= rewards[0] + RISE
+    return found | {"reached": learned and found["seconds"] <= SECONDS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", default=list(TASKS), help=f"default: {' '.join(TASKS)}")
+    parser.add_argument("--record", type=Path, required=True, help="JSON lines, written anew")
+    parser.add_argument("--no-controls", action="store_true", help="leave the controls out")
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, overrides = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    if unknown := [name for name in options.tasks if name not in TASKS]:
+        parser.error(f"no such task here: {', '.join(unknown)}; expected some of {', '.join(TASKS)}")
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, options.record.open("w") as record:
+        for name in options.tasks:
+            task = TASKS[name]
+            for control in (False,) if options.no_controls else (False, True):
+                where = Path(folder) / f"{name}{'-control' * control}"
+                changes = [*task.changes, *(task.control if control else ()), *overrides]
+                lines.append(run(name, task, where, changes, control))
+                record.write(json.dumps(lines[-1]) + "\n")
+                record.flush()
+                say(f"{name}: {lines[-1]}")
+    after = {line["task"]: line.get("after") for line in lines if not line["control"]}
+    close = True
+    if after.get("synchronous") is not None and after.get("staleness") is not None:
+        close = abs(after["staleness"] - after["synchronous"]) <= CLOSE
+        say(f"staleness ends {after['staleness'] - after['synchronous']:+.3f} from synchronous")
+    sys.exit(0 if close and all(line["reached"] for line in lines) else 1)
+
+
+if __name__ == "__main__":
+    main()

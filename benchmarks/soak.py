@@ -1,0 +1,140 @@
+"""Half an hour of asynchronous RL, watched from outside: does anything grow, and is anything left behind?
+
+The calculator agent of `benchmarks.learning` asks the model over HTTP while the trainer updates it, with checkpoints
+and evaluations between. Every few seconds the memory of the run and of its children, its open files and sockets,
+threads and child processes are read from /proc. Then it is interrupted, as by Ctrl-C.
+
+    python -m benchmarks.soak --record benchmarks/records/soak.jsonl
+    python -m benchmarks.soak --record trial.jsonl --minutes 2
+
+The first third of the time is warm-up. Of the rest, the first and the last quarter are compared: the median of memory
+may grow by 3 %; the least number seen of open files, of sockets, of threads and of processes, which change with what is
+being asked, may not grow at all. Nothing may be left after the end: no process, and no file in the folder for temporary
+ones. The command ends with 1 where it is otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from archon.metrics import read_jsonl
+from benchmarks.harness import ROOT, say
+from benchmarks.learning import calculator
+
+CONFIG = ROOT / "benchmarks" / "learning" / "calculator.yaml"
+CHANGES = (
+    *("total_steps=1000000", "rollout.max_staleness=2", "checkpoint.every=25", "evaluation.every=100"),
+    *("evaluation.max_prompts=50", "actor.optimizer.lr=1.0e-5", "rollout.dump_groups=2"),
+)
+EVERY, GROWTH = 5.0, 1.03
+COUNTED = ("files", "sockets", "threads", "processes")
+
+Sample = dict[str, float]
+
+
+def descendants(pid: int) -> list[int]:
+    """Child processes, and theirs."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def resident(pid: int) -> int:
+    """Private and shared memory of a process, in bytes; what several share counts once for them all."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+
+
+def sample(pid: int) -> Sample | None:
+    """What a run holds now; None where a process of it ended while it was read."""
+    try:
+        children = descendants(pid)
+        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        return {
+            "mib": sum(map(resident, [pid, *children])) / 2**20,
+            "sockets": sum(link.startswith("socket:") for link in links),
+            "files": sum(not link.startswith("socket:") for link in links),
+            "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
+            "processes": len(children),
+        }
+    except (FileNotFoundError, ProcessLookupError, StopIteration):
+        return None
+
+
+def verdict(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The first and the last quarter after the warm-up, and whether these are alike."""
+    settled = samples[len(samples) // 3 :]
+    quarter = max(1, len(settled) // 4)
+    then, now = (
+        {"mib": median(s["mib"] for s in part)} | {name: min(s[name] for s in part) for name in COUNTED}
+        for part in (settled[:quarter], settled[-quarter:])
+    )
+    flat = now["mib"] <= GROWTH * then["mib"] and all(now[name] <= then[name] for name in COUNTED)
+    return {"after_warm_up": then, "at_the_end": now, "flat": flat}
+
+
+def soak(folder: Path, seconds: float) -> dict[str, Any]:
+    """Run, watch, interrupt; gives back what came of it."""
+    for name in ("data", "tmp"):
+        (folder / name).mkdir()
+    calculator.write(folder / "data")
+    run_dir, here = folder / "run", {"LEARNING_DATA": str(folder / "data"), "TMPDIR": str(folder / "tmp")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "archon", "rl", "--config", str(CONFIG), f"run_dir={run_dir}", *CHANGES],
+        env={"OMP_NUM_THREADS": "1"} | os.environ | here,
+        cwd=ROOT,
+    )
+    while process.poll() is None and not (run_dir / "checkpoints").exists():
+        time.sleep(EVERY)
+    samples: list[Sample] = []
+    until = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(EVERY)
+        if (seen := sample(process.pid)) is not None:
+            samples.append(seen)
+    children = descendants(process.pid) if process.poll() is None else []
+    process.send_signal(signal.SIGINT)
+    code = process.wait(120)
+    left = [child for child in children if Path(f"/proc/{child}").exists()]
+    steps = read_jsonl(run_dir / "metrics.jsonl")
+    return {
+        "seconds": seconds,
+        "samples": len(samples),
+        "code": code,
+        "steps": steps[-1]["step"],
+        "failed": sum(value for row in steps for name, value in row.items() if name.startswith("rollout/dropped/")),
+        **verdict(samples),
+        "processes_left": len(left),
+        "temporary_files_left": sorted(path.name for path in (folder / "tmp").iterdir()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, required=True, help="JSON lines, written anew")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = soak(Path(folder), 60 * options.minutes)
+    clean = found["flat"] and not found["processes_left"] and not found["temporary_files_left"]
+    found["passed"] = clean and found["code"] == 128 + signal.SIGINT and not found["failed"]
+    options.record.write_text(json.dumps(found) + "\n")
+    say(json.dumps(found, indent=2))
+    sys.exit(0 if found["passed"] else 1)
+
+
+if __name__ == "__main__":
+    main()
