@@ -1,0 +1,90 @@
+"""The learning tasks: their data, their configurations, and one of them from its first step to its last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archon.cli.config import load_config
+from archon.metrics import read_jsonl
+from archon.rl.config import PreferenceConfig, RLConfig
+from benchmarks.learning import calculator, guessing, preferences
+from benchmarks.learning.__main__ import TASKS, run
+from benchmarks.soak import verdict
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_and_its_control_is_a_configuration(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEARNING_DATA", str(tmp_path))
+    task = TASKS[name]
+    schema: Any = {"rl": RLConfig, "preference": PreferenceConfig}[task.command]
+    for changes in (task.changes, (*task.changes, *task.control)):
+        load_config(schema, task.config, [f"run_dir={tmp_path}", *changes])
+
+
+@pytest.mark.parametrize("write", [guessing.write, calculator.write, preferences.write])
+def test_nothing_held_out_is_trained_on(write: Callable[[Path], None], tmp_path: Path) -> None:
+    write(tmp_path)
+    train, test = ({row["prompt"] for row in rows(tmp_path / f"{split}.jsonl")} for split in ("train", "test"))
+    assert train and test and not train & test
+    if (tmp_path / "warm.jsonl").exists():
+        asked = {(row.get("messages") or row["prompt"])[0]["content"] for row in rows(tmp_path / "warm.jsonl")}
+        assert asked <= train
+
+
+def test_the_number_can_always_be_found_by_halving() -> None:
+    for secret in range(23, 23 + guessing.NUMBERS):
+        env = guessing.Guessing()
+        low, high = map(int, env.reset({"prompt": "23-37", "answer": str(secret)}).split("-"))
+        rewards = []
+        for _ in range(guessing.GUESSES):
+            guess = (low + high) // 2
+            said, reward, done, _ = env.step(str(guess))
+            rewards.append(reward)
+            if done:
+                break
+            low, high = (low, guess - 1) if said == "<" else (guess + 1, high)
+        assert sum(rewards) == 1
+    assert env.step("3a") == (">", 0.0, False, {})
+
+
+def test_the_calculator_says_what_it_cannot_do() -> None:
+    assert calculator.multiply('{"a": 12, "b": 13}') == "156"
+    assert {calculator.multiply(said) for said in ("", "[]", '{"a": 1}', '{"a": "x", "b": 2}', "null")} == {"error"}
+
+
+def test_preferences_prefer_the_right_sum_and_shuffled_ones_do_not(tmp_path: Path) -> None:
+    preferences.write(tmp_path)
+
+    def right(row: dict[str, Any]) -> bool:
+        a, b = map(int, row["prompt"].rstrip("=").split("+"))
+        return row["chosen"] == str(a + b) != row["rejected"]
+
+    assert all(map(right, rows(tmp_path / "train.jsonl")))
+    shuffled = rows(tmp_path / "shuffled.jsonl")
+    assert 0.45 < sum(map(right, shuffled)) / len(shuffled) < 0.55
+
+
+def test_a_soak_sees_what_grows() -> None:
+    still = [{"mib": 100.0, "files": 20.0, "sockets": 5.0 + i % 7, "threads": 9.0, "processes": 2.0} for i in range(90)]
+    assert verdict(still)["flat"]
+    for name in still[0]:
+        assert not verdict([seen | {name: seen[name] * (1 + i / 100)} for i, seen in enumerate(still)])["flat"], name
+
+
+@pytest.mark.slow
+def test_the_agent_runs_from_its_warm_up_to_its_export(tmp_path: Path) -> None:
+    changes = ("total_steps=2", "bootstrap.warmup.total_steps=3", "eval_data.limit=8", "gconfig.n_samples=2")
+    found = run("calculator", TASKS["calculator"], tmp_path, changes, control=False)
+    assert found["code"] == 0 and found["steps"] == 2 and not found["reached"]
+    assert all(row["rollout/episodes"] == 8 for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"])
