@@ -268,7 +268,7 @@ def test_versions_in_a_batch_are_within_the_bound(rl_config: MakeConfig) -> None
     assert len(seen) > 1, "no token was stale, so nothing was tested"
 
 
-def test_a_stopped_run_resumes_and_trains_each_prompt_once(rl_config: MakeConfig) -> None:
+def test_a_resumed_run_that_runs_ahead_trains_each_prompt_exactly_once(rl_config: MakeConfig) -> None:
     rollout = {"prompts_per_step": 6, "gold_checked": 0, "dump_groups": 6, "max_staleness": 2}
     config = rl_config(total_steps=7, rollout=rollout)
     trainer = RLTrainer(config)

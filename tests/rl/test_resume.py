@@ -36,7 +36,7 @@ def start(config: RLConfig, kill_at: str | None = None) -> subprocess.Popen[byte
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 
-def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_once(
+def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_exactly_once(
     rl_config: MakeConfig, tmp_path: Path, kills: Kills
 ) -> None:
     """Killed in the third save: steps 3 to 5 are repeated from step 2's checkpoint, and their records replaced."""
