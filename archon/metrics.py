@@ -43,9 +43,9 @@ class JsonlWriter:
         try:
             while line:
                 line = line[self._file.write(line) :]
-        except OSError:
+        except OSError as error:
             self._file.truncate(end)
-            raise
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         return plain
 
     def truncate(self, step: int) -> int:

@@ -88,6 +88,7 @@ def before(owner: Any, name: str, nth: int, first: str = "", *, twice: bool = Fa
 def hook(point: str) -> list[str]:
     """Make the run come to its point; gives back the overrides that this takes."""
     import archon.checkpoint
+    import archon.cli.train
     import archon.hf_export
     from archon.rl.generation import InProcessEngine
     from archon.rl.sft import SFTTrainer
@@ -95,6 +96,7 @@ def hook(point: str) -> list[str]:
 
     module = "tests.rl.interrupted_run"
     hooks: dict[str, Callable[[], None]] = {
+        "start": lambda: before(archon.cli.train, "load_config", 1),
         "warm-up": lambda: before(SFTTrainer, "train_step", 2),
         "twice": lambda: before(PolicyUpdate, "train", 3, twice=True),
         "update": lambda: before(PolicyUpdate, "train", 3),

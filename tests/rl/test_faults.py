@@ -21,6 +21,7 @@ from archon.rl.context import workflow_context
 from archon.rl.rollout import WorkflowError
 from archon.rl.types import InferenceEngine
 from archon.runner import Runner
+from archon.schema.errors import CheckpointError
 from tests.io.killing import assert_checkpoints_whole
 from tests.rl.written import records
 
@@ -59,6 +60,33 @@ def test_a_disk_that_is_full_of_trajectories_costs_no_training_and_is_counted_an
             assert trainer.train_step()["rollout/dump_lost"] == 0
             assert len(read_jsonl(path)) == 2 * 24
     assert capsys.readouterr().out.count("samples that cannot be written down are counted") == 1
+
+
+def test_a_disk_too_full_for_a_checkpoint_leaves_the_last_one_whole_and_ends_the_run(rl_config: MakeConfig) -> None:
+    """A run that cannot be saved would lose what it trains."""
+    config = rl_config(checkpoint={"every": 1})
+    checkpoints = Path(config.run_dir) / "checkpoints"
+    with Runner(config.run_dir, config) as runner:
+        trainer = RLTrainer(config, runner)
+        train_step = trainer.train_step
+
+        def with_less_room() -> dict[str, float]:
+            if trainer.step == 2:
+                trainer.engine.wait_for_saves()
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            return train_step()
+
+        trainer.train_step = with_less_room  # type: ignore[method-assign]
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            with pytest.raises(CheckpointError, match=r"cannot write .* File too large"):
+                trainer.train()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert assert_checkpoints_whole(checkpoints) == 2
+    resumed = RLTrainer(config.model_copy(update={"resume": True}))
+    resumed.train()
+    assert [row["step"] for row in records(config)] == [1, 2, 3, 4]
 
 
 def test_groups_that_are_all_dropped_are_dumped_and_marked(rl_config: MakeConfig) -> None:

@@ -123,3 +123,9 @@ def test_a_signal_in_the_warm_up_ends_the_run_in_one_line(rl_config: MakeConfig,
     assert_ended_well(Ended(config, "warm-up"), signal.SIGINT)
     RLTrainer(config).train()
     assert_each_prompt_trained_once(config)
+
+
+def test_a_signal_before_the_run_has_begun_leaves_nothing_behind(rl_config: MakeConfig, tmp_path: Path) -> None:
+    ended = Ended(rl_config(**common(tmp_path)), "start")
+    assert (ended.exit_code, ended.errors) == (128 + signal.SIGINT, ["archon: interrupted"])
+    assert not (tmp_path / "run").exists()
