@@ -22,15 +22,15 @@ TRAJECTORIES_FILE = "trajectories.jsonl"
 
 
 class JsonlWriter:
-    """Appends JSON objects to a file, one a line, flushed at once.
+    """Appends JSON objects to a file, one a line, each at once.
 
-    Raises `OSError` when the file cannot be opened or written; nothing is buffered beyond a line.
+    Raises `OSError` when the file cannot be opened or written; of a line that did not go in whole nothing stays.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._drop_torn_line()
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Write `record`; numbers of torch and numpy become Python's, NaN and infinities `"NaN"` and `"±Infinity"`.
@@ -38,8 +38,14 @@ class JsonlWriter:
         Gives back what was written.
         """
         plain = _plain(record)
-        self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        line = memoryview((json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self._file.truncate(end)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         return plain
 
     def truncate(self, step: int) -> int:
@@ -57,7 +63,7 @@ class JsonlWriter:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("ab", buffering=0)
         return len(records) - len(kept)
 
     def close(self) -> None:
@@ -96,10 +102,18 @@ class MetricsWriter(JsonlWriter):
 
 
 class TrajectoryWriter(JsonlWriter):
-    """`trajectories.jsonl`: one object a sampled answer; `archon report` shows the answers to a prompt side by side."""
+    """`trajectories.jsonl`: one object a sampled answer; `archon report` shows the answers to a prompt side by side.
 
-    def write(self, step: int, group: int | str, prompt: str, completion: str, reward: float, **extra: Any) -> None:
-        """Write one answer.
+    An aid to whoever looks at a run: where it cannot be written, `say` is told so once, and the run goes on.
+    """
+
+    def __init__(self, path: str | Path, say: Callable[[str], None] = print):
+        super().__init__(path)
+        self._say = say
+        self._failed = False
+
+    def write(self, step: int, group: int | str, prompt: str, completion: str, reward: float, **extra: Any) -> bool:
+        """Write one answer; False where that could not be done.
 
         `group` is what the answers to one prompt share. `extra` may carry anything JSON can hold; the report knows
         `length` (tokens of the answer), `stop_reason`, `answer` (the expected one), `advantage`, `rewards` (the parts
@@ -110,7 +124,14 @@ class TrajectoryWriter(JsonlWriter):
         `versions`, both -1 of a token that was given.
         """
         answer = {"prompt": prompt, "completion": completion, "reward": reward}
-        self.append({"step": step, "group": group, **answer, **extra})
+        try:
+            self.append({"step": step, "group": group, **answer, **extra})
+        except OSError as error:
+            if not self._failed:
+                self._say(f"{self.path}: {error.strerror}; samples that cannot be written down are counted")
+            self._failed = True
+            return False
+        return True
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

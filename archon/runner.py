@@ -23,7 +23,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -107,6 +108,10 @@ class RunDirectory:
             self._lock = None
 
 
+class StoppedError(Exception):
+    """SIGINT or SIGTERM came while the run waited for something that need not be waited for."""
+
+
 class StopSignal:
     """Turns the first SIGINT or SIGTERM into a request the loop honours after its step; the second leaves at once.
 
@@ -122,6 +127,7 @@ class StopSignal:
 
     def __init__(self, world: World | None = None) -> None:
         self.received: signal.Signals | None = None
+        self.act: Callable[[], None] | None = None  # done by the handler of the first
         self._world = world or World()
         self._received_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
@@ -144,9 +150,11 @@ class StopSignal:
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\narchon: leaving at once, unsaved\n")
             os._exit(128 + number)
         self.received, self._received_at = signal.Signals(number), time.monotonic()
+        if self.act is not None:
+            self.act()
         if not self._world.is_main:
             return
-        message = f"\narchon: {self.received.name}: finishing the step and saving; once more leaves at once\n"
+        message = f"\narchon: {self.received.name}: saving and leaving; once more leaves at once\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())
 
 
@@ -192,7 +200,7 @@ class Runner:
         try:
             also = self._sinks.write if self._sinks else None
             self.metrics = MetricsWriter(self.directory.metrics if main else os.devnull, also)
-            self.trajectories = TrajectoryWriter(self.directory.trajectories if main else os.devnull)
+            self.trajectories = TrajectoryWriter(self.directory.trajectories if main else os.devnull, self.log)
         except OSError:
             if self._sinks is not None:
                 self._sinks.close(failed=True)
@@ -230,11 +238,32 @@ class Runner:
         self._stopping = self._stopping or self.world.most(self._signals.received or 0)
         return self._stopping > 0
 
+    @contextmanager
+    def cut_short(self, act: Callable[[], None]) -> Iterator[None]:
+        """Call `act` when a signal asks the run to stop within the block, or at once where one has; it is called in a
+        signal handler. Several processes must end such a block together, and none of them calls it."""
+        if self.world.size == 1:
+            self._signals.act = act
+            if self._signals.received is not None:
+                act()
+        try:
+            yield
+        finally:
+            self._signals.act = None
+
+    def request_stop(self, number: int) -> None:
+        """Take the signal of this number as received: a run within this one has answered it already."""
+        self._signals.received = signal.Signals(number)
+
+    @property
+    def stop_number(self) -> int:
+        """The number of the signal that ended the run early, or 0."""
+        return self._stopping or self._signals.received or 0
+
     @property
     def exit_code(self) -> int:
         """0, or 128 + the number of the signal that ended the run early (130, 143)."""
-        number = self._stopping or self._signals.received or 0
-        return 128 + number if number else 0
+        return 128 + self.stop_number if self.stop_number else 0
 
     def rewind(self, step: int) -> None:
         """Forget the records later than `step`, the step of the checkpoint a resumed run starts from."""

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from archon.checkpoint import prepare_save
+from archon.schema.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,11 @@ class Saver:
             try:
                 write()
             except BaseException as error:
-                logger.exception("the checkpoint of step %d could not be written to %s", step, Path(root))
+                # A full disk says all in its line.
+                trace = None if isinstance(error, UserError) else error
+                logger.error(
+                    "the checkpoint of step %d was not written to %s: %s", step, Path(root), error, exc_info=trace
+                )
                 self._error = error
 
         self._thread = threading.Thread(target=work, name=f"archon-save-{step}")

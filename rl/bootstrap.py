@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -144,7 +143,8 @@ def ensure_checkpoint(
         engine = ArchonEngine(model.model_copy(update={"optimizer": None}))
         engine.initialize()
         engine.save(made)
-    elif not warm_up(config.warmup, model, workshop / "warmup"):
+    elif number := warm_up(config.warmup, model, workshop / "warmup"):
+        runner.request_stop(number)
         return False
     world.main_first(end)
     return True
@@ -163,8 +163,8 @@ def _is_made(target: Path, wanted: dict[str, Any]) -> bool:
     return False
 
 
-def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> bool:
-    """Fine-tune the blank model; False when a signal ended it early, which is then raised again for who called."""
+def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
+    """Fine-tune the blank model; gives back the signal that ended it early, or 0."""
     sft = SFTConfig(
         run_dir=str(run_dir),
         resume=True,
@@ -180,9 +180,7 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> bool:
         if config.target is not None:
             probe = stack.enter_context(RewardProbe(config.target, load_tokenizer(model.path), model.seed))
         SFTTrainer(sft, inner, probe).train()
-    if inner.exit_code:
-        signal.raise_signal(inner.exit_code - 128)
-    return inner.exit_code == 0
+    return inner.stop_number
 
 
 class RewardProbe:

@@ -19,7 +19,8 @@ class DatasetConfig(StrictModel):
     """One dataset: a named one, a JSONL or parquet file, or a Hugging Face set."""
 
     path: str = Field(
-        description="a named set (gsm8k, arithmetic, …) | a .jsonl or .parquet file or folder | a Hugging Face set"
+        description="a named set (gsm8k, arithmetic, …) | a .jsonl or .parquet file or folder | a Hugging Face set | "
+        "python:package.module.function, which gives the rows of a split"
     )
     split: str = Field("train", description="which part of it")
     subset: str | None = Field(None, description="configuration of a Hugging Face set that has several")

@@ -8,7 +8,23 @@ from typing import Any
 
 import torch
 
+from archon.rl.config import RLConfig
 from archon.rl.rollout import Episode, Prompt, Rollout, recorded_means
+from archon.rl.workflows import RolloutWorkflow
+
+
+def evaluated_workflows(
+    config: RLConfig, trained: RolloutWorkflow, eval_workflow: RolloutWorkflow | None
+) -> dict[str, RolloutWorkflow]:
+    """The workflows to evaluate, by prefix of their metrics."""
+    evaluation, gconfig = config.evaluation, config.gconfig
+    if eval_workflow is not None:
+        return {"": eval_workflow}
+    sampled = gconfig.new(n_samples=evaluation.n_samples, temperature=evaluation.temperature)
+    workflows = {"": trained.with_gconfig(sampled)}
+    if evaluation.greedy:
+        workflows["greedy_"] = trained.with_gconfig(gconfig.new(n_samples=1, greedy=True))
+    return workflows
 
 
 async def evaluate(

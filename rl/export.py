@@ -13,6 +13,14 @@ LOGIT_TOLERANCE = 1e-5
 """Largest max|a − b| / max|b| between archon's and transformers' float32 logits of one model."""
 
 
+def verified_difference(model: BaseArchonModel, path: str | Path, documents: Sequence[Sequence[int]]) -> float:
+    """`export_difference`; RuntimeError where it is more than `LOGIT_TOLERANCE`."""
+    difference = export_difference(model, path, documents)
+    if difference > LOGIT_TOLERANCE:
+        raise RuntimeError(f"the export's logits differ by {difference:.1e}, more than {LOGIT_TOLERANCE:.0e}")
+    return difference
+
+
 @torch.no_grad()
 def export_difference(model: BaseArchonModel, path: str | Path, documents: Sequence[Sequence[int]]) -> float:
     """max|a − b| / max|b| between the logits of `model` and those transformers computes from the export, in float32.

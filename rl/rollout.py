@@ -66,16 +66,33 @@ class RolloutBatch:
 
     `trajectories` holds [B, S] and [B] tensors and `group_ids` int64 [B]; it is empty when no group was left.
     `prompts[g]` is the prompt of group g. `counts` says how much was lost and why, `numbers` what workflows recorded
-    (means).
+    (means). Where every group was dropped for want of spread, they are `dropped`.
     """
 
     trajectories: dict[str, Any] = field(default_factory=dict, repr=False)
     prompts: list[Prompt] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     numbers: dict[str, float] = field(default_factory=dict)
+    dropped: RolloutBatch | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_groups(cls, episodes: Sequence[Episode], counts: Counter[str] | None = None) -> RolloutBatch:
+        """Of those episodes that have trajectories."""
+        groups = [(e.prompt, e.trajectories) for e in episodes if e.trajectories]
+        batch = cls(prompts=[prompt for prompt, _ in groups], counts=Counter() if counts is None else counts)
+        if groups:
+            batch.trajectories = concat_padded_tensors([group for _, group in groups])
+            sizes = torch.tensor([len(group["rewards"]) for _, group in groups])
+            batch.trajectories["group_ids"] = torch.repeat_interleave(torch.arange(len(groups)), sizes)
+        return batch
 
     def __bool__(self) -> bool:
         return bool(self.prompts)
+
+    def is_of(self, version: int) -> bool:
+        """Whether all tokens were sampled with the weights of `version`; those of unknown version pass."""
+        versions = self.trajectories["versions"]
+        return bool(((versions < 0) | (versions == version)).all())
 
 
 class Rollout:
@@ -141,15 +158,11 @@ class Rollout:
 
         Raises what `stop_if_nothing_came` raises.
         """
-        batch = RolloutBatch(counts=counts)
-        self._count(batch, episodes)
         self.stop_if_nothing_came(episodes)
-        if kept:
-            groups = [e.trajectories for e in kept if e.trajectories]
-            batch.prompts = [e.prompt for e in kept]
-            batch.trajectories = concat_padded_tensors(groups)
-            sizes = torch.tensor([len(group["rewards"]) for group in groups])
-            batch.trajectories["group_ids"] = torch.repeat_interleave(torch.arange(len(groups)), sizes)
+        batch = RolloutBatch.of_groups(kept, counts)
+        if not batch:
+            batch.dropped = RolloutBatch.of_groups(episodes)
+        self._count(batch, episodes)
         self._announce(batch, episodes, step)
         return batch
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from archon.metrics import TrajectoryWriter
+from archon.metrics import TrajectoryWriter, read_jsonl
 from archon.rl.rewards.result import FAILURE_KINDS
 from archon.rl.rollout import RolloutBatch
 
@@ -78,31 +79,43 @@ def groups_generated(batch: RolloutBatch) -> int:
 
 
 def write_groups(
-    writer: TrajectoryWriter, batch: RolloutBatch, advantages: Tensor, n_groups: int, step: int, tokenizer: Any
-) -> None:
-    """Write every sample of the first `n_groups` groups, special tokens shown; `advantages` [B, S] as the mean over an
-    answer's tokens."""
-    trajectories = batch.trajectories
+    writer: TrajectoryWriter,
+    batch: RolloutBatch,
+    advantages: Tensor | None,
+    n_groups: int,
+    step: int,
+    tokenizer: Any,
+) -> int:
+    """Write every sample of the first `n_groups` groups, special tokens shown; gives back how many could not be.
+
+    `advantages` [B, S], as the mean over an answer's tokens; None of groups that are not trained on, which are marked
+    `dropped`.
+    """
+    trajectories, lost = batch.trajectories, 0
     for group, prompt in enumerate(batch.prompts[:n_groups]):
         for row in (trajectories["group_ids"] == group).nonzero().flatten().tolist():
             ids, trained = trajectories["input_ids"][row], trajectories["loss_mask"][row] != 0
             asked = (trajectories["attention_mask"][row] != 0) & (trained.cumsum(0) == 0)
             text, answer = tokenizer.batch_decode([ids[asked].tolist(), ids[trained].tolist()])
-            extra = {"answer": prompt.row["answer"]} if "answer" in prompt.row else {}
+            extra: dict[str, Any] = {"answer": prompt.row["answer"]} if "answer" in prompt.row else {}
             if "truncated" in trajectories:
                 extra["stop_reason"] = "length" if trajectories["truncated"][row] else "stop"
-            writer.write(
+            if advantages is None:
+                extra["dropped"] = True
+            else:
+                extra["advantage"] = advantages[row].sum().item() / max(int(trained.sum()), 1)
+            lost += not writer.write(
                 step,
                 prompt.index,
                 text,
                 answer,
                 trajectories["rewards"][row].item(),
                 length=int(trained.sum()),
-                advantage=advantages[row].sum().item() / max(int(trained.sum()), 1),
                 split="train",
                 **token_columns({name: column[row] for name, column in trajectories.items()}, tokenizer),
                 **extra,
             )
+    return lost
 
 
 def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -128,3 +141,20 @@ def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     else:
         columns["versions"] = trajectory["versions"][shown].tolist()
     return columns
+
+
+def newest_record(metrics: Path, step: int) -> dict[str, Any]:
+    """What stands last in `metrics.jsonl`, if it is of `step`, without step and time; else {}."""
+    record = next(reversed(read_jsonl(metrics)), {"step": None}) if metrics.exists() else {"step": None}
+    return {k: v for k, v in record.items() if k not in ("step", "time")} if record["step"] == step else {}
+
+
+def gains(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each kind of held-out reward: before the first step, and after the last."""
+    rewards = [record for record in records if "eval/reward" in record]
+    kinds = (("eval/reward", "sampled"), ("eval/greedy_reward", "greedy"))
+    return [
+        f"held-out reward, {what}: {rewards[0][name]:.3f} before, {rewards[-1][name]:.3f} after"
+        for name, what in kinds
+        if len(rewards) > 1 and name in rewards[0]
+    ]

@@ -59,7 +59,7 @@ class GenerationHyperparameters(StrictModel):
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """A validated copy with some fields changed."""
-        return type(self).model_validate({**self.model_dump(), **changes})
+        return type(self)(**{**self.model_dump(), **changes})
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
         """A copy that also stops at the tokenizer's end-of-text and padding ids."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,6 +35,9 @@ USER_ERRNOS = {
     errno.EPERM,
     errno.EROFS,
 }
+
+# click's base of errors in how a command is called, which releases of typer keep in different places.
+CommandError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="archon",
@@ -74,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     with errors_told():
-        app(args=arguments, prog_name="archon")
+        sys.exit(app(args=arguments, prog_name="archon", standalone_mode=False))
 
 
 @contextmanager
@@ -86,8 +90,10 @@ def errors_told() -> Iterator[None]:
     """
     try:
         yield
+    except typer.Abort:
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        message = user_message(error) if isinstance(error, (UserError, OSError)) else None
+        message = user_message(error)
         if message is not None:
             # What a library or a user's function said may have lines of its own.
             message = " ".join(message.splitlines())
@@ -97,16 +103,21 @@ def errors_told() -> Iterator[None]:
             failure = Failure.connect()
             if failure is not None:
                 end_rank(error, message, failure)
+        if isinstance(error, CommandError):
+            error.show()
+            sys.exit(error.exit_code)
         if message is None:
             raise
         sys.stderr.write(f"archon: {message}\n")
         sys.exit(2)
 
 
-def user_message(error: UserError | OSError) -> str | None:
+def user_message(error: Exception) -> str | None:
     """The one line a user should read, or None when the error is not the user's to mend."""
+    if isinstance(error, CommandError):
+        return str(error.format_message())
     if isinstance(error, UserError):
         return str(error)
-    if error.errno not in USER_ERRNOS:
+    if not isinstance(error, OSError) or error.errno not in USER_ERRNOS:
         return None
     return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)

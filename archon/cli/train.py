@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 
 import typer
@@ -19,6 +21,15 @@ RUNS = {
 
 def train(command: str, file: Path | None, overrides: list[str] | None, dry_run: bool) -> None:
     """Run `command` of `RUNS`, or with `dry_run` only check it; leaves with the run's exit code."""
+    try:
+        exit_code = _run(command, file, overrides or [], dry_run)
+    except KeyboardInterrupt:  # outside the run itself, where the signal is a request
+        sys.stderr.write("archon: interrupted\n")
+        exit_code = 128 + signal.SIGINT
+    raise typer.Exit(exit_code)
+
+
+def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -> int:
     import archon.rl as rl
 
     config_name, trainer_name, model = RUNS[command]
@@ -26,14 +37,14 @@ def train(command: str, file: Path | None, overrides: list[str] | None, dry_run:
     if command == "rl":
         from archon.rl.trinity.config import translated
 
-        config = load_config(config_type, file, overrides or [], translated)
+        config = load_config(config_type, file, overrides, translated)
     else:
-        config = load_config(config_type, file, overrides or [])
+        config = load_config(config_type, file, overrides)
     if dry_run:
         from archon.cli import check
 
         check.print_check(config, getattr(check, f"check_{command}"))
-        return
+        return 0
     from archon.rl.loop import join
     from archon.runner import Runner
 
@@ -42,4 +53,4 @@ def train(command: str, file: Path | None, overrides: list[str] | None, dry_run:
         getattr(rl, trainer_name)(config, runner).train()
         if runner.world.is_main:
             report_to(runner)
-    raise typer.Exit(runner.exit_code)
+    return runner.exit_code

@@ -7,11 +7,17 @@ from here, so there is no second list to fall out of date.
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, Self
+import re
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from archon.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)  # which has no public name
 
 AttnType = Literal["auto", "sdpa", "varlen", "flash"]
 ContextParallelKind = Literal["ulysses", "allgather"]
@@ -19,8 +25,18 @@ ComputeDtype = Literal["float32", "bfloat16", "float64"]
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 
 
-class StrictModel(BaseModel):
-    """A pydantic model that refuses unknown keys and names the nearest valid one."""
+class OneLineErrors(ModelMetaclass):
+    """Calling a class raises `ConfigError` in place of pydantic's error of several lines."""
+
+    def __call__(self, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except ValidationError as error:
+            raise ConfigError(f"{self.__name__}: {describe_validation_error(error)}") from None
+
+
+class StrictModel(BaseModel, metaclass=OneLineErrors):
+    """A pydantic model that refuses unknown keys and names the nearest valid one, as it does for values of a list."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
 
@@ -44,8 +60,12 @@ class StrictModel(BaseModel):
 
 def nearest(name: str, known: list[str]) -> str:
     """`", did you mean 'lr'?"` or the list of valid names, for the end of an error message."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else f"; valid keys: {', '.join(sorted(known))}"
+    close = _close(name, known)
+    return f", did you mean {close!r}?" if close else f"; valid keys: {', '.join(sorted(known))}"
+
+
+def _close(name: str, known: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
 
 
 def describe_validation_error(error: ValidationError) -> str:
@@ -55,6 +75,9 @@ def describe_validation_error(error: ValidationError) -> str:
         where = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
+        if item["type"] == "literal_error":
+            close = _close(str(item["input"]), re.findall("'([^']*)'", item["ctx"]["expected"]))
+            message += f", did you mean {close!r}?" if close else ""
         # The input of a missing field is the whole of what surrounds it.
         given = "" if item["type"] in ("value_error", "missing") else f"got {item['input']!r}, "
         lines.append(f"{where + ': ' if where else ''}{given}{message}")

@@ -1,10 +1,12 @@
-"""Names of a package that are loaded on first use: importing the package stays cheap."""
+"""Names that are loaded when they are used: those of a package, whose import stays cheap, and a user's own."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from archon.schema.errors import ConfigError
 
 
 def lazy_exports(
@@ -31,3 +33,12 @@ def lazy_exports(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return load, lambda: names, names
+
+
+def import_dotted(path: str, what: str) -> Any:
+    """What a dotted path names; `ConfigError`, beginning with `what` it is, where it names nothing."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{what} {path!r} cannot be imported ({error}); expected 'package.module.Name'") from error

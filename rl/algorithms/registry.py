@@ -1,4 +1,7 @@
-"""Tables from names to the parts of an algorithm: a part is added by registering it, not by editing a switch."""
+"""Tables from names to the parts of an algorithm: a part is added by registering it, not by editing a switch.
+
+A part that lies in a package of one's own is named by its dotted path, and needs no registering.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ from typing import TypeVar
 
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
+from archon.schema.lazy import import_dotted
 
 T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """Named values of one kind. Looking up an unknown name is a `ConfigError` that names the nearest known one."""
+    """Named values of one kind, and those that dotted paths lead to. Looking up an unknown name is a `ConfigError` that
+    names the nearest known one."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -31,6 +36,9 @@ class Registry(Mapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
+            if "." in name:
+                found: T = import_dotted(name, self.kind)
+                return found
             raise ConfigError(f"unknown {self.kind} {name!r}{nearest(name, list(self._entries))}")
         return self._entries[name]
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from archon.schema.errors import DatasetError
+from archon.schema.lazy import import_dotted
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_FUNCTION = "python:"
 _NEEDS_EXTRA = "is not installed; install archon's extra `rl`: pip install 'archon-engine[rl]'"
 
 
@@ -26,7 +28,8 @@ def read_rows(path: str | Path, split: str = "train", subset: str | None = None)
 
     Args:
         path: A `.jsonl` or `.parquet` file; a folder that holds `<split>.jsonl` or `<split>.parquet`, or that
-            `datasets` saved; or the name of a set on the Hugging Face hub, `owner/name`.
+            `datasets` saved; the name of a set on the Hugging Face hub, `owner/name`; or `python:` and the dotted path
+            of a function that gives the rows of a split, dictionaries.
         split: Which split, where the source has several. A file is one split, whatever its name.
         subset: The configuration of a hub set that has several.
 
@@ -34,7 +37,9 @@ def read_rows(path: str | Path, split: str = "train", subset: str | None = None)
         DatasetError: missing, empty or malformed; names the file and the line.
     """
     location = Path(path).expanduser()
-    if location.is_file():
+    if str(path).startswith(_FUNCTION):
+        rows = _call(str(path), split)
+    elif location.is_file():
         rows = _read_file(location)
     elif location.is_dir():
         rows = _read_folder(location, split)
@@ -42,7 +47,8 @@ def read_rows(path: str | Path, split: str = "train", subset: str | None = None)
         rows = _read_hub(str(path), split, subset)
     else:
         raise DatasetError(
-            f"no dataset at {path}: expected a .jsonl or .parquet file, a folder, or a hub name owner/name"
+            f"no dataset at {path}: expected a .jsonl or .parquet file, a folder, a hub name owner/name, or "
+            f"{_FUNCTION}package.module.function"
         )
     if not rows:
         raise DatasetError(f"dataset {path} (split {split}) is empty: expected at least one row")
@@ -69,6 +75,16 @@ def data_folder(name: str, explicit: str | Path | None = None) -> Path:
         f"the data set {name} is not at {candidates[0]}: give its folder as data_dir, or set ARCHON_DATA to "
         f"the one that holds {name}/"
     )
+
+
+def _call(path: str, split: str) -> list[SourceRow]:
+    """The rows of a user's own function, whose errors are the user's to see."""
+    rows = []
+    for number, row in enumerate(import_dotted(path.removeprefix(_FUNCTION), "dataset function")(split), start=1):
+        if not isinstance(row, dict):
+            raise DatasetError(f"{path}: row {number} is a {type(row).__name__}, expected a dictionary")
+        rows.append(SourceRow(f"{path}:{number}", row))
+    return rows
 
 
 def _read_file(path: Path) -> list[SourceRow]:

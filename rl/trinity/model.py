@@ -10,15 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from pydantic import ValidationError
 
 from archon.rl.context import derive_seed, workflow_context
 from archon.rl.datasets.encoding import encode_prompt, next_turn_ids, plain_prompt
 from archon.rl.trinity.types import Experience
 from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
 from archon.rl.workflows.trajectory import TokenRecord, UnusableAnswerError, check_answer
-from archon.schema.config import describe_validation_error, nearest
-from archon.schema.errors import RolloutError
+from archon.schema.config import nearest
+from archon.schema.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
     import openai
@@ -283,8 +282,8 @@ class ModelWrapper:
             changes["stop_token_ids"] = [*self._gconfig.stop_token_ids, *changes["stop_token_ids"]]
         try:
             return self._gconfig.new(**changes)
-        except ValidationError as error:
-            raise RolloutError(f"the model's arguments: {describe_validation_error(error)}") from None
+        except ConfigError as error:
+            raise RolloutError(f"the model's arguments: {error}") from None
 
     def _beginning(self, talk: tuple[tuple[str, str], ...], messages: Sequence[dict[str, Any]]) -> TokenRecord:
         """What the model is given for a conversation."""

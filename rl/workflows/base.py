@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from archon.rl.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.workflows.trajectory import UnusableAnswerError
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
+from archon.schema.lazy import import_dotted
 
 Sample = TypeVar("Sample")
 
@@ -142,12 +142,3 @@ def _found(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str,
     if isinstance(workflow, type) and issubclass(workflow, Workflow):
         return TrinityWorkflow, {"workflow": workflow, **further}
     return workflow, further
-
-
-def import_dotted(path: str, what: str) -> Any:
-    """What a dotted path names; `ConfigError`, beginning with `what` it is, where it names nothing."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{what} {path!r} cannot be imported ({error}); expected 'package.module.Name'") from error

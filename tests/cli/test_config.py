@@ -87,3 +87,13 @@ def test_every_field_of_the_engine_is_described():
     table = list(field_lines(EngineConfig))
     for key, text in zip(table[::2], table[1::2], strict=True):
         assert text.strip().rpartition("]")[2].strip(), f"{key.strip()} has no description"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("fp32", ", did you mean 'float32'?"), ("bf16", ", did you mean 'bfloat16'?"), ("int3", "")]
+)
+def test_a_value_of_no_list_is_one_line_with_the_nearest_that_is(given, meant):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(path="model", dtype=given)
+    expected = f"EngineConfig: dtype: got {given!r}, input should be 'float32', 'bfloat16' or 'float64'{meant}"
+    assert str(caught.value) == expected

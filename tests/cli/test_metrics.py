@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -46,6 +47,23 @@ def test_a_torn_last_line_is_tolerated_and_removed_when_the_run_goes_on(tmp_path
     assert read_jsonl(path) == [{"step": 1}]
     MetricsWriter(path).write(2, {"loss": 1.0})
     assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+
+
+def test_a_record_that_the_disk_does_not_take_is_an_error_that_names_the_file_and_leaves_no_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(1, {"loss": 1.0})
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+        try:
+            with pytest.raises(OSError, match="File too large") as caught:
+                writer.write(2, {"loss": 0.5})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert caught.value.filename == str(path)
+        writer.write(3, {"loss": 0.25})
+    assert path.read_bytes().count(b"\n") == 2
+    assert [record["step"] for record in read_jsonl(path)] == [1, 3]
 
 
 def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path):

@@ -56,7 +56,7 @@ def test_the_first_signal_finishes_the_step_and_saves(tmp_path, number, code):
     process.send_signal(number)
     output, errors = process.communicate(timeout=20)
     assert process.returncode == code
-    assert output.endswith("saved 1\n") and "finishing the step and saving" in errors
+    assert output.endswith("saved 1\n") and "saving and leaving" in errors
     assert [record["step"] for record in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1]
 
 

@@ -96,3 +96,10 @@ def test_a_wrong_number_of_processes_is_one_line_once(tmp_path: Path) -> None:
     assert output.count("the layout needs 4 processes, but 2 are running; start it with torchrun") == 1
     assert "exitcode  : 2" in output
     assert not (tmp_path / "run").exists()
+
+
+def test_a_command_that_cannot_be_read_is_told_once() -> None:
+    code, output, _ = torchrun("archon", "sft", "--no-such-option")
+    assert code == 1
+    assert output.count("no-such-option") == 1, output
+    assert "exitcode  : 2" in output

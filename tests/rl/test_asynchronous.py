@@ -268,7 +268,7 @@ def test_versions_in_a_batch_are_within_the_bound(rl_config: MakeConfig) -> None
     assert len(seen) > 1, "no token was stale, so nothing was tested"
 
 
-def test_a_stopped_run_resumes_and_trains_each_prompt_once(rl_config: MakeConfig) -> None:
+def test_a_resumed_run_that_runs_ahead_trains_each_prompt_exactly_once(rl_config: MakeConfig) -> None:
     rollout = {"prompts_per_step": 6, "gold_checked": 0, "dump_groups": 6, "max_staleness": 2}
     config = rl_config(total_steps=7, rollout=rollout)
     trainer = RLTrainer(config)
@@ -281,14 +281,14 @@ def test_a_stopped_run_resumes_and_trains_each_prompt_once(rl_config: MakeConfig
 
     trainer.train_step = stop_in_the_third  # type: ignore[method-assign]
     trainer.train()
-    assert trainer.step == 3
+    assert trainer.step in (2, 3)  # the step is cut short unless all of its groups are there already
     RLTrainer(config.model_copy(update={"resume": True})).train()
     rows = read_jsonl(Path(config.run_dir) / "trajectories.jsonl")
     groups = {(row["step"], row["group"]) for row in rows}
     # None twice, and none left out: what ran ahead at the end of the first run came first in the second.
     trained = sorted(group for _, group in groups)
     assert len(trained) == len(set(trained)) == 7 * 6
-    assert set(range(3 * 6)) <= set(trained)
+    assert set(range(2 * 6)) <= set(trained)
 
 
 def test_several_processes_are_refused(rl_config: MakeConfig) -> None:

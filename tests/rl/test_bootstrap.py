@@ -201,11 +201,11 @@ def test_warm_up_ends_where_the_target_reward_is_reached(
         write_blank(config, blank)
         model = EngineConfig(path=str(blank), init_from_scratch=True)
         run = tmp_path / f"run {steps}"
-        assert warm_up(config.warmup, model, run)
+        assert warm_up(config.warmup, model, run) == 0
         rows = read_jsonl(run / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, steps + 1))
         assert [row["step"] for row in rows if "eval/reward" in row] == [step for step in (2, 4) if step <= steps]
-        assert warm_up(config.warmup, model, run)  # finished: nothing is trained again
+        assert warm_up(config.warmup, model, run) == 0  # finished: nothing is trained again
         assert read_jsonl(run / "metrics.jsonl") == rows
 
 

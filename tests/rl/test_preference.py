@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from archon.metrics import read_jsonl
 from archon.rl import PreferenceConfig
 from archon.rl.preference import PreferenceTrainer, preference_loss
 from archon.schema.errors import ConfigError, DatasetError
+from tests.rl.objectives import PREFERENCES, assert_same, of_preference, opened, write_pairs
 from tests.tolerances import FORMULA_FP64, INVARIANCE_FP64
 
 MakeConfig = Callable[..., PreferenceConfig]
@@ -25,14 +25,7 @@ MakeConfig = Callable[..., PreferenceConfig]
 
 @pytest.fixture
 def make(blank: Path, tmp_path: Path) -> MakeConfig:
-    """Pairs of a digit asked for: it repeated is preferred to the next one repeated, odd lengths."""
-    for split in ("train", "test"):
-        numbers = [i for i in range(120) if (i % 7 == 0) == (split == "test")]
-        rows = [
-            {"prompt": f"{i}=", "chosen": str(i % 10) * (1 + i % 4), "rejected": str((i + 1) % 10) * (1 + i % 3)}
-            for i in numbers
-        ]
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_pairs(tmp_path)
 
     def of(**changes: Any) -> PreferenceConfig:
         run = {
@@ -70,15 +63,6 @@ def test_the_derivative_is_autograds(kind: str) -> None:
     loss.sum().backward()
     assert margin.grad is not None
     torch.testing.assert_close(derivative.detach(), margin.grad, rtol=FORMULA_FP64, atol=FORMULA_FP64)
-
-
-def opened(config: PreferenceConfig) -> PreferenceTrainer:
-    """A trainer with its models and rows, without a run directory."""
-    trainer = PreferenceTrainer(config)
-    runner: Any = type("NoRun", (), {"directory": type("Nowhere", (), {"stacks": Path("stacks")})})
-    trainer.runner = runner
-    trainer.open()
-    return trainer
 
 
 def plain_number(engine: ArchonEngine, batch: dict[str, Tensor], row: int) -> Tensor:
@@ -130,6 +114,18 @@ def test_gradient_is_that_of_the_loss_written_out(make: MakeConfig, loss: str, m
     for name, gradient in expected.items():
         difference = (seen[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-30)
         assert difference < INVARIANCE_FP64, name
+
+
+@pytest.mark.parametrize("loss", PREFERENCES)
+def test_loss_and_gradients_of_pairs_do_not_change_under_padding_packing_and_micro_batch_split(
+    blank: Path, tmp_path: Path, loss: str
+) -> None:
+    write_pairs(tmp_path)
+    expected = of_preference(str(blank), str(tmp_path), loss)
+    assert_same(of_preference(str(blank), str(tmp_path), loss, pad=True), expected)
+    split = of_preference(str(blank), str(tmp_path), loss, max_tokens_per_mb=12)
+    assert split[0]["micro_batches"] > 9
+    assert_same(split, expected)
 
 
 @pytest.mark.parametrize("loss", ["dpo", "reward"])

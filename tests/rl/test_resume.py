@@ -16,16 +16,15 @@ import pytest
 import yaml
 
 from archon.checkpoint import load_latest
-from archon.hf_io import load_model
 from archon.metrics import read_jsonl
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.runner import Runner
 from tests.conftest import Kills
+from tests.rl.written import assert_bitwise_equal_runs
 
 MakeConfig = Callable[..., RLConfig]
 ROOT = Path(__file__).resolve().parents[2]
-CLOCKED = ("seconds/", "samples_per_second", "time")
 
 
 def start(config: RLConfig, kill_at: str | None = None) -> subprocess.Popen[bytes]:
@@ -37,20 +36,7 @@ def start(config: RLConfig, kill_at: str | None = None) -> subprocess.Popen[byte
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 
-def assert_bitwise_equal_runs(config: RLConfig, whole: RLConfig) -> None:
-    one, other = Path(config.run_dir), Path(whole.run_dir)
-    for a, b in zip(load_model(one / "export").parameters(), load_model(other / "export").parameters(), strict=True):
-        assert a.equal(b)
-    rows, expected = (
-        [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in read_jsonl(path / "metrics.jsonl")]
-        for path in (one, other)
-    )
-    assert rows == expected
-    trained = sorted({(row["step"], row["group"]) for row in read_jsonl(one / "trajectories.jsonl")})
-    assert trained == [(step, 6 * (step - 1) + i) for step in range(1, config.total_steps + 1) for i in range(6)]
-
-
-def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_once(
+def test_kill_9_inside_a_save_and_resume_is_bitwise_and_trains_each_prompt_exactly_once(
     rl_config: MakeConfig, tmp_path: Path, kills: Kills
 ) -> None:
     """Killed in the third save: steps 3 to 5 are repeated from step 2's checkpoint, and their records replaced."""

@@ -24,27 +24,14 @@ from archon.rl.rollout import WorkflowError
 from archon.rl.types import InferenceEngine
 from archon.runner import Runner
 from archon.schema.errors import ConfigError, RewardError, RolloutError
+from tests.rl.written import prompts_trained, records
 from tests.tolerances import FIRST_RATIO_FP32
 
 MakeConfig = Callable[..., RLConfig]
 
-TIMES = ("seconds/", "samples_per_second", "time")
-
 
 def weights(trainer: RLTrainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.engine.weights()}
-
-
-def records(config: RLConfig) -> list[dict[str, Any]]:
-    """The run's metrics without what a clock had a hand in."""
-    rows = read_jsonl(Path(config.run_dir) / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
-
-
-def prompts_trained(config: RLConfig) -> list[tuple[int, int]]:
-    """(step, prompt's ordinal) of every group, from the trajectory dump."""
-    rows = read_jsonl(Path(config.run_dir) / "trajectories.jsonl")
-    return sorted({(row["step"], row["group"]) for row in rows})
 
 
 def test_first_step_importance_ratio_is_one_through_the_real_generation_path(rl_config: MakeConfig) -> None:
@@ -185,7 +172,7 @@ def test_tokens_carry_the_version_of_the_weights_that_sampled_them(rl_config: Ma
 
 
 class StopsAtStep(RLVRWorkflow):
-    """Sends this process SIGTERM in the step that trains prompt 12 and lets the step go on."""
+    """Sends this process SIGTERM in the step that trains prompt 12, which is cut short."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         if workflow_context.get().task_id == 12 and not workflow_context.get().is_eval:
@@ -205,7 +192,7 @@ def test_sigterm_saves_and_leaves_and_the_resumed_run_is_bitwise_the_uninterrupt
     with Runner(config.run_dir, config, resume=True) as runner:
         stopped = RLTrainer(config, runner)
         stopped.train(workflow=StopsAtStep)
-        assert (stopped.step, runner.exit_code) == (3, 128 + signal.SIGTERM)
+        assert (stopped.step, runner.exit_code) == (2, 128 + signal.SIGTERM)
     assert not (tmp_path / "parts" / "export").exists()
     resumed = RLTrainer(config)
     resumed.train()

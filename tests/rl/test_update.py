@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,123 +14,57 @@ from torch import Tensor
 
 from archon.engine import ArchonEngine
 from archon.rl.algorithms.config import AlgorithmConfig
-from archon.rl.types import concat_padded_tensors
 from archon.rl.update import PolicyUpdate
-from archon.schema.config import EngineConfig
+from tests.rl.objectives import OBJECTIVES, assert_same, float64_engine, of_objective, padded, trajectories
 from tests.tolerances import INVARIANCE_FP64
-
-ALGORITHM = {"kl_coef": 0.1, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05}
 
 
 @pytest.fixture
 def make_engine(blank: Path) -> Callable[..., ArchonEngine]:
-    def make(**changes: Any) -> ArchonEngine:
-        optimizer = {"lr": 1e-3, "max_grad_norm": None}
-        config = {"path": str(blank), "init_from_scratch": True, "dtype": "float64", "optimizer": optimizer}
-        engine = ArchonEngine(EngineConfig.parse(config | changes))
-        engine.initialize()
-        return engine
-
-    return make
+    return lambda **changes: float64_engine(str(blank), **changes)
 
 
-def engine_like(engine: ArchonEngine, **changes: Any) -> ArchonEngine:
-    torch.manual_seed(0)
-    other = ArchonEngine(engine.config.model_copy(update=changes))
-    other.initialize()
-    return other
+@dataclass
+class Engines:
+    """Policy and critic, and the same with micro-batches of about one document."""
+
+    whole: tuple[ArchonEngine, ArchonEngine]
+    split: tuple[ArchonEngine, ArchonEngine]
 
 
-def trajectories(seed: int = 0, n: int = 9) -> dict[str, Tensor]:
-    """n answers of odd lengths to three prompts, with logprobs that are near the policy's but not its own."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for i in range(n):
-        prompt, answer = 3 + i % 3, 1 + (5 * i) % 7
-        size = prompt + answer
-        mask = torch.tensor([[0] * prompt + [1] * answer])
-        rows.append(
-            {
-                "input_ids": torch.randint(3, 15, (1, size), generator=generator),
-                "attention_mask": torch.ones(1, size, dtype=torch.bool),
-                "loss_mask": mask,
-                "logprobs": -2.5 * torch.rand(1, size, generator=generator, dtype=torch.float64) * mask,
-                "rewards": torch.rand(1, generator=generator, dtype=torch.float64),
-            }
-        )
-    return concat_padded_tensors(rows) | {"group_ids": torch.arange(n) % 3}
+@pytest.fixture(scope="module")
+def engines(blank: Path) -> Engines:
+    def pair(**changes: Any) -> tuple[ArchonEngine, ArchonEngine]:
+        return float64_engine(str(blank), **changes), float64_engine(str(blank), is_critic=True, **changes)
+
+    return Engines(pair(), pair(max_tokens_per_mb=14))
 
 
-def gradients_of_one_update(
-    engine: ArchonEngine, batch: dict[str, Tensor], **algorithm: Any
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics of one update, and every parameter's gradient as the optimiser saw it."""
-    config = AlgorithmConfig.parse(ALGORITHM | algorithm)
-    critic = engine_like(engine, is_critic=True) if config.advantage == "gae" else None
-    update = PolicyUpdate(engine, engine, config, critic=critic, temperature=0.8, max_new_tokens=6)
-    seen: dict[str, Tensor] = {}
-
-    def record(*_: Any) -> None:
-        seen.update({name: p.grad.clone() for name, p in engine.model.named_parameters() if p.grad is not None})
-
-    assert engine.optimizer is not None
-    engine.optimizer.register_step_pre_hook(record)
-    prepared, measured = update.prepare(batch, step=0)
-    return measured | update.train(prepared, step=0), seen
-
-
-def assert_same(actual: tuple[dict[str, float], dict[str, Tensor]], expected: Any) -> None:
-    for name in ("loss", "policy_loss", "kl_ref", "entropy", "approx_kl", "clip_fraction", "grad_norm"):
-        assert actual[0][name] == pytest.approx(expected[0][name], rel=INVARIANCE_FP64, abs=INVARIANCE_FP64), name
-    assert actual[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert gradient.abs().max() > 0, name
-        difference = (actual[1][name] - gradient).abs().max() / gradient.abs().max()
-        assert difference < INVARIANCE_FP64, name
-
-
-VARIANTS: list[dict[str, Any]] = [
-    *({"aggregation": kind} for kind in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")),
-    {"aggregation": "dr_grpo", "advantage": "dr_grpo", "length_budget": 8},
-    {"policy_loss": "gspo"},
-    {"policy_loss": "cispo", "advantage": "opmd"},
-    {"policy_loss": "sapo", "advantage": "reinforce_baseline"},
-    {"policy_loss": "m2po", "m2_threshold": 0.3},
-    {"policy_loss": "decoupled", "correction": "tis", "correction_high": 1.1},
-    {"policy_loss": "reinforce", "advantage": "rloo", "kl_in": "reward", "kl_kind": "k1"},
-    {"advantage": "reinforce_pp", "kl_in": "reward", "overlong_penalty": 1.0, "overlong_buffer": 0.5},
-    {"advantage": "gae", "value_clip": 0.1, "correction": "icepop"},
-    {"correction": "sequence_tis"},
-]
-
-
-@pytest.mark.parametrize("algorithm", VARIANTS, ids=["-".join(map(str, of.values())) for of in VARIANTS])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_loss_and_gradients_do_not_change_under_padding_packing_and_micro_batch_split(
-    make_engine: Callable[..., ArchonEngine], algorithm: dict[str, Any]
+    engines: Engines, objective: str
 ) -> None:
-    batch = trajectories()
-    expected = gradients_of_one_update(make_engine(), batch, **algorithm)
+    batch, algorithm = trajectories(), OBJECTIVES[objective]
+    expected = of_objective(*engines.whole, batch, algorithm)
     if algorithm.get("policy_loss", "ppo") in ("ppo", "gspo", "cispo") and "correction" not in algorithm:
         assert expected[0]["clip_fraction"] > 0
+    assert any(name.startswith("critic.") for name in expected[1]) == (algorithm.get("advantage") == "gae")
 
-    padded = {
-        name: torch.nn.functional.pad(value, (0, 5)) if value.ndim == 2 else value for name, value in batch.items()
-    }
-    assert_same(gradients_of_one_update(make_engine(), padded, **algorithm), expected)
+    assert_same(of_objective(*engines.whole, padded(batch), algorithm), expected)
 
-    split = gradients_of_one_update(make_engine(max_tokens_per_mb=14), batch, **algorithm)
+    split = of_objective(*engines.split, batch, algorithm)
     assert split[0]["micro_batches"] > 3
     assert_same(split, expected)
 
     order = torch.randperm(len(batch["rewards"]), generator=torch.Generator().manual_seed(1))
     turned = {name: value[order] for name, value in batch.items()}
-    assert_same(gradients_of_one_update(make_engine(), turned, **algorithm), expected)
+    assert_same(of_objective(*engines.whole, turned, algorithm), expected)
 
 
 def test_gradient_is_that_of_the_objective_written_out(make_engine: Callable[..., ArchonEngine]) -> None:
     """GRPO's equation on padded tensors, one answer at a time, with autograd through plain logits."""
     batch, engine = trajectories(), make_engine()
-    _, actual = gradients_of_one_update(engine, batch)
+    _, actual = of_objective(engine, engine, batch, {})
     fresh = make_engine()
     with torch.no_grad():
         reference = [plain_logprobs(fresh, batch, row, 0.8)[0] for row in range(9)]
@@ -145,7 +80,7 @@ def test_gradient_is_that_of_the_objective_written_out(make_engine: Callable[...
     total.backward()
     for name, parameter in fresh.model.named_parameters():
         assert parameter.grad is not None
-        difference = (actual[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
+        difference = (actual[f"policy.{name}"] - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert difference < INVARIANCE_FP64, name
 
 

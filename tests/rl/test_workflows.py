@@ -154,7 +154,9 @@ def test_a_reward_may_ask_which_answer_of_the_group_it_scores(engine: InProcessE
         ({"stop_reason": "abort"}, "aborted"),
     ],
 )
-def test_answer_without_one_finite_logprob_a_token_is_unusable(change: dict[str, Any], kind: str) -> None:
+def test_an_answer_without_one_finite_logprob_a_token_is_dropped_never_zeroed(
+    change: dict[str, Any], kind: str
+) -> None:
     whole = {"input_tokens": [3], "output_tokens": [4, 5], "output_logprobs": [-1.0, -2.0], "output_versions": [0, 0]}
     check_answer(ModelResponse(**whole))
     with pytest.raises(UnusableAnswerError) as caught:

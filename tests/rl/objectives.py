@@ -1,0 +1,188 @@
+"""Every objective that can be trained, the same trajectories and pairs for each, and the gradients it gives.
+
+An engine's optimiser steps are seen and undone here, so that one engine serves for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archon.engine import ArchonEngine
+from archon.rl import PreferenceConfig
+from archon.rl.algorithms.aggregation import AGGREGATIONS
+from archon.rl.algorithms.config import AlgorithmConfig
+from archon.rl.algorithms.losses import POLICY_LOSSES
+from archon.rl.preference import PreferenceTrainer
+from archon.rl.types import concat_padded_tensors
+from archon.rl.update import PolicyUpdate
+from archon.schema.config import EngineConfig
+from tests.engine.tiny import full_tensor
+from tests.tolerances import INVARIANCE_FP64
+
+ALGORITHM = {"kl_coef": 0.1, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05, "length_budget": 8}
+NEEDED: dict[str, dict[str, Any]] = {
+    "decoupled": {"correction": "tis", "correction_high": 1.1},
+    "m2po": {"m2_threshold": 0.3},
+}
+OTHERS: list[dict[str, Any]] = [
+    {"aggregation": "dr_grpo", "advantage": "dr_grpo"},
+    {"policy_loss": "cispo", "advantage": "opmd"},
+    {"policy_loss": "sapo", "advantage": "reinforce_baseline"},
+    {"policy_loss": "reinforce", "advantage": "rloo", "kl_in": "reward", "kl_kind": "k1"},
+    {"advantage": "reinforce_pp", "kl_in": "reward", "overlong_penalty": 1.0, "overlong_buffer": 0.5},
+    {"advantage": "gae", "value_clip": 0.1, "correction": "icepop"},
+    {"advantage": "gae", "correction": "sequence_tis"},
+]
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    f"{loss}-{aggregation}": {"policy_loss": loss, "aggregation": aggregation, **NEEDED.get(loss, {})}
+    for loss, aggregation in product(POLICY_LOSSES, AGGREGATIONS)
+} | {"-".join(map(str, of.values())): of for of in OTHERS}
+"""Every policy loss with every aggregation; every advantage, correction and place of the KL; `gae` with a critic."""
+
+PREFERENCES = ("dpo", "ipo", "reward")
+
+Found = dict[str, Tensor]
+"""Numbers and gradients by name."""
+
+
+def float64_engine(path: str, **changes: Any) -> ArchonEngine:
+    torch.manual_seed(0)
+    optimizer = {"lr": 1e-3, "max_grad_norm": None, "weight_decay": 0.0}
+    config = {"path": path, "device": "cpu", "init_from_scratch": True, "dtype": "float64", "optimizer": optimizer}
+    engine = ArchonEngine(EngineConfig.parse(config | changes))
+    engine.initialize()
+    return engine
+
+
+def trajectories(seed: int = 0, n: int = 9) -> dict[str, Tensor]:
+    """n answers of odd lengths to three prompts, with logprobs that are near the policy's but not its own."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(n):
+        prompt, answer = 3 + i % 3, 1 + (5 * i) % 7
+        size = prompt + answer
+        mask = torch.tensor([[0] * prompt + [1] * answer])
+        rows.append(
+            {
+                "input_ids": torch.randint(3, 15, (1, size), generator=generator),
+                "attention_mask": torch.ones(1, size, dtype=torch.bool),
+                "loss_mask": mask,
+                "logprobs": -2.5 * torch.rand(1, size, generator=generator, dtype=torch.float64) * mask,
+                "rewards": torch.rand(1, generator=generator, dtype=torch.float64),
+            }
+        )
+    return concat_padded_tensors(rows) | {"group_ids": torch.arange(n) % 3}
+
+
+def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With five columns more, of nothing."""
+    return {name: torch.nn.functional.pad(value, (0, 5)) if value.ndim == 2 else value for name, value in batch.items()}
+
+
+@contextmanager
+def steps_undone(**engines: ArchonEngine | None) -> Iterator[Found]:
+    """What the optimisers of these engines would have stepped on; they step on zeros, which moves nothing."""
+    found: Found = {}
+
+    def watched(role: str, engine: ArchonEngine) -> Any:
+        def take(*_: Any) -> None:
+            for name, parameter in engine.model.named_parameters():
+                if parameter.grad is not None:
+                    found[f"{role}.{name}"] = full_tensor(parameter.grad).detach().clone()
+                    parameter.grad.zero_()
+
+        assert engine.optimizer is not None
+        return engine.optimizer.register_step_pre_hook(take)
+
+    handles = [watched(role, engine) for role, engine in engines.items() if engine is not None]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def of_objective(
+    engine: ArchonEngine, critic: ArchonEngine, batch: dict[str, Tensor], algorithm: dict[str, Any]
+) -> tuple[dict[str, float], Found]:
+    """Metrics of one update with an objective, and the gradients of all parameters."""
+    config = AlgorithmConfig.parse(ALGORITHM | algorithm)
+    used = critic if config.advantage == "gae" else None
+    update = PolicyUpdate(engine, engine, config, critic=used, temperature=0.8, max_new_tokens=6)
+    with steps_undone(policy=engine, critic=used) as found:
+        prepared, measured = update.prepare(batch, step=0)
+        metrics = measured | update.train(prepared, step=0)
+    return metrics, found
+
+
+def of_every_objective(path: str, layout: str) -> dict[str, tuple[dict[str, float], Found]]:
+    engine = float64_engine(path, layout=layout)
+    critic = float64_engine(path, layout=layout, is_critic=True)
+    return {name: of_objective(engine, critic, trajectories(), of) for name, of in OBJECTIVES.items()}
+
+
+def write_pairs(folder: Path) -> None:
+    """Of a digit asked for: it repeated is preferred to the next one repeated, odd lengths."""
+    for split in ("train", "test"):
+        numbers = [i for i in range(120) if (i % 7 == 0) == (split == "test")]
+        rows = [
+            {"prompt": f"{i}=", "chosen": str(i % 10) * (1 + i % 4), "rejected": str((i + 1) % 10) * (1 + i % 3)}
+            for i in numbers
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def opened(config: PreferenceConfig) -> PreferenceTrainer:
+    """A trainer with its models and rows, without a run directory."""
+    trainer = PreferenceTrainer(config)
+    runner: Any = type("NoRun", (), {"directory": type("Nowhere", (), {"stacks": Path("stacks")})})
+    trainer.runner = runner
+    trainer.open()
+    return trainer
+
+
+def of_preference(
+    path: str, pairs: str, loss: str, layout: str = "d1", max_tokens_per_mb: int = 8192, pad: bool = False
+) -> tuple[dict[str, float], Found]:
+    """Metrics of the first step on pairs, and the gradients of all parameters."""
+    optimizer = {"lr": 1e-3, "max_grad_norm": None, "weight_decay": 0.0}
+    model = {"path": path, "device": "cpu", "init_from_scratch": True, "dtype": "float64", "optimizer": optimizer}
+    model |= {"layout": layout, "max_tokens_per_mb": max_tokens_per_mb, "seed": 1}
+    run = {"run_dir": "unused", "total_steps": 1, "batch_size": 9, "train_data": {"path": pairs}, "loss": loss}
+    if loss != "reward":
+        run["ref"] = model | {"seed": 2}
+    trainer = opened(PreferenceConfig.parse(run | {"model": model}))
+    plain = trainer._pairs
+    if pad:
+        trainer._pairs = lambda rows: padded(plain(rows))  # type: ignore[method-assign]
+    with steps_undone(model=trainer.engine) as found:
+        metrics = trainer.train_step()
+    return metrics, found
+
+
+def of_every_preference(path: str, pairs: str, layout: str) -> dict[str, tuple[dict[str, float], Found]]:
+    return {loss: of_preference(path, pairs, loss, layout) for loss in PREFERENCES}
+
+
+CLOCKED_OR_COUNTED = ("seconds/", "micro_batches")
+
+
+def assert_same(actual: tuple[dict[str, float], Found], expected: tuple[dict[str, float], Found]) -> None:
+    """The numbers of an update and every gradient."""
+    for name, value in expected[0].items():
+        if not name.startswith(CLOCKED_OR_COUNTED):
+            assert actual[0][name] == pytest.approx(value, rel=INVARIANCE_FP64, abs=INVARIANCE_FP64), name
+    assert actual[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert gradient.abs().max() > 0, name
+        difference = (actual[1][name] - gradient).abs().max() / gradient.abs().max()
+        assert difference < INVARIANCE_FP64, name

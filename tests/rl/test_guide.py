@@ -1,0 +1,150 @@
+"""What the guide shows is run as it stands, and every name of archon's in it exists."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from archon.metrics import read_jsonl
+from archon.rl import AsyncRewardWrapper, GenerationHyperparameters, InProcessEngine, RLTrainer, get_custom_dataset
+from archon.rl.agents import AgentServer
+from archon.rl.bootstrap import make_tokenizer
+from archon.rl.config import DatasetConfig, RLConfig, TokenizerRecipe
+from archon.rl.data import load_rows
+from archon.rl.rewards import RewardRaised
+from archon.schema.errors import ConfigError, DatasetError
+from archon.schema.lazy import import_dotted
+from tests.rl.agents.scripted import Scripted
+from tests.rl.written import assert_each_prompt_trained_once
+from tests.small_qwen3 import small_model
+from tests.test_readme import shown
+
+GUIDE = Path(__file__).parents[2] / "rl" / "README.md"
+BLOCKS = re.findall(r"<!-- test: (\S+) -->", GUIDE.read_text())
+
+
+@pytest.fixture
+def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Makes a module of a block of the guide; gives back its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(block: str) -> str:
+        (tmp_path / f"guide_{block}.py").write_text(shown(block, GUIDE))
+        return f"guide_{block}"
+
+    return make
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_example_is_short(block: str) -> None:
+    assert len(shown(block, GUIDE).strip().splitlines()) < 25
+
+
+def test_a_run_trains_with_the_advantage_and_the_dataset_of_the_guide(
+    rl_config: Callable[..., RLConfig], my_package: Callable[[str], str]
+) -> None:
+    path = f"python:{my_package('dataset')}.sums"
+    columns = {"prompt_key": "question", "response_key": "solution"}
+    config = rl_config(
+        total_steps=1,
+        algorithm={"kl_coef": 0.0, "advantage": f"{my_package('advantage')}.best_of_group"},
+        train_data={"path": path, **columns},
+        eval_data={"path": path, "split": "test", **columns},
+        evaluation={"max_prompts": 4},
+    )
+    RLTrainer(config).train()
+    assert_each_prompt_trained_once(config)
+    rows = read_jsonl(Path(config.run_dir) / "trajectories.jsonl")
+    for group in {row["group"] for row in rows}:
+        answers = [row for row in rows if row["group"] == group]
+        best = max(row["reward"] for row in answers)
+        assert [row["advantage"] for row in answers] == [1.0 if row["reward"] == best else -1.0 for row in answers]
+
+
+def test_rows_of_a_function_keep_their_columns_and_their_splits(my_package: Callable[[str], str]) -> None:
+    path = f"python:{my_package('dataset')}.sums"
+    columns: dict[str, Any] = {"prompt_key": "question", "response_key": "solution"}
+    train, test = (
+        load_rows(DatasetConfig(path=path, split=split, **columns), "rl", None) for split in ("train", "test")
+    )
+    assert (len(train), len(test)) == (100, 20)
+    assert train[7]["prompt"].strip() == "7+7=" and train[7]["answer"] == "14" and train[7]["digits"] == 2
+    assert get_custom_dataset(path, split="test", **columns).rows == test.rows
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("python:no_such_package.rows", ConfigError, "dataset function 'no_such_package.rows' cannot be imported"),
+        ("python:builtins.sorted", DatasetError, "row 1 is a str, expected a dictionary"),
+    ],
+)
+def test_a_function_that_gives_no_rows_is_named(path: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        get_custom_dataset(path)
+
+
+@pytest.fixture(scope="module")
+def speaker() -> Any:
+    """The tokenizer of a model that knows every printable character."""
+    alphabet = "".join(map(chr, range(32, 127)))
+    return make_tokenizer(TokenizerRecipe(kind="characters", alphabet=alphabet, chat_template="chatml"))
+
+
+def judged_by(generator: Any, speaker: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the guide's reward says of two answers (a number or an error), the judge behind archon's own server."""
+
+    async def ask() -> list[Any]:
+        server = AgentServer(speaker, generator, GenerationHyperparameters(max_new_tokens=8))
+        monkeypatch.setenv("JUDGE_URL", await server.start())
+        names: dict[str, Any] = {"__name__": "guide"}
+        exec(compile(shown("judge", GUIDE), "rl/README.md", "exec"), names)
+        with AsyncRewardWrapper(names["judged"]) as reward:
+            calls = [reward("1+1=", text, [1], [2], answer="2") for text in ("2", "3")]
+            try:
+                return [await asyncio.gather(call, return_exceptions=True) for call in calls]
+            finally:
+                await names["judge"].close()
+                await server.close()
+
+    return [outcome for (outcome,) in asyncio.run(ask())]
+
+
+def test_the_judge_of_the_guide_gives_what_the_other_model_says(speaker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model says neither yes nor no, so the words are put into its mouth; the server is archon's."""
+    told = Scripted(speaker, ["Yes", "no"])
+    assert judged_by(told, speaker, monkeypatch) == [1.0, 0.0]
+    assert "Expected: 2\nGiven: 3" in speaker.decode(told.requests[1].input_ids)
+
+
+def test_a_judge_that_gives_no_verdict_costs_the_sample(speaker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(len(speaker), max_seq_len=512)
+    generator = InProcessEngine.from_model(model, speaker, max_slots=2, page_size=16)
+    for outcome in judged_by(generator, speaker, monkeypatch):
+        assert isinstance(outcome, RewardRaised) and "the judge said" in str(outcome)
+
+
+def names_of_archon() -> list[str]:
+    """What stands between backticks in the second column of the tables of names."""
+    moving = re.findall(r"^## Moving over from .*?(?=^## )", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(moving) == 2
+    rows = [line.split("|")[2] for section in moving for line in section.splitlines() if line.startswith("| ")]
+    return [name for row in rows[1:] for name in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.mark.parametrize("name", sorted(set(names_of_archon())))
+def test_every_name_to_move_over_to_exists(name: str) -> None:
+    """Either it imports, or it is a key of the configuration."""
+    if name.startswith("archon."):
+        import_dotted(name, "name")
+        return
+    model: Any = RLConfig
+    for part in name.split("."):
+        assert issubclass(model, BaseModel) and part in model.model_fields, name
+        model = model.model_fields[part].annotation

@@ -1,0 +1,131 @@
+"""Ctrl-C and SIGTERM in every phase: the run ends within seconds in one line, and goes on where it stood.
+
+A synchronous run goes on bitwise; one whose rollouts run ahead trains each prompt exactly once.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archon.rl import RLTrainer
+from archon.rl.config import RLConfig
+from tests.io.killing import assert_checkpoints_whole
+from tests.rl.interrupted_run import Ended
+from tests.rl.written import assert_bitwise_equal_runs, assert_each_prompt_trained_once
+from tests.small_qwen3 import SMALL_QWEN3
+
+MakeConfig = Callable[..., RLConfig]
+SECONDS = 30
+"""Within which a run ends. It takes a second or two, and on a busy machine some more; what it waited for, an hour."""
+
+
+def common(folder: Path, **changes: Any) -> dict[str, Any]:
+    evaluation = {
+        "eval_data": {"path": "arithmetic", "split": "test"},
+        "evaluation": {"every": 2, "max_prompts": 4, "greedy": False},
+    }
+    return {"run_dir": str(folder / "run"), "resume": True, "checkpoint": {"every": 1}, **evaluation, **changes}
+
+
+def assert_ended_well(ended: Ended, number: signal.Signals) -> None:
+    assert ended.exit_code == 128 + number, ended.errors
+    assert ended.errors == [f"archon: {number.name}: saving and leaving; once more leaves at once"]
+    assert ended.seconds < SECONDS
+    assert ended.orphans == []
+
+
+@pytest.fixture(scope="module")
+def whole(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> RLConfig:
+    """A run that nothing interrupted."""
+    from tests.rl.conftest import small_run
+
+    folder = tmp_path_factory.mktemp("whole")
+    config = RLConfig.parse(small_run(blank, folder / "run") | common(folder))
+    RLTrainer(config).train()
+    return config
+
+
+@pytest.mark.parametrize(
+    ("point", "number", "saved"),
+    [
+        ("rollout", signal.SIGINT, 2),
+        pytest.param("rollout", signal.SIGTERM, 2, marks=pytest.mark.slow),
+        ("reward", signal.SIGINT, 2),
+        ("update", signal.SIGINT, 3),
+        pytest.param("push", signal.SIGINT, 3, marks=pytest.mark.slow),
+        ("evaluation", signal.SIGINT, 2),
+        pytest.param("save", signal.SIGINT, 2, marks=pytest.mark.slow),
+        pytest.param("export", signal.SIGTERM, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_the_run_and_the_resumed_one_is_bitwise_the_whole(
+    rl_config: MakeConfig, tmp_path: Path, whole: RLConfig, point: str, number: signal.Signals, saved: int
+) -> None:
+    config = rl_config(**common(tmp_path))
+    ended = Ended(config, point, number)
+    assert_ended_well(ended, number)
+    assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") == saved
+    RLTrainer(config).train()
+    assert_bitwise_equal_runs(config, whole)
+
+
+@pytest.mark.parametrize("point", ["rollout", pytest.param("update", marks=pytest.mark.slow)])
+def test_a_signal_while_rollouts_run_ahead_and_the_resumed_run_trains_each_prompt_exactly_once(
+    rl_config: MakeConfig, tmp_path: Path, point: str
+) -> None:
+    config = rl_config(**common(tmp_path, rollout={"prompts_per_step": 6, "dump_groups": 6, "max_staleness": 1}))
+    ended = Ended(config, point)
+    assert_ended_well(ended, signal.SIGINT)
+    assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") >= 1
+    RLTrainer(config).train()
+    assert_each_prompt_trained_once(config, ahead=6)
+
+
+def test_a_signal_in_a_multi_turn_run_and_the_resumed_one_trains_each_prompt_exactly_once(
+    rl_config: MakeConfig, tmp_path: Path
+) -> None:
+    turns = {"workflow": "archon.rl.MultiTurnWorkflow", "workflow_args": {"max_turns": 2, "retry": "0+0="}}
+    config = rl_config(**common(tmp_path, **turns))
+    ended = Ended(config, "update")
+    assert_ended_well(ended, signal.SIGINT)
+    assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") == 3
+    RLTrainer(config).train()
+    assert_each_prompt_trained_once(config)
+
+
+def test_a_second_signal_leaves_at_once_and_the_run_goes_on_from_its_last_whole_checkpoint(
+    rl_config: MakeConfig, tmp_path: Path, whole: RLConfig
+) -> None:
+    config = rl_config(**common(tmp_path))
+    ended = Ended(config, "twice")
+    assert ended.exit_code == 128 + signal.SIGINT
+    assert ended.errors[1:] == ["archon: leaving at once, unsaved"]
+    assert ended.seconds < SECONDS
+    assert ended.orphans == []
+    assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") in (1, 2)
+    RLTrainer(config).train()
+    assert_bitwise_equal_runs(config, whole)
+
+
+def test_a_signal_in_the_warm_up_ends_the_run_in_one_line(rl_config: MakeConfig, tmp_path: Path) -> None:
+    tokenizer = {"kind": "characters", "alphabet": "0123456789+=", "chat_template": "plain"}
+    warmup = {"total_steps": 3, "batch_size": 8, "train_data": {"path": "arithmetic"}}
+    config = rl_config(
+        **common(tmp_path, total_steps=1),
+        actor={"path": str(tmp_path / "model"), "optimizer": {"lr": 1e-3}},
+        bootstrap={"hf_config": SMALL_QWEN3, "tokenizer": tokenizer, "warmup": warmup},
+    )
+    assert_ended_well(Ended(config, "warm-up"), signal.SIGINT)
+    RLTrainer(config).train()
+    assert_each_prompt_trained_once(config)
+
+
+def test_a_signal_before_the_run_has_begun_leaves_nothing_behind(rl_config: MakeConfig, tmp_path: Path) -> None:
+    ended = Ended(rl_config(**common(tmp_path)), "start")
+    assert (ended.exit_code, ended.errors) == (128 + signal.SIGINT, ["archon: interrupted"])
+    assert not (tmp_path / "run").exists()

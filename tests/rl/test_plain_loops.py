@@ -1,0 +1,66 @@
+"""What `test_advantages` and `test_policy_losses` leave: critic's loss, corrections and losses of pairs, as loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from archon.rl.algorithms.config import AlgorithmConfig
+from archon.rl.algorithms.corrections import CORRECTIONS
+from archon.rl.algorithms.objective import ValueObjective
+from archon.rl.preference import preference_loss
+from tests.rl.objectives import PREFERENCES
+from tests.rl.test_policy_losses import documents
+from tests.tolerances import FORMULA_FP64
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_value_loss_equals_plain_loop(clip: float | None) -> None:
+    """arXiv 2005.12729, section 3: the larger of the two squares, halved, over trained tokens."""
+    values, returns, old = torch.randn(3, 12, dtype=torch.float64)
+    mask = torch.tensor([0, 1, 1] * 4)
+    batch = documents((5, 7), loss_mask=mask, returns=returns, old_values=old)
+    objective = ValueObjective(AlgorithmConfig(value_clip=clip))
+    loss, _ = objective(values, None, batch)
+    squares = []
+    for v, r, before, trained in zip(values.tolist(), returns.tolist(), old.tolist(), mask.tolist(), strict=True):
+        if trained:
+            near = v if clip is None else before + min(max(v - before, -clip), clip)
+            squares.append(max((v - r) ** 2, (near - r) ** 2) / 2)
+    assert (loss / objective.units(batch)).item() == pytest.approx(sum(squares) / len(squares), rel=FORMULA_FP64)
+
+
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS))
+def test_correction_equals_plain_loop(correction: str) -> None:
+    log_ratio = torch.randn(6, 9, dtype=torch.float64)
+    mask = torch.randint(0, 2, (6, 9))
+    config = AlgorithmConfig(correction_low=0.6, correction_high=1.4)
+    weights, touched = CORRECTIONS[correction](log_ratio, mask, config)
+    for row, line in enumerate(log_ratio.tolist()):
+        whole = math.exp(math.fsum(x for x, trained in zip(line, mask[row].tolist(), strict=True) if trained))
+        for t, x in enumerate(line):
+            ratio = whole if correction == "sequence_tis" else math.exp(x)
+            expected = {
+                "none": (1.0, False),
+                "tis": (min(ratio, 1.4), ratio > 1.4),
+                "icepop": (ratio if 0.6 <= ratio <= 1.4 else 0.0, not 0.6 <= ratio <= 1.4),
+                "sequence_tis": (min(ratio, 1.4), ratio > 1.4),
+            }[correction]
+            if mask[row, t]:
+                assert weights[row, t].item() == pytest.approx(expected[0], rel=FORMULA_FP64)
+                assert touched[row, t].item() is expected[1]
+
+
+@pytest.mark.parametrize("kind", PREFERENCES)
+def test_preference_loss_equals_plain_loop(kind: str) -> None:
+    margins = torch.randn(20, dtype=torch.float64) * 4
+    loss, _ = preference_loss(margins, kind, 0.3)
+    for margin, found in zip(margins.tolist(), loss.tolist(), strict=True):
+        expected = {
+            "dpo": math.log(1 + math.exp(-0.3 * margin)),
+            "ipo": (margin - 1 / 0.6) ** 2,
+            "reward": math.log(1 + math.exp(-margin)),
+        }[kind]
+        assert found == pytest.approx(expected, rel=FORMULA_FP64)
