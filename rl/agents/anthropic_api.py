@@ -10,10 +10,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from archon.rl.agents.answering import Call, Choice
-from archon.rl.agents.body import Api, Body, Content, Event, FunctionSpec, TextPart, called, prompt_tokens, text_of
+from archon.rl.agents.body import (
+    Api,
+    Body,
+    Content,
+    Event,
+    FunctionSpec,
+    Positive,
+    RequestModel,
+    StopString,
+    TextPart,
+    called,
+    prompt_tokens,
+    text_of,
+)
 from archon.rl.agents.reading import Part, Piece, ToolCall
 from archon.rl.agents.sessions import Asker
-from archon.schema.config import StrictModel
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -22,7 +34,7 @@ class TextBlock(TextPart):
     type: Literal["text"]
 
 
-class ToolUseBlock(StrictModel):
+class ToolUseBlock(RequestModel):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -31,7 +43,7 @@ class ToolUseBlock(StrictModel):
     caller: dict[str, Any] | None = None
 
 
-class ToolResultBlock(StrictModel):
+class ToolResultBlock(RequestModel):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Content = ""
@@ -42,9 +54,9 @@ class ToolResultBlock(StrictModel):
 Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class AnthropicMessage(StrictModel):
+class AnthropicMessage(RequestModel):
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(min_length=1)]
 
     def for_template(self, where: str) -> list[dict[str, Any]]:
         """As chat templates expect it: results of tools are messages of their own, before what the user says."""
@@ -67,7 +79,7 @@ class AnthropicMessage(StrictModel):
         return messages
 
 
-class AnthropicTool(StrictModel):
+class AnthropicTool(RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -78,22 +90,22 @@ class AnthropicTool(StrictModel):
         return FunctionSpec(name=self.name, description=self.description, parameters=self.input_schema).for_template()
 
 
-class ToolChoice(StrictModel):
+class ToolChoice(RequestModel):
     type: Literal["auto", "none"] = Field(description="what the model calls cannot be forced")
     disable_parallel_tool_use: Literal[False] | None = None
 
 
-class NoThinking(StrictModel):
+class NoThinking(RequestModel):
     type: Literal["disabled"]
 
 
 class MessagesBody(Body):
     """`POST /v1/messages`."""
 
-    max_tokens: int
+    max_tokens: Positive
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[StopString] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: NoThinking | None = None

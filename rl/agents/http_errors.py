@@ -61,11 +61,16 @@ def http_error(error: Exception) -> HTTPError:
     return HTTPError(500, "the server failed; its log says why")
 
 
+def speaks_anthropic(path: str) -> bool:
+    """Whether the clients of `path` expect errors in Anthropic's form."""
+    return path.startswith("/v1/messages")
+
+
 def error_body(error: HTTPError, path: str) -> dict[str, Any]:
     """The JSON of an error, as clients of that path expect it."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
     openai, anthropic = _TYPES.get(error.status, (default, default))
-    if path == "/v1/messages":
+    if speaks_anthropic(path):
         return {"type": "error", "error": {"type": anthropic, "message": error.message}}
     return {"error": {"message": error.message, "type": openai, "param": None, "code": error.code}}
 

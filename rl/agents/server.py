@@ -10,31 +10,20 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import Field
-
 from archon.rl.agents.answering import Choice, answer
-from archon.rl.agents.anthropic_api import MessagesApi
 from archon.rl.agents.body import Api, event_bytes
 from archon.rl.agents.http_errors import HTTPError, JSONRequestHandler, error_body, http_error, web
-from archon.rl.agents.openai_chat import ChatApi, CompletionApi
+from archon.rl.agents.openapi import OPERATIONS, ExportQuery, RewardBody, describe
 from archon.rl.agents.reading import load_json
-from archon.rl.agents.responses_api import ResponsesApi
 from archon.rl.agents.sessions import Asker, ExportStyle, Session, Sessions
 from archon.rl.types import GenerationHyperparameters, InferenceEngine
-from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-APIS: dict[str, type[Api]] = {
-    "/v1/chat/completions": ChatApi,
-    "/v1/completions": CompletionApi,
-    "/v1/responses": ResponsesApi,
-    "/v1/messages": MessagesApi,
-}
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
@@ -48,21 +37,6 @@ class Limits:
     sessions: int = 1024
     calls_per_session: int = 1000
     requests: int = 256  # being answered at a time
-
-
-class RewardBody(StrictModel):
-    """`POST /v1/sessions/{id}/reward`: of the last answer, or of that of a call."""
-
-    reward: float
-    completion_id: str | None = Field(None, description="id of a response; null: the last answer")
-    choice: int = Field(0, ge=0, description="which of its n answers")
-
-
-class ExportQuery(StrictModel):
-    """Query of `GET /v1/sessions/{id}/export`."""
-
-    style: Literal["individual", "concat"] = "individual"
-    turn_discount: float = Field(1.0, gt=0, le=1)
 
 
 class AgentServer:
@@ -142,17 +116,23 @@ class AgentServer:
             self._runner = None
 
     def _routes(self) -> list[web.RouteDef]:
-        session = "/v1/sessions/{session}"
+        handlers: dict[str, Handler] = {
+            "models": self._models,
+            "model": self._models,
+            "open_session": self._open,
+            "reward": self._reward,
+            "export": self._export,
+            "close_session": self._close_session,
+            "health": self._health,
+            "openapi": self._openapi,
+        }
         return [
-            *(web.post(path, self._generates(api)) for path, api in APIS.items()),
-            web.get("/v1/models", self._models),
-            web.get("/v1/models/{model}", self._models),
-            web.post("/v1/sessions", self._open),
-            web.post(f"{session}/reward", self._reward),
-            web.get(f"{session}/export", self._export),
-            web.delete(session, self._close_session),
-            web.get("/health", self._health),
-            web.get("/openapi.json", self._openapi),
+            web.route(
+                operation.method,
+                operation.path,
+                handlers[operation.name] if operation.api is None else self._generates(operation.api),
+            )
+            for operation in OPERATIONS
         ]
 
     @web.middleware
@@ -312,18 +292,7 @@ class AgentServer:
         return web.json_response({"status": "ok"})
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        bodies: dict[str, type[StrictModel]] = {path: api.body_class for path, api in APIS.items()}
-        bodies["/v1/sessions/{session}/reward"] = RewardBody
-        paths = {
-            path: {
-                "post": {
-                    "requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}},
-                    "responses": {"200": {"description": "the answer"}, "4XX": {"description": "what is wrong"}},
-                }
-            }
-            for path, body in bodies.items()
-        }
-        return web.json_response({"openapi": "3.1.0", "info": {"title": "archon", "version": "1"}, "paths": paths})
+        return web.json_response(describe(self.model, token=self._token is not None))
 
 
 def _host_of(origin: str) -> str:

@@ -174,7 +174,7 @@ BAD_BODIES: list[tuple[str, Any, str]] = [
     ("/completions", {"prompt": [-1]}, "token id -1"),
     ("/completions", {"prompt": ["1"] * 100, "n": 100}, "are 10000 answers"),
     ("/completions", {"prompt": "1", "echo": True}, "echo"),
-    ("/completions", {"prompt": "1", "max_tokens": 0}, "max_new_tokens: got 0"),
+    ("/completions", {"prompt": "1", "max_tokens": 0}, "max_tokens: got 0"),
     ("/responses", {"input": [{"type": "reasoning"}]}, "reasoning"),
     ("/responses", {"input": "1", "previous_response_id": "resp_1"}, "previous_response_id"),
     ("/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]}, "not JSON"),
