@@ -9,12 +9,12 @@ from pydantic import Field
 from pydantic.json_schema import models_json_schema
 
 from archon.rl.agents import schemas
-from archon.rl.agents.anthropic_api import MessagesApi
+from archon.rl.agents.anthropic_api import CountBody, MessagesApi
 from archon.rl.agents.body import Api, Integer, RequestModel
 from archon.rl.agents.http_errors import speaks_anthropic
 from archon.rl.agents.openai_chat import ChatApi, CompletionApi
 from archon.rl.agents.responses_api import ResponsesApi
-from archon.rl.agents.schemas import Schema
+from archon.rl.agents.schemas import Schema, record
 from archon.schema.config import StrictModel
 
 REFUSALS = {
@@ -22,12 +22,13 @@ REFUSALS = {
     401: "the key is neither a session's nor the server's token",
     403: "from another machine or page, without a token",
     404: "there is no such thing",
+    408: "the body did not come in time",
     413: "the body is too large",
     415: "the body is no application/json",
     429: "as many as may be",
     503: "the answer was aborted; ask again",
 }
-ASKS, READS_BODY = (401, 403), (400, 413, 415)
+ASKS, READS_BODY = (401, 403), (400, 408, 413, 415)
 GENERATES = (*ASKS, *READS_BODY, 429, 503)
 
 
@@ -78,6 +79,15 @@ OPERATIONS = (
     _generates("completion", "/v1/completions", CompletionApi, schemas.COMPLETION),
     _generates("response", "/v1/responses", ResponsesApi, schemas.RESPONSE),
     _generates("message", "/v1/messages", MessagesApi, schemas.MESSAGE),
+    Operation(
+        "count_tokens",
+        "post",
+        "/v1/messages/count_tokens",
+        "How many tokens a message's prompt has",
+        record({"input_tokens": schemas.COUNT}),
+        (*ASKS, *READS_BODY),
+        body=CountBody,
+    ),
     Operation("models", "get", "/v1/models", "The one model", schemas.MODELS, ASKS),
     Operation("model", "get", "/v1/models/{model}", "The model, by its name", schemas.MODEL, (*ASKS, 404)),
     Operation(

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from archon.rl.agents.answering import Choice, answer
+from archon.rl.agents.anthropic_api import CountBody
 from archon.rl.agents.body import Api, event_bytes
 from archon.rl.agents.http_errors import HTTPError, JSONRequestHandler, error_body, http_error, web
 from archon.rl.agents.openapi import OPERATIONS, ExportQuery, RewardBody, describe
@@ -29,7 +30,7 @@ Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes; beyond it a request gets status 413 (body), 400 (headers) or 429."""
+    """What one server takes; beyond it a request gets status 413 (body), 400 (headers), 408 (time) or 429."""
 
     body_bytes: int = 8 << 20
     header_bytes: int = 8190  # of one header
@@ -37,6 +38,8 @@ class Limits:
     sessions: int = 1024
     calls_per_session: int = 1000
     requests: int = 256  # being answered at a time
+    session_idle_seconds: float = 3600.0  # a session that nobody has used for so long is closed
+    request_seconds: float = 60.0  # for the headers to come in, else the connection is closed; then for the body
 
 
 class AgentServer:
@@ -65,7 +68,7 @@ class AgentServer:
         limits: Limits | None = None,
     ) -> None:
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
-        self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session)
+        self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._anyone = None if engine is None else Asker(engine, gconfig or GenerationHyperparameters())
         self._token = token
         self._answering = 0
@@ -90,7 +93,8 @@ class AgentServer:
             return JSONRequestHandler(
                 manager,
                 loop=loop,
-                access_log=None,  # type: ignore[arg-type] # which it is allowed to be
+                header_seconds=limits.request_seconds,
+                access_log=None,
                 max_line_size=limits.header_bytes,
                 max_field_size=limits.header_bytes,
                 max_headers=limits.headers,
@@ -117,6 +121,7 @@ class AgentServer:
 
     def _routes(self) -> list[web.RouteDef]:
         handlers: dict[str, Handler] = {
+            "count_tokens": self._count_tokens,
             "models": self._models,
             "model": self._models,
             "open_session": self._open,
@@ -171,7 +176,11 @@ class AgentServer:
         """The body, which must be a JSON object."""
         if request.content_type != "application/json":  # which no page elsewhere can send without being asked first
             raise HTTPError(415, f"content type {request.content_type!r:.80}: send application/json")
-        body = await request.read()
+        try:
+            async with asyncio.timeout(self.limits.request_seconds):
+                body = await request.read()
+        except TimeoutError:
+            raise HTTPError(408, f"the body did not come within {self.limits.request_seconds:g} s") from None
         try:
             data = load_json(body)
         except ValueError as error:
@@ -195,7 +204,7 @@ class AgentServer:
             asker = self._asker(request)
             if asker is None:
                 raise HTTPError(401, "this server answers sessions alone; use a session's key")
-            with self._one_more():
+            with self._one_more(), self.sessions.in_use(asker):
                 api = api_class(await self._json(request), asker, self.tokenizer, self.model)
                 async with aclosing(answer(asker, api.call, self.tokenizer, api.stream)) as items:
                     if api.stream:
@@ -232,6 +241,11 @@ class AgentServer:
             await response.write(event_bytes(event))
         await response.write_eof()
         return response
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        self._asker(request)
+        body = CountBody.parse(await self._json(request), source="request")
+        return web.json_response({"input_tokens": len(body.prompt(self.tokenizer))})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._asker(request)
