@@ -11,7 +11,12 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from archon.rl.clients import aiohttp_session, http_client, of_this_loop
+
 if TYPE_CHECKING:
+    import aiohttp
+    import httpx
+
     from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
 
 
@@ -71,6 +76,14 @@ class WorkflowContext:
     def drop(self, kind: str, error: BaseException) -> None:
         """Say that one sample of this episode is lost, and why. It is counted by kind and shown, never scored 0."""
         self.get().drop(kind, error)
+
+    async def get_httpx_client(self) -> httpx.AsyncClient:
+        """The event loop's own client, closed with it: for `AsyncOpenAI`, or for what tools ask elsewhere."""
+        return await of_this_loop(http_client, lambda client: client.is_closed, lambda client: client.aclose())
+
+    async def get_aiohttp_session(self) -> aiohttp.ClientSession:
+        """The event loop's own session, closed with it."""
+        return await of_this_loop(aiohttp_session, lambda session: session.closed, lambda session: session.close())
 
     def enter_sample(self, index: int) -> None:
         """Say that the running task, which must be one of its own, works on answer `index` of its episode."""

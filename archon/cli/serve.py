@@ -72,6 +72,8 @@ def make_server(path: Path, config: ServeConfig, token: str | None) -> AgentServ
             sessions=config.max_sessions,
             calls_per_session=config.max_calls_per_session,
             requests=config.max_requests,
+            session_idle_seconds=config.session_idle_seconds,
+            request_seconds=config.request_seconds,
         ),
     )
 

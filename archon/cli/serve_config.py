@@ -22,3 +22,5 @@ class ServeConfig(StrictModel):
     max_sessions: int = Field(1024, ge=1, description="open at a time")
     max_calls_per_session: int = Field(1000, ge=1, description="answers recorded")
     max_requests: int = Field(256, ge=1, description="answered at a time; further ones get status 429")
+    session_idle_seconds: float = Field(3600.0, gt=0, description="after which a session that nobody uses is closed")
+    request_seconds: float = Field(60.0, gt=0, description="for a request's headers to come in, and then for its body")

@@ -10,10 +10,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from archon.rl.agents.answering import Call, Choice
-from archon.rl.agents.body import Api, Body, Content, Event, FunctionSpec, TextPart, called, prompt_tokens, text_of
+from archon.rl.agents.body import (
+    Api,
+    Body,
+    Content,
+    Event,
+    FunctionSpec,
+    Positive,
+    RequestModel,
+    StopString,
+    TextPart,
+    called,
+    prompt_tokens,
+    text_of,
+)
 from archon.rl.agents.reading import Part, Piece, ToolCall
 from archon.rl.agents.sessions import Asker
-from archon.schema.config import StrictModel
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -22,7 +34,7 @@ class TextBlock(TextPart):
     type: Literal["text"]
 
 
-class ToolUseBlock(StrictModel):
+class ToolUseBlock(RequestModel):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -31,7 +43,7 @@ class ToolUseBlock(StrictModel):
     caller: dict[str, Any] | None = None
 
 
-class ToolResultBlock(StrictModel):
+class ToolResultBlock(RequestModel):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Content = ""
@@ -42,9 +54,9 @@ class ToolResultBlock(StrictModel):
 Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class AnthropicMessage(StrictModel):
+class AnthropicMessage(RequestModel):
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(min_length=1)]
 
     def for_template(self, where: str) -> list[dict[str, Any]]:
         """As chat templates expect it: results of tools are messages of their own, before what the user says."""
@@ -67,7 +79,7 @@ class AnthropicMessage(StrictModel):
         return messages
 
 
-class AnthropicTool(StrictModel):
+class AnthropicTool(RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -78,27 +90,25 @@ class AnthropicTool(StrictModel):
         return FunctionSpec(name=self.name, description=self.description, parameters=self.input_schema).for_template()
 
 
-class ToolChoice(StrictModel):
+class ToolChoice(RequestModel):
     type: Literal["auto", "none"] = Field(description="what the model calls cannot be forced")
     disable_parallel_tool_use: Literal[False] | None = None
 
 
-class NoThinking(StrictModel):
+class NoThinking(RequestModel):
     type: Literal["disabled"]
 
 
-class MessagesBody(Body):
-    """`POST /v1/messages`."""
+class CountBody(RequestModel):
+    """`POST /v1/messages/count_tokens`: what a message's prompt is made of."""
 
-    max_tokens: int
+    model: str = Field("", description="any name; the server has one model")
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
-    stop_sequences: list[str] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: NoThinking | None = None
     cache_control: dict[str, Any] | None = Field(None, description="without effect")
-    service_tier: str | None = Field(None, description="without effect")
 
     @field_validator("messages")
     @classmethod
@@ -107,17 +117,31 @@ class MessagesBody(Body):
             raise ValueError("the last message is the assistant's; an answer cannot be begun for the model here")
         return messages
 
-    def changes(self) -> dict[str, Any]:
-        return super().changes() | {"max_new_tokens": self.max_tokens, "stop": self.stop_sequences}
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, as chat templates expect them."""
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return []
+        return [tool.for_template() for tool in self.tools or []]
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates expect it."""
+    def prompt(self, tokenizer: Any) -> list[int]:
+        """In tokens."""
         messages: list[dict[str, Any]] = []
         if self.system is not None:
             messages.append({"role": "system", "content": text_of(self.system)})
         for number, message in enumerate(self.messages):
             messages += message.for_template(f"messages.{number}")
-        return messages
+        return prompt_tokens(tokenizer, messages, self.offered())
+
+
+class MessagesBody(CountBody, Body):
+    """`POST /v1/messages`."""
+
+    max_tokens: Positive
+    stop_sequences: list[StopString] | None = None
+    service_tier: str | None = Field(None, description="without effect")
+
+    def changes(self) -> dict[str, Any]:
+        return super().changes() | {"max_new_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
 class MessagesApi(Api):
@@ -128,10 +152,8 @@ class MessagesApi(Api):
     def __init__(self, data: dict[str, Any], asker: Asker, tokenizer: Any, model: str) -> None:
         body = MessagesBody.parse(data, source="request")
         self.stream = bool(body.stream)
-        chosen = body.tool_choice.type if body.tool_choice else "auto"
-        tools = [] if chosen == "none" else [tool.for_template() for tool in body.tools or []]
-        prompt = prompt_tokens(tokenizer, body.conversation(), tools)
-        self.call = Call(f"msg_{uuid.uuid4().hex}", [prompt], body.gconfig(asker.gconfig), bool(tools))
+        prompt, tools = body.prompt(tokenizer), bool(body.offered())
+        self.call = Call(f"msg_{uuid.uuid4().hex}", [prompt], body.gconfig(asker.gconfig), tools)
         self._head = {"id": self.call.id, "type": "message", "role": "assistant", "model": model}
         self._blocks = 0  # content blocks begun
         self._in_text = False

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from archon.rl.agents.answering import Call, Choice
 from archon.rl.agents.reading import Piece, load_json
@@ -21,17 +21,35 @@ Event = tuple[str | None, dict[str, Any] | str]
 """A server-sent event: its name, if it has one, and its data."""
 
 MAX_CHOICES = 128
+
+
+def whole(value: Any) -> Any:
+    """1.0 as 1: the two are one number in JSON, and some clients write the former."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 Zero = Annotated[float, Field(ge=0, le=0)]
+Integer = Annotated[int, BeforeValidator(whole)]
+Positive = Annotated[Integer, Field(ge=1)]
+# What these refuse further, the engine does, in better words.
+TokenId = Annotated[Integer, WithJsonSchema({"type": "integer", "minimum": 0})]
+StopString = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
 
 
-class Body(StrictModel):
+class RequestModel(StrictModel):
+    """A JSON object that a client sends, taken as it stands: "5" is no number, and 5 no text."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Body(RequestModel):
     """Fields of every API. A field that could change the answer and is not honoured is refused, not ignored."""
 
     model: str = Field("", description="any name; the server has one model")
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=100, description="0 is the most likely token")
-    top_p: float | None = None
-    top_k: int | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: Integer | None = Field(None, ge=1, lt=2**63)
     metadata: dict[str, Any] | None = Field(None, description="without effect")
 
     def changes(self) -> dict[str, Any]:
@@ -50,19 +68,19 @@ class Body(StrictModel):
         return GenerationHyperparameters.parse({**base.model_dump(), "n_samples": 1, **given}, source="request")
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(RequestModel):
     include_usage: bool | None = None
 
 
 class OpenAISampling(Body):
     """Sampling fields of chat completions and completions, with vLLM's additions."""
 
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    n: Integer | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: Positive | None = None
+    stop: StopString | list[StopString] | None = None
+    seed: Integer | None = Field(None, ge=0, lt=2**63)
+    min_tokens: Integer | None = Field(None, ge=0)
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(False, description="give the tokens of prompt and answer as well")
@@ -88,7 +106,7 @@ class OpenAISampling(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class TextPart(StrictModel):
+class TextPart(RequestModel):
     """A part of a content. Of an answer sent back, what the server had added has no effect."""
 
     type: Literal["text", "input_text", "output_text"]
@@ -109,7 +127,7 @@ def text_of(content: str | Sequence[TextPart] | None) -> str:
     return "".join(part.text for part in content)
 
 
-class FunctionSpec(StrictModel):
+class FunctionSpec(RequestModel):
     """A tool, as its caller describes it."""
 
     name: str = Field(min_length=1)

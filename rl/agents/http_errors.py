@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,19 +62,56 @@ def http_error(error: Exception) -> HTTPError:
     return HTTPError(500, "the server failed; its log says why")
 
 
+def speaks_anthropic(path: str) -> bool:
+    """Whether the clients of `path` expect errors in Anthropic's form."""
+    return path.startswith("/v1/messages")
+
+
 def error_body(error: HTTPError, path: str) -> dict[str, Any]:
     """The JSON of an error, as clients of that path expect it."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
     openai, anthropic = _TYPES.get(error.status, (default, default))
-    if path == "/v1/messages":
+    if speaks_anthropic(path):
         return {"type": "error", "error": {"type": anthropic, "message": error.message}}
     return {"error": {"message": error.message, "type": openai, "param": None, "code": error.code}}
 
 
 class JSONRequestHandler(web.RequestHandler):
-    """A connection. What aiohttp itself refuses, before there is a request to handle, is told in JSON too."""
+    """A connection. What aiohttp itself refuses, before there is a request to handle, is told in JSON too.
 
-    __slots__ = ()
+    It is closed when a request's headers do not come within `header_seconds` of their first byte, or of the connection.
+    """
+
+    __slots__ = ("_header_seconds", "_headers_due")
+
+    def __init__(self, manager: web.Server, *, header_seconds: float, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._header_seconds = header_seconds
+        self._headers_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._await_headers()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        requests = self._request_count
+        if self._waiter is not None and self._headers_due is None:
+            self._await_headers()
+        super().data_received(data)
+        if self._request_count > requests:
+            self._await_no_more()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._await_no_more()
+        super().connection_lost(exc)
+
+    def _await_headers(self) -> None:
+        self._headers_due = self._loop.call_later(self._header_seconds, self.force_close)
+
+    def _await_no_more(self) -> None:
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
 
     def handle_error(
         self,

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from archon.rl.agents.answering import Call, Choice, token_texts
 from archon.rl.agents.body import (
@@ -17,7 +17,11 @@ from archon.rl.agents.body import (
     Content,
     Event,
     FunctionSpec,
+    Integer,
     OpenAISampling,
+    Positive,
+    RequestModel,
+    TokenId,
     called,
     prompt_tokens,
     text_of,
@@ -25,26 +29,42 @@ from archon.rl.agents.body import (
 from archon.rl.agents.reading import Part, Piece, ToolCall
 from archon.rl.agents.sessions import Asker
 from archon.rl.datasets.encoding import encode_prompt
-from archon.schema.config import StrictModel
 from archon.schema.errors import RolloutError
 
 DONE: Event = (None, "[DONE]")
 
 
-class CalledFunction(StrictModel):
+class CalledFunction(RequestModel):
     name: str
     arguments: str
 
 
-class SentToolCall(StrictModel):
+class SentToolCall(RequestModel):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
+    index: Integer | None = None
 
 
-class ChatMessage(StrictModel):
+# The validator of the same name, for who reads the description.
+_SAYS_SOMETHING: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"role": {"const": "assistant"}}},
+        {
+            "properties": {
+                "content": {"not": {"type": "null"}},
+                "tool_calls": {"anyOf": [{"type": "null"}, {"maxItems": 0}]},
+            },
+            "required": ["content"],
+        },
+    ]
+}
+
+
+class ChatMessage(RequestModel):
     """A message of the conversation. Of an answer sent back, the fields that are empty here are taken too."""
+
+    model_config = ConfigDict(json_schema_extra=_SAYS_SOMETHING)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -76,12 +96,12 @@ class ChatMessage(StrictModel):
         return message | {key: value for key, value in named.items() if value is not None}
 
 
-class ChatTool(StrictModel):
+class ChatTool(RequestModel):
     type: Literal["function"]
     function: FunctionSpec
 
 
-class TextFormat(StrictModel):
+class TextFormat(RequestModel):
     type: Literal["text"]
 
 
@@ -89,9 +109,9 @@ class ChatBody(OpenAISampling):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
+    top_logprobs: Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
     tools: list[ChatTool] | None = None
     tool_choice: Literal["auto", "none"] | None = Field(None, description="what the model calls cannot be forced")
     parallel_tool_calls: Literal[True] | None = None
@@ -229,8 +249,12 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 class CompletionBody(OpenAISampling):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="text or tokens, or a list of them")
-    logprobs: int | None = Field(None, ge=0, le=0, description="0: those of the sampled tokens; there are no others")
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
+        description="text, tokens, or a list of these"
+    )
+    logprobs: Integer | None = Field(
+        None, ge=0, le=0, description="0: those of the sampled tokens; there are no others"
+    )
     echo: Literal[False] | None = None
     suffix: None = None
 

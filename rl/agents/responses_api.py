@@ -10,14 +10,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from archon.rl.agents.answering import Call, Choice
-from archon.rl.agents.body import Api, Body, Content, Event, FunctionSpec, called, prompt_tokens, text_of
+from archon.rl.agents.body import (
+    Api,
+    Body,
+    Content,
+    Event,
+    FunctionSpec,
+    Positive,
+    RequestModel,
+    called,
+    prompt_tokens,
+    text_of,
+)
 from archon.rl.agents.openai_chat import TextFormat
 from archon.rl.agents.reading import Part, Piece, ToolCall
 from archon.rl.agents.sessions import Asker
-from archon.schema.config import StrictModel
 
 
-class _Item(StrictModel):
+class _Item(RequestModel):
     id: str | None = None
     status: str | None = None
 
@@ -63,16 +73,16 @@ class ResponseTool(FunctionSpec):
         return tool
 
 
-class TextOptions(StrictModel):
+class TextOptions(RequestModel):
     format: TextFormat | None = None
 
 
 class ResponsesBody(Body):
     """`POST /v1/responses`."""
 
-    input: str | list[Item]
+    input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Positive | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None

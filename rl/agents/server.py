@@ -10,37 +10,27 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import Field
-
 from archon.rl.agents.answering import Choice, answer
-from archon.rl.agents.anthropic_api import MessagesApi
+from archon.rl.agents.anthropic_api import CountBody
 from archon.rl.agents.body import Api, event_bytes
 from archon.rl.agents.http_errors import HTTPError, JSONRequestHandler, error_body, http_error, web
-from archon.rl.agents.openai_chat import ChatApi, CompletionApi
+from archon.rl.agents.openapi import OPERATIONS, ExportQuery, RewardBody, describe
 from archon.rl.agents.reading import load_json
-from archon.rl.agents.responses_api import ResponsesApi
 from archon.rl.agents.sessions import Asker, ExportStyle, Session, Sessions
 from archon.rl.types import GenerationHyperparameters, InferenceEngine
-from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-APIS: dict[str, type[Api]] = {
-    "/v1/chat/completions": ChatApi,
-    "/v1/completions": CompletionApi,
-    "/v1/responses": ResponsesApi,
-    "/v1/messages": MessagesApi,
-}
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes; beyond it a request gets status 413 (body), 400 (headers) or 429."""
+    """What one server takes; beyond it a request gets status 413 (body), 400 (headers), 408 (time) or 429."""
 
     body_bytes: int = 8 << 20
     header_bytes: int = 8190  # of one header
@@ -48,21 +38,8 @@ class Limits:
     sessions: int = 1024
     calls_per_session: int = 1000
     requests: int = 256  # being answered at a time
-
-
-class RewardBody(StrictModel):
-    """`POST /v1/sessions/{id}/reward`: of the last answer, or of that of a call."""
-
-    reward: float
-    completion_id: str | None = Field(None, description="id of a response; null: the last answer")
-    choice: int = Field(0, ge=0, description="which of its n answers")
-
-
-class ExportQuery(StrictModel):
-    """Query of `GET /v1/sessions/{id}/export`."""
-
-    style: Literal["individual", "concat"] = "individual"
-    turn_discount: float = Field(1.0, gt=0, le=1)
+    session_idle_seconds: float = 3600.0  # a session that nobody has used for so long is closed
+    request_seconds: float = 60.0  # for the headers to come in, else the connection is closed; then for the body
 
 
 class AgentServer:
@@ -91,7 +68,7 @@ class AgentServer:
         limits: Limits | None = None,
     ) -> None:
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
-        self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session)
+        self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._anyone = None if engine is None else Asker(engine, gconfig or GenerationHyperparameters())
         self._token = token
         self._answering = 0
@@ -116,7 +93,8 @@ class AgentServer:
             return JSONRequestHandler(
                 manager,
                 loop=loop,
-                access_log=None,  # type: ignore[arg-type] # which it is allowed to be
+                header_seconds=limits.request_seconds,
+                access_log=None,
                 max_line_size=limits.header_bytes,
                 max_field_size=limits.header_bytes,
                 max_headers=limits.headers,
@@ -142,17 +120,24 @@ class AgentServer:
             self._runner = None
 
     def _routes(self) -> list[web.RouteDef]:
-        session = "/v1/sessions/{session}"
+        handlers: dict[str, Handler] = {
+            "count_tokens": self._count_tokens,
+            "models": self._models,
+            "model": self._models,
+            "open_session": self._open,
+            "reward": self._reward,
+            "export": self._export,
+            "close_session": self._close_session,
+            "health": self._health,
+            "openapi": self._openapi,
+        }
         return [
-            *(web.post(path, self._generates(api)) for path, api in APIS.items()),
-            web.get("/v1/models", self._models),
-            web.get("/v1/models/{model}", self._models),
-            web.post("/v1/sessions", self._open),
-            web.post(f"{session}/reward", self._reward),
-            web.get(f"{session}/export", self._export),
-            web.delete(session, self._close_session),
-            web.get("/health", self._health),
-            web.get("/openapi.json", self._openapi),
+            web.route(
+                operation.method,
+                operation.path,
+                handlers[operation.name] if operation.api is None else self._generates(operation.api),
+            )
+            for operation in OPERATIONS
         ]
 
     @web.middleware
@@ -191,7 +176,11 @@ class AgentServer:
         """The body, which must be a JSON object."""
         if request.content_type != "application/json":  # which no page elsewhere can send without being asked first
             raise HTTPError(415, f"content type {request.content_type!r:.80}: send application/json")
-        body = await request.read()
+        try:
+            async with asyncio.timeout(self.limits.request_seconds):
+                body = await request.read()
+        except TimeoutError:
+            raise HTTPError(408, f"the body did not come within {self.limits.request_seconds:g} s") from None
         try:
             data = load_json(body)
         except ValueError as error:
@@ -215,7 +204,7 @@ class AgentServer:
             asker = self._asker(request)
             if asker is None:
                 raise HTTPError(401, "this server answers sessions alone; use a session's key")
-            with self._one_more():
+            with self._one_more(), self.sessions.in_use(asker):
                 api = api_class(await self._json(request), asker, self.tokenizer, self.model)
                 async with aclosing(answer(asker, api.call, self.tokenizer, api.stream)) as items:
                     if api.stream:
@@ -252,6 +241,11 @@ class AgentServer:
             await response.write(event_bytes(event))
         await response.write_eof()
         return response
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        self._asker(request)
+        body = CountBody.parse(await self._json(request), source="request")
+        return web.json_response({"input_tokens": len(body.prompt(self.tokenizer))})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._asker(request)
@@ -312,18 +306,7 @@ class AgentServer:
         return web.json_response({"status": "ok"})
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        bodies: dict[str, type[StrictModel]] = {path: api.body_class for path, api in APIS.items()}
-        bodies["/v1/sessions/{session}/reward"] = RewardBody
-        paths = {
-            path: {
-                "post": {
-                    "requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}},
-                    "responses": {"200": {"description": "the answer"}, "4XX": {"description": "what is wrong"}},
-                }
-            }
-            for path, body in bodies.items()
-        }
-        return web.json_response({"openapi": "3.1.0", "info": {"title": "archon", "version": "1"}, "paths": paths})
+        return web.json_response(describe(self.model, token=self._token is not None))
 
 
 def _host_of(origin: str) -> str:

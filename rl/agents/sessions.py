@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, SupportsFloat
 
@@ -222,31 +225,75 @@ def finite_reward(value: object) -> float:
 
 
 class Sessions:
-    """The open sessions of a server, by id and by key."""
+    """The open sessions of a server, by id and by key.
 
-    def __init__(self, most: int, max_calls: int) -> None:
-        self._most, self._max_calls = most, max_calls
+    Args:
+        most: open at a time.
+        max_calls: answers that each records.
+        idle_seconds: after which a session that nobody asks by, or for, is closed.
+    """
+
+    def __init__(self, most: int, max_calls: int, idle_seconds: float = math.inf) -> None:
+        self._most, self._max_calls, self._idle_seconds = most, max_calls, idle_seconds
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
+        self._used: dict[Session, float] = {}  # since when each is idle, the longest first; without those in use
+        self._users: Counter[Session] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def open(self, engine: InferenceEngine, gconfig: GenerationHyperparameters, seed: int | None = None) -> Session:
         """A new session; `LimitError` when as many are open as may be."""
+        self._close_idle()
         if len(self) >= self._most:
             raise LimitError(f"{self._most} sessions are open, as many as this server allows; close some")
         session = Session(engine, gconfig, seed=seed, max_calls=self._max_calls)
         self._by_id[session.id] = self._by_key[session.key] = session
+        self._touch(session)
         return session
 
     def close(self, session: Session) -> None:
         """Forget a session; its key is no longer valid."""
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.key, None)
+        self._used.pop(session, None)
 
     def of_key(self, key: str) -> Session | None:
-        return self._by_key.get(key)
+        return self._found(self._by_key, key)
 
     def of_id(self, session_id: str) -> Session | None:
-        return self._by_id.get(session_id)
+        return self._found(self._by_id, session_id)
+
+    @contextmanager
+    def in_use(self, asker: Asker) -> Iterator[None]:
+        """While it is answered, a session is not idle."""
+        if not isinstance(asker, Session):
+            yield
+            return
+        self._users[asker] += 1
+        self._used.pop(asker, None)
+        try:
+            yield
+        finally:
+            self._users[asker] -= 1
+            if self._users[asker] == 0:
+                del self._users[asker]
+                self._touch(asker)
+
+    def _found(self, among: dict[str, Session], name: str) -> Session | None:
+        self._close_idle()
+        session = among.get(name)
+        if session is not None:
+            self._touch(session)
+        return session
+
+    def _touch(self, session: Session) -> None:
+        self._used.pop(session, None)
+        if session not in self._users and session.id in self._by_id:
+            self._used[session] = time.monotonic()
+
+    def _close_idle(self) -> None:
+        oldest = time.monotonic() - self._idle_seconds
+        while self._used and (first := next(iter(self._used))) and self._used[first] < oldest:
+            self.close(first)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import secrets
-import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from archon.rl.agents.sessions import ExportStyle, Session, Trajectory
+from archon.rl.clients import http_client, missing
 from archon.rl.context import derive_seed, workflow_context
 from archon.rl.rewards.result import RewardFailure
 from archon.rl.types import GenerationHyperparameters, InferenceEngine
@@ -22,8 +22,6 @@ from archon.rl.workflows.trajectory import UnusableAnswerError, trajectory_tenso
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
-    import httpx
-
     from archon.rl.agents.server import AgentServer
 
 
@@ -104,6 +102,8 @@ class AgentWorkflow(RolloutWorkflow):
         session = server.sessions.open(engine, one, derive_seed(workflow_context.get().seed, index))
         limit = asyncio.timeout(self.timeout_seconds)
         try:
+            # A pool's bookkeeping grows with the square of its connections: one for all runs would cost more than the
+            # answers.
             async with http_client() as client, limit:
                 reward = await self.agent.run(dict(data), base_url=base_url, api_key=session.key, http_client=client)
             credit(session, reward)
@@ -156,20 +156,6 @@ def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
     return resolved
 
 
-def http_client() -> httpx.AsyncClient:
-    """A client for one run of an agent: a pool's bookkeeping grows with the square of its connections, so that one for
-    all would cost more than the answers. It goes by no proxy, and waits as long as an answer takes."""
-    import httpx
-
-    return httpx.AsyncClient(trust_env=False, timeout=None, verify=certificates())
-
-
-@cache
-def certificates() -> ssl.SSLContext:
-    """Of the authorities that are trusted; reading them takes longer than a small model's answer."""
-    return ssl.create_default_context()
-
-
 class Serving:
     """A server for all episodes that run at a time; it goes when the last of these ends."""
 
@@ -200,14 +186,13 @@ class Serving:
 
     async def _start(self) -> tuple[AgentServer, str]:
         if importlib.util.find_spec("httpx") is None:
-            raise ConfigError(
-                "agents need the package httpx, which is not installed; "
-                "install archon's extra `rl`: pip install 'archon-engine[rl]'"
-            )
+            raise missing("httpx")
         from archon.rl.agents.server import AgentServer, Limits
 
         # The episodes are the trainer's own, and so are their number and what they ask.
         many = 1_000_000
-        limits = Limits(body_bytes=1 << 30, sessions=many, calls_per_session=many, requests=many)
+        limits = Limits(
+            body_bytes=1 << 30, sessions=many, calls_per_session=many, requests=many, session_idle_seconds=math.inf
+        )
         server = AgentServer(self._tokenizer, token=secrets.token_urlsafe(), limits=limits)
         return server, await server.start()

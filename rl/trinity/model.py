@@ -141,7 +141,7 @@ class ModelWrapper:
             raise RolloutError(f"the OpenAI client needs the package openai ({error}): pip install openai") from None
         import httpx
 
-        from archon.rl.agents.workflow import certificates
+        from archon.rl.clients import certificates
 
         # It goes by no proxy, and waits as long as an answer takes.
         plain = httpx.Client if kind == "OpenAI" else httpx.AsyncClient

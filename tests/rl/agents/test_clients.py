@@ -258,6 +258,17 @@ async def test_anthropics_messages(live: str) -> None:
             await client.messages.create(model="m", messages=[{"role": "user", "content": "1" * 2000}], max_tokens=9)
 
 
+async def test_anthropic_counts_what_it_will_read(live: str) -> None:
+    asked: dict[str, Any] = {"model": "m", "messages": USER, "system": "add", "tools": ANTHROPIC_TOOLS}
+    async with anthropic_client(live) as client:
+        counted = await client.messages.count_tokens(**asked)
+        bare = await client.messages.count_tokens(model="m", messages=USER)
+        answer = await client.messages.create(**asked, max_tokens=2)
+        with pytest.raises(anthropic.BadRequestError, match="an answer cannot be begun"):
+            await client.messages.count_tokens(model="m", messages=[*USER, {"role": "assistant", "content": "2"}])
+    assert counted.input_tokens == answer.usage.input_tokens > bare.input_tokens > 0
+
+
 async def test_anthropic_calls_tools_over_two_turns(calls_tools: tuple[str, Scripted], tokenizer: Any) -> None:
     url, scripted = calls_tools
     async with anthropic_client(url) as client:

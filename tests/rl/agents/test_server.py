@@ -103,6 +103,19 @@ async def test_a_session_over_http(serve: Start, client: httpx.AsyncClient) -> N
     check_error(await client.get(f"{here}/export"), 404)
 
 
+async def test_a_session_that_nobody_uses_is_closed(serve: Start, client: httpx.AsyncClient) -> None:
+    server, url = await serve(limits=Limits(sessions=2, session_idle_seconds=0.5))
+    idle = [(await client.post(f"{url}/sessions")).json() for _ in range(2)]
+    own = {"Authorization": f"Bearer {idle[1]['api_key']}"}
+    check_error(await client.post(f"{url}/sessions"), 429)
+    for _ in range(4):
+        await asyncio.sleep(0.2)
+        assert (await client.post(f"{url}/chat/completions", json=CHAT, headers=own)).status_code == 200
+    check_error(await client.delete(f"{url}/sessions/{idle[0]['id']}"), 404)
+    assert (await client.post(f"{url}/sessions")).status_code == 201
+    assert len(server.sessions) == 2
+
+
 @pytest.mark.parametrize("path", GOOD)
 async def test_a_token_is_asked_of_everyone(serve: Start, client: httpx.AsyncClient, path: str) -> None:
     _, url = await serve(token="secret")
@@ -174,7 +187,7 @@ BAD_BODIES: list[tuple[str, Any, str]] = [
     ("/completions", {"prompt": [-1]}, "token id -1"),
     ("/completions", {"prompt": ["1"] * 100, "n": 100}, "are 10000 answers"),
     ("/completions", {"prompt": "1", "echo": True}, "echo"),
-    ("/completions", {"prompt": "1", "max_tokens": 0}, "max_new_tokens: got 0"),
+    ("/completions", {"prompt": "1", "max_tokens": 0}, "max_tokens: got 0"),
     ("/responses", {"input": [{"type": "reasoning"}]}, "reasoning"),
     ("/responses", {"input": "1", "previous_response_id": "resp_1"}, "previous_response_id"),
     ("/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]}, "not JSON"),
@@ -369,6 +382,29 @@ async def test_connections_that_send_nothing_hold_nothing_up(serve: Start, clien
     assert (await client.post(f"{url}/chat/completions", json=CHAT)).status_code == 200
     for connection in idle:
         connection.close()
+
+
+async def test_a_request_that_never_ends_is_ended(serve: Start, client: httpx.AsyncClient) -> None:
+    server, url = await serve(limits=Limits(request_seconds=0.3))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    for begun in (b"", head):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for _ in range(20):  # a header line at a time does not help
+            writer.write(begun and (begun if _ == 0 else b"x-more: 1\r\n"))
+            if reader.at_eof():
+                break
+            await asyncio.sleep(0.05)
+        assert await asyncio.wait_for(reader.read(), 1) == b""
+        writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(head + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+    answer = (await reader.readuntil(b"}}")).decode()
+    assert answer.startswith("HTTP/1.1 408 ") and "the body did not come within 0.3 s" in answer
+    writer.close()
+    for _ in range(2):  # the time that an answer takes, and that between two requests, is another matter
+        slow = CHAT | {"max_tokens": 500, "ignore_eos": True}
+        assert (await client.post(f"{url}/chat/completions", json=slow)).status_code == 200
+        await asyncio.sleep(0.5)
 
 
 def test_without_aiohttp_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

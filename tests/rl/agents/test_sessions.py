@@ -165,6 +165,19 @@ def test_sessions_and_their_calls_are_limited() -> None:
     sessions.open(ENGINE, GenerationHyperparameters())
 
 
+def test_a_session_is_not_idle_while_it_is_answered() -> None:
+    sessions = Sessions(most=2, max_calls=1, idle_seconds=0.0)
+    session = sessions.open(ENGINE, GenerationHyperparameters())
+    with sessions.in_use(session), sessions.in_use(session):
+        assert sessions.of_key(session.key) is session
+        sessions.open(ENGINE, GenerationHyperparameters())
+        assert sessions.of_id(session.id) is session
+    assert sessions.of_key(session.key) is None and len(sessions) == 0
+    with sessions.in_use(session):  # whoever still holds it
+        pass
+    assert len(sessions) == 0
+
+
 def test_each_answer_of_a_session_has_a_random_stream_of_its_own() -> None:
     def seeds(seed: int | None) -> list[int | None]:
         session = Session(ENGINE, GenerationHyperparameters(), seed=seed)

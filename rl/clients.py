@@ -1,0 +1,82 @@
+"""HTTP clients for agents and workflows; each package is imported when it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from archon.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    import aiohttp
+    import httpx
+
+Client = TypeVar("Client")
+
+
+def http_client() -> httpx.AsyncClient:
+    """A client that goes by no proxy, and waits as long as an answer takes."""
+    try:
+        import httpx
+    except ImportError:
+        raise missing("httpx") from None
+    return httpx.AsyncClient(trust_env=False, timeout=None, verify=certificates())
+
+
+def aiohttp_session() -> aiohttp.ClientSession:
+    """A session that goes by no proxy, waits as long as an answer takes, and raises no status as an error."""
+    try:
+        import aiohttp
+    except ImportError:
+        raise missing("aiohttp") from None
+    connector = aiohttp.TCPConnector(ssl=certificates(), limit=0)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+
+
+def missing(package: str) -> ConfigError:
+    """What whoever asks for a client of `package` is told where it is not installed."""
+    return ConfigError(
+        f"agents need the package {package}, which is not installed; "
+        "install archon's extra `rl`: pip install 'archon-engine[rl]'"
+    )
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """Of the authorities that are trusted; reading them takes longer than a small model's answer."""
+    return ssl.create_default_context()
+
+
+_kept: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, tuple[Any, AsyncGenerator[None, None]]]]
+_kept = WeakKeyDictionary()
+
+
+async def of_this_loop(
+    make: Callable[[], Client], is_closed: Callable[[Client], bool], close: Callable[[Client], Awaitable[None]]
+) -> Client:
+    """The running loop's own client, made when it is first asked for, or when it has been closed.
+
+    It is closed with its loop: `asyncio.run` and `asyncio.Runner` end a loop's asynchronous generators, one of which
+    holds the client.
+    """
+    loop = asyncio.get_running_loop()
+    clients = _kept.setdefault(loop, {})
+    if make not in clients or is_closed(clients[make][0]):
+        client = make()
+
+        async def hold() -> AsyncGenerator[None, None]:
+            try:
+                yield
+            finally:
+                clients.pop(make, None)
+                await close(client)
+
+        holder = hold()
+        clients[make] = client, holder
+        await anext(holder)
+    found: Client = clients[make][0]
+    return found
