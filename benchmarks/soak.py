@@ -30,7 +30,6 @@ from typing import Any
 
 from archon.metrics import read_jsonl
 from benchmarks.harness import ROOT, say
-from benchmarks.learning import calculator
 
 CONFIG = ROOT / "benchmarks" / "learning" / "calculator.yaml"
 CHANGES = (
@@ -88,13 +87,11 @@ def verdict(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def soak(folder: Path, seconds: float) -> dict[str, Any]:
     """Run, watch, interrupt; gives back what came of it."""
-    for name in ("data", "tmp"):
-        (folder / name).mkdir()
-    calculator.write(folder / "data")
-    run_dir, here = folder / "run", {"LEARNING_DATA": str(folder / "data"), "TMPDIR": str(folder / "tmp")}
+    run_dir, temporary = folder / "run", folder / "tmp"
+    temporary.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "archon", "rl", "--config", str(CONFIG), f"run_dir={run_dir}", *CHANGES],
-        env={"OMP_NUM_THREADS": "1"} | os.environ | here,
+        env={"OMP_NUM_THREADS": "1"} | os.environ | {"TMPDIR": str(temporary)},
         cwd=ROOT,
     )
     while process.poll() is None and not (run_dir / "checkpoints").exists():
@@ -118,7 +115,7 @@ def soak(folder: Path, seconds: float) -> dict[str, Any]:
         "failed": sum(value for row in steps for name, value in row.items() if name.startswith("rollout/dropped/")),
         **verdict(samples),
         "processes_left": len(left),
-        "temporary_files_left": sorted(path.name for path in (folder / "tmp").iterdir()),
+        "temporary_files_left": sorted(path.name for path in temporary.iterdir()),
     }
 
 

@@ -26,7 +26,6 @@ from typing import Any
 
 from archon.metrics import read_jsonl
 from benchmarks.harness import ROOT, say
-from benchmarks.learning import calculator, guessing, preferences
 
 HERE = Path(__file__).parent
 ARITHMETIC = ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"
@@ -36,7 +35,7 @@ SHUFFLED = ("control.shuffle_rewards=true",)
 
 @dataclass(frozen=True)
 class Task:
-    """One run: a configuration, changes to it, and what writes its data into a folder.
+    """One run: a configuration, and changes to it.
 
     `measure`, where it is given, finds the held-out rewards of a run directory that has none in its metrics.
     """
@@ -45,7 +44,6 @@ class Task:
     changes: tuple[str, ...] = ()
     control: tuple[str, ...] = SHUFFLED
     command: str = "rl"
-    write: Callable[[Path], None] | None = None
     measure: Callable[[Path], list[float]] | None = None
 
 
@@ -85,13 +83,12 @@ TASKS = {
             "evaluation.well_formed=null",
         ),
     ),
-    "environment": Task(HERE / "guessing.yaml", write=guessing.write),
-    "calculator": Task(HERE / "calculator.yaml", write=calculator.write),
+    "environment": Task(HERE / "guessing.yaml"),
+    "calculator": Task(HERE / "calculator.yaml"),
     "dpo": Task(
         HERE / "preferences.yaml",
-        control=("train_data.path=${oc.env:LEARNING_DATA}/shuffled.jsonl",),
+        control=("train_data.split=shuffled",),
         command="preference",
-        write=preferences.write,
         measure=sums_of,
     ),
 }
@@ -99,14 +96,11 @@ TASKS = {
 
 def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bool) -> dict[str, Any]:
     """One run, from nothing to its export, and what it came to."""
-    data, run_dir = folder / "data", folder / "run"
-    data.mkdir(parents=True)
-    if task.write is not None:
-        task.write(data)
+    run_dir = folder / "run"
     started = time.monotonic()
     code = subprocess.run(
         [sys.executable, "-m", "archon", task.command, "--config", str(task.config), f"run_dir={run_dir}", *changes],
-        env={"OMP_NUM_THREADS": "1", "LEARNING_DATA": str(data)} | os.environ,
+        env={"OMP_NUM_THREADS": "1"} | os.environ,
         cwd=ROOT,
         check=False,
     ).returncode

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
-
-from benchmarks.learning.rows import write_rows
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "multiply", "description": "a times b"}}
 ASKED = 0.5
@@ -51,19 +48,19 @@ def multiply(arguments: str) -> str:
         return "error"
 
 
-def write(folder: Path, seed: int = 0) -> None:
-    """Write words.jsonl (for the tokenizer), warm.jsonl (conversations), train.jsonl and test.jsonl (questions).
-
-    No pair of numbers of test.jsonl is in the others.
-    """
-    rng = random.Random(f"calculator {seed}")
+def rows(split: str) -> list[dict[str, Any]]:
+    """`words`: for the tokenizer; `warm`: conversations; `train`, `test`: questions. No pair of numbers of `test` is in
+    another one."""
+    rng = random.Random("calculator")
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)
     held_out, pairs = pairs[:200], pairs[200:]
-    write_rows(folder / "words.jsonl", [_words()] * 10)
-    write_rows(folder / "warm.jsonl", [_conversation(*pair, rng) for pair in pairs])
-    for name, some in (("train", pairs), ("test", held_out)):
-        write_rows(folder / f"{name}.jsonl", [{"prompt": f"{a}*{b}", "response": str(a * b)} for a, b in some])
+    if split == "words":
+        return [_words()] * 10
+    if split == "warm":
+        return [_conversation(*pair, rng) for pair in pairs]
+    some = {"train": pairs, "test": held_out}[split]
+    return [{"prompt": f"{a}*{b}", "response": str(a * b)} for a, b in some]
 
 
 def _conversation(a: int, b: int, rng: random.Random) -> dict[str, Any]:

@@ -7,10 +7,7 @@ is left always finds one of fifteen numbers in four guesses; the player that the
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
-
-from benchmarks.learning.rows import write_rows
 
 NUMBERS, GUESSES = 15, 4
 LOWEST, HIGHEST = 10, 99
@@ -30,18 +27,17 @@ class Guessing:
         return "<" if guess > self._secret else ">", float(found), found, {}
 
 
-def write(folder: Path, seed: int = 0) -> None:
-    """Write warm.jsonl (games of the player), train.jsonl and test.jsonl: no bounds are in two of them."""
-    rng = random.Random(f"guessing {seed}")
+def rows(split: str) -> list[dict[str, Any]]:
+    """`warm`: games of the player; `train`, `test`: what there is to find. No bounds are in `test` and another one."""
+    rng = random.Random("guessing")
     bounds = list(range(LOWEST, HIGHEST - NUMBERS + 2))
     rng.shuffle(bounds)
     tasks = [{"prompt": f"{low}-{low + NUMBERS - 1}", "answer": str(low + i)} for low in bounds for i in range(NUMBERS)]
     n_held_out = 12 * NUMBERS
     held_out, tasks = tasks[:n_held_out], tasks[n_held_out:]
-    rng.shuffle(tasks)
-    write_rows(folder / "warm.jsonl", [{"prompt": _game(rng.choice(tasks), rng)} for _ in range(20_000)])
-    write_rows(folder / "train.jsonl", tasks)
-    write_rows(folder / "test.jsonl", held_out)
+    if split == "warm":
+        return [{"prompt": _game(rng.choice(tasks), rng)} for _ in range(20_000)]
+    return {"train": tasks, "test": held_out}[split]
 
 
 def _game(task: dict[str, str], rng: random.Random) -> list[dict[str, str]]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 from archon.rl.datasets.arithmetic import arithmetic_pairs
-from benchmarks.learning.rows import write_rows
 
 
-def write(folder: Path, seed: int = 0) -> None:
-    """Write train.jsonl, test.jsonl (columns prompt, chosen, rejected), and shuffled.jsonl: train.jsonl with every pair
-    the other way round by the toss of a coin."""
-    rng = random.Random(f"preferences {seed}")
-    rows = {split: [_pair(a, b, rng) for a, b in arithmetic_pairs(split)] for split in ("train", "test")}
-    for split, pairs in rows.items():
-        write_rows(folder / f"{split}.jsonl", pairs)
-    turned = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows["train"]]
-    write_rows(folder / "shuffled.jsonl", [rng.choice(both) for both in zip(rows["train"], turned, strict=True)])
+def rows(split: str) -> list[dict[str, str]]:
+    """`train`, `test`, and `shuffled`: those of `train`, every pair the other way round by the toss of a coin."""
+    rng = random.Random("preferences")
+    pairs = [_pair(a, b, rng) for a, b in arithmetic_pairs("test" if split == "test" else "train")]
+    if split != "shuffled":
+        return pairs
+    turned = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in pairs]
+    return [rng.choice(both) for both in zip(pairs, turned, strict=True)]
 
 
 def _pair(a: int, b: int, rng: random.Random) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +15,20 @@ from benchmarks.learning.__main__ import TASKS, run
 from benchmarks.soak import verdict
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", TASKS)
-def test_every_task_and_its_control_is_a_configuration(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LEARNING_DATA", str(tmp_path))
+def test_every_task_and_its_control_is_a_configuration(name: str, tmp_path: Path) -> None:
     task = TASKS[name]
     schema: Any = {"rl": RLConfig, "preference": PreferenceConfig}[task.command]
     for changes in (task.changes, (*task.changes, *task.control)):
         load_config(schema, task.config, [f"run_dir={tmp_path}", *changes])
 
 
-@pytest.mark.parametrize("write", [guessing.write, calculator.write, preferences.write])
-def test_nothing_held_out_is_trained_on(write: Callable[[Path], None], tmp_path: Path) -> None:
-    write(tmp_path)
-    train, test = ({row["prompt"] for row in rows(tmp_path / f"{split}.jsonl")} for split in ("train", "test"))
+@pytest.mark.parametrize("task", [guessing, calculator, preferences])
+def test_nothing_held_out_is_trained_on(task: Any) -> None:
+    train, test = ({row["prompt"] for row in task.rows(split)} for split in ("train", "test"))
     assert train and test and not train & test
-    if (tmp_path / "warm.jsonl").exists():
-        asked = {(row.get("messages") or row["prompt"])[0]["content"] for row in rows(tmp_path / "warm.jsonl")}
+    if task is not preferences:
+        asked = {(row.get("messages") or row["prompt"])[0]["content"] for row in task.rows("warm")}
         assert asked <= train
 
 
@@ -63,15 +53,13 @@ def test_the_calculator_says_what_it_cannot_do() -> None:
     assert {calculator.multiply(said) for said in ("", "[]", '{"a": 1}', '{"a": "x", "b": 2}', "null")} == {"error"}
 
 
-def test_preferences_prefer_the_right_sum_and_shuffled_ones_do_not(tmp_path: Path) -> None:
-    preferences.write(tmp_path)
-
+def test_preferences_prefer_the_right_sum_and_shuffled_ones_do_not() -> None:
     def right(row: dict[str, Any]) -> bool:
         a, b = map(int, row["prompt"].rstrip("=").split("+"))
         return row["chosen"] == str(a + b) != row["rejected"]
 
-    assert all(map(right, rows(tmp_path / "train.jsonl")))
-    shuffled = rows(tmp_path / "shuffled.jsonl")
+    assert all(map(right, preferences.rows("train")))
+    shuffled = preferences.rows("shuffled")
     assert 0.45 < sum(map(right, shuffled)) / len(shuffled) < 0.55
 
 
