@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from archon.rl.algorithms.advantages import Groups
 from archon.rl.context import EpisodeContext, EpisodeEngine, derive_seed, workflow_context
 from archon.rl.exchange import error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.types import GenerationHyperparameters, InferenceEngine, concat_padded_tensors, validate_trajectory
@@ -56,17 +57,21 @@ class Episode:
     @property
     def has_spread(self) -> bool:
         """Whether two trajectories of the group differ in reward, without which there is nothing to learn."""
-        rewards = self.trajectories["rewards"] if self.trajectories else torch.empty(0)
-        return len(rewards) > 0 and bool(rewards.max() > rewards.min())
+        if not self.trajectories:
+            return False
+        rewards = self.trajectories["rewards"]
+        one_group = torch.zeros(len(rewards), dtype=torch.int64)
+        return bool(Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).spread.any())
 
 
 @dataclass
 class RolloutBatch:
     """The groups of one step in the order their prompts were submitted.
 
-    `trajectories` holds [B, S] and [B] tensors and `group_ids` int64 [B]; it is empty when no group was left.
-    `prompts[g]` is the prompt of group g. `counts` says how much was lost and why, `numbers` what workflows recorded
-    (means). Where every group was dropped for want of spread, they are `dropped`.
+    `trajectories` holds [B, S] and [B] tensors, `group_ids` and `trajectory_ids` int64 [B], the latter alike for rows
+    that are parts of one trajectory; it is empty when no group was left. `prompts[g]` is the prompt of group g.
+    `counts` says how much was lost and why, `numbers` what workflows recorded (means). Where all groups were dropped
+    for want of spread, they are `dropped`.
     """
 
     trajectories: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -81,9 +86,9 @@ class RolloutBatch:
         groups = [(e.prompt, e.trajectories) for e in episodes if e.trajectories]
         batch = cls(prompts=[prompt for prompt, _ in groups], counts=Counter() if counts is None else counts)
         if groups:
-            batch.trajectories = concat_padded_tensors([group for _, group in groups])
-            sizes = torch.tensor([len(group["rewards"]) for _, group in groups])
-            batch.trajectories["group_ids"] = torch.repeat_interleave(torch.arange(len(groups)), sizes)
+            size = max(len(group["rewards"]) for _, group in groups)
+            joined = [{**group, **_ids(number, size, group)} for number, (_, group) in enumerate(groups)]
+            batch.trajectories = concat_padded_tensors(joined)
         return batch
 
     def __bool__(self) -> bool:
@@ -93,6 +98,13 @@ class RolloutBatch:
         """Whether all tokens were sampled with the weights of `version`; those of unknown version pass."""
         versions = self.trajectories["versions"]
         return bool(((versions < 0) | (versions == version)).all())
+
+
+def _ids(number: int, size: int, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The ids of a group's rows, [G]: its number, and trajectories of their own; no group has more rows than `size`."""
+    rows = torch.arange(len(group["rewards"]))
+    own = group.get("trajectory_ids", rows).unique(return_inverse=True)[1]
+    return {"group_ids": torch.full_like(rows, number), "trajectory_ids": number * size + own}
 
 
 class Rollout:

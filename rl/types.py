@@ -169,7 +169,8 @@ class InferenceEngine(Protocol):
         ...
 
 
-# Trajectories: what a workflow returns. Per-token fields are [B, S], rewards [B].
+# Trajectories: what a workflow returns. Per-token fields are [B, S], those of rows [B]. Rows with the same trajectory
+# id are parts of one trajectory; without these each row is one.
 _TOKEN_FIELDS: dict[str, torch.dtype] = {
     "input_ids": torch.int64,
     "attention_mask": torch.bool,
@@ -178,7 +179,8 @@ _TOKEN_FIELDS: dict[str, torch.dtype] = {
     "versions": torch.int64,
     "turn_ids": torch.int64,
 }
-_OPTIONAL_FIELDS = frozenset({"turn_ids"})
+_ROW_FIELDS: dict[str, torch.dtype] = {"rewards": torch.float32, "trajectory_ids": torch.int64}
+_OPTIONAL_FIELDS = frozenset({"turn_ids", "trajectory_ids"})
 _PAD_VALUES = {"versions": -1, "turn_ids": -1}
 
 
@@ -233,13 +235,14 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
     """Check a workflow's result and return it with the documented dtypes; other keys pass through unchanged.
 
     `source` opens the message. Raises `RolloutError` naming the key and its shape when a key is missing, a shape
-    differs from that of `input_ids` [B, S] (or [B] for `rewards`), a number is not finite where it is used, a mask
-    holds anything but 0 and 1, or a token is trained that is not attended to.
+    differs from that of `input_ids` [B, S] (or [B] for `rewards` and `trajectory_ids`), a number is not finite where
+    it is used, a mask holds anything but 0 and 1, or a token is trained that is not attended to.
     """
     if not isinstance(trajectory, Mapping):
         raise RolloutError(f"{source}: got a {type(trajectory).__name__}, expected a dictionary of tensors")
     checked = dict(trajectory)
-    for key in [*_TOKEN_FIELDS, "rewards"]:
+    fields = _TOKEN_FIELDS | _ROW_FIELDS
+    for key in fields:
         if key not in trajectory:
             if key in _OPTIONAL_FIELDS:
                 continue
@@ -249,11 +252,11 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
     shape = tuple(trajectory["input_ids"].shape)
     if len(shape) != 2 or 0 in shape:
         raise RolloutError(f"{source}: 'input_ids' has shape {shape}, expected [B, S] with both at least 1")
-    for key, dtype in [*_TOKEN_FIELDS.items(), ("rewards", torch.float32)]:
+    for key, dtype in fields.items():
         if key not in trajectory:
             continue
         value = trajectory[key]
-        expected = shape[:1] if key == "rewards" else shape
+        expected = shape[:1] if key in _ROW_FIELDS else shape
         if tuple(value.shape) != expected:
             raise RolloutError(
                 f"{source}: {key!r} has shape {tuple(value.shape)}, expected {expected} as input_ids is {shape}"

@@ -94,6 +94,7 @@ class PolicyUpdate:
             mask,
             self._token_rewards(batch),
             batch.get("old_values"),
+            trajectories.get("trajectory_ids"),
         )
         advantages = ADVANTAGES[config.advantage](outcomes, config)
         batch["advantages"] = advantages

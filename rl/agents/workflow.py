@@ -85,13 +85,15 @@ class AgentWorkflow(RolloutWorkflow):
             runs = (self._run_one(engine, data, index, server, base_url) for index in range(self.gconfig.n_samples))
             outcomes = await asyncio.gather(*runs, return_exceptions=True)
         rows: list[Trajectory] = []
-        for outcome in outcomes:
+        runs_of_rows: list[int] = []
+        for index, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
                 raise outcome
             rows += outcome
+            runs_of_rows += [index] * len(outcome)
         if not rows:
             raise next(iter(workflow_context.get().first_errors.values()))
-        return trajectory_tensors([row.record for row in rows], [row.reward for row in rows])
+        return trajectory_tensors([row.record for row in rows], [row.reward for row in rows], runs_of_rows)
 
     async def _run_one(
         self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, base_url: str

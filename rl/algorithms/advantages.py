@@ -1,4 +1,5 @@
-"""Advantages from rewards. Group statistics are per trajectory, never per turn or token."""
+"""Advantages from rewards. Group statistics are per trajectory, never per turn or token: one that is trained as several
+rows, one an answer, counts once, with the mean of their rewards."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What a batch of trajectories has earned. Tokens that are not trained on earn nothing and have no value.
+    """What the rows of a batch have earned. Tokens that are not trained on earn nothing and have no value.
 
     Args:
-        rewards: float [B], of whole trajectories.
-        group_ids: int [B], 0 ≤ id; trajectories with the same id answer the same prompt. Groups may differ in size.
+        rewards: float [B], of whole rows.
+        group_ids: int [B], 0 ≤ id; rows with the same id answer the same prompt. Groups may differ in size.
         loss_mask: [B, S], 1 at trained tokens.
         token_rewards: float [B, S], earned by single tokens beside that, such as a KL penalty; None: nothing.
         values: float [B, S], the critic's estimate of what is still to come before each token; None: no critic.
+        trajectory_ids: int [B]; rows with the same id, of one group, are parts of one trajectory. None: no two are.
     """
 
     rewards: Tensor
@@ -32,16 +34,17 @@ class Outcomes:
     loss_mask: Tensor
     token_rewards: Tensor | None = None
     values: Tensor | None = None
+    trajectory_ids: Tensor | None = None
 
     @property
     def totals(self) -> Tensor:
-        """Float [B]: everything a trajectory has earned."""
+        """Float [B]: everything a row has earned."""
         if self.token_rewards is None:
             return self.rewards
         return self.rewards + (self.token_rewards * self.loss_mask).sum(1).to(self.rewards.dtype)
 
     def on_tokens(self, advantages: Tensor) -> Tensor:
-        """One number a trajectory [B], on each of its trained tokens [B, S]."""
+        """One number a row [B], on each of its trained tokens [B, S]."""
         return advantages.unsqueeze(1) * self.loss_mask
 
 
@@ -52,29 +55,58 @@ GROUP_ADVANTAGES = frozenset({"grpo", "dr_grpo", "rloo", "opmd", "reinforce_base
 """Those that compare the answers to one prompt, so that a group needs two."""
 
 
-def groups_with_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Bool [B]: does the trajectory's group hold at least two different rewards, i.e. is there anything to learn?"""
-    return _over_group(rewards, group_ids, "amax") > _over_group(rewards, group_ids, "amin")
+class Groups:
+    """Rows by trajectory, and trajectories by group.
+
+    Args:
+        rewards: float [B], of rows.
+        group_ids: int [B].
+        trajectory_ids: int [B], or None, as `Outcomes` has them.
+
+    Attributes:
+        rewards: float64 [B].
+        earned: float64 [T], of trajectories: the mean over its rows, exactly their reward where they have the same.
+        count: float64 [T], trajectories in the group of each.
+        mean: float64 [T], over that group.
+        spread: bool [T]: does the group hold two trajectories that earned differently? Else there is nothing to learn.
+        of_row: int64 [B], the trajectory of each row.
+    """
+
+    def __init__(self, rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> None:
+        self.rewards = rewards.double()
+        ids = torch.arange(len(rewards)) if trajectory_ids is None else trajectory_ids
+        self.of_row = ids.to(rewards.device).unique(return_inverse=True)[1]
+        low, high, mean = (_over(self.of_row, self.rewards, reduce) for reduce in ("amin", "amax", "mean"))
+        self.earned = torch.where(low == high, low, mean)
+        self._group = _over(self.of_row, group_ids.long(), "amax")
+        self.count = self.sum(torch.ones_like(self.earned))
+        self.mean = self.sum(self.earned) / self.count
+        self.spread = self.highest(self.earned) > -self.highest(-self.earned)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over the group of each trajectory, [T]."""
+        return _over(self._group, values, "sum")[self._group]
+
+    def highest(self, values: Tensor) -> Tensor:
+        """In the group of each trajectory, [T]."""
+        return _over(self._group, values, "amax")[self._group]
+
+    def ahead_of(self, baseline: Tensor) -> Tensor:
+        """Float64 [B]: each row's reward less its trajectory's `baseline` [T]; exactly 0 without spread, where rounding
+        would otherwise pass for a signal."""
+        return torch.where(self.spread[self.of_row], self.rewards - baseline[self.of_row], 0.0)
 
 
-def _over_group(values: Tensor, group_ids: Tensor, reduce: str) -> Tensor:
-    """`sum`, `amax` or `amin` over the group of each trajectory, [B]."""
-    index = group_ids.long()
-    n_groups = int(index.max()) + 1 if index.numel() else 0
-    return values.new_zeros(n_groups).scatter_reduce(0, index, values, reduce, include_self=False)[index]
+def _over(index: Tensor, values: Tensor, reduce: str) -> Tensor:
+    """`sum`, `mean`, `amax` or `amin` of the values with each index, from 0 to the highest."""
+    size = int(index.max()) + 1 if index.numel() else 0
+    return values.new_zeros(size).scatter_reduce(0, index, values, reduce, include_self=False)
 
 
-def group_centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(r − mean_group, size of the group) for each trajectory, float64 [B] both; the first is exactly 0 in a group of
-    equal rewards, where the rounding of the mean would otherwise pass for a signal."""
-    r = rewards.double()
-    count = _over_group(torch.ones_like(r), group_ids, "sum")
-    mean = _over_group(r, group_ids, "sum") / count
-    return torch.where(groups_with_spread(rewards, group_ids), r - mean, 0.0), count
-
-
-def group_normalized_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    """(r − mean_group) / (std_group + eps) for each trajectory (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+def group_normalized_advantages(
+    rewards: Tensor, group_ids: Tensor, eps: float = 1e-6, trajectory_ids: Tensor | None = None
+) -> Tensor:
+    """(r − mean_group) / (std_group + eps) (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
     The paper leaves the estimator of the standard deviation open; this is the unbiased one (n − 1), as in the public
     implementations. Computed in float64.
@@ -83,32 +115,39 @@ def group_normalized_advantages(rewards: Tensor, group_ids: Tensor, eps: float =
         rewards: float [B].
         group_ids: int [B].
         eps: added to the standard deviation.
+        trajectory_ids: as `Outcomes` has them.
 
     Returns:
         Advantages [B] in the dtype of `rewards`.
     """
-    centred, count = group_centred(rewards, group_ids)
-    std = (_over_group(centred.square(), group_ids, "sum") / (count - 1).clamp(min=1)).sqrt()
-    return (centred / (std + eps)).to(rewards.dtype)
+    groups = Groups(rewards, group_ids, trajectory_ids)
+    centred = torch.where(groups.spread, groups.earned - groups.mean, 0.0)
+    std = (groups.sum(centred.square()) / (groups.count - 1).clamp(min=1)).sqrt()
+    return (groups.ahead_of(groups.mean) / (std + eps)[groups.of_row]).to(rewards.dtype)
 
 
-def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """r − the mean of the group's other rewards (RLOO, arXiv 2402.14740, section 3.3), [B]; 0 for an answer alone."""
-    centred, count = group_centred(rewards, group_ids)
-    # r − (Σ − r)/(n − 1) = (r − Σ/n) · n/(n − 1)
-    return (centred * count / (count - 1).clamp(min=1)).to(rewards.dtype)
+def group_centred_advantages(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> Tensor:
+    """r − mean_group, not divided by a standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2), [B]."""
+    groups = Groups(rewards, group_ids, trajectory_ids)
+    return groups.ahead_of(groups.mean).to(rewards.dtype)
 
 
-def mirror_descent_advantages(rewards: Tensor, group_ids: Tensor, tau: float) -> Tensor:
+def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> Tensor:
+    """r − the mean of the group's other trajectories (RLOO, arXiv 2402.14740, section 3.3), [B]; 0 for one alone."""
+    groups = Groups(rewards, group_ids, trajectory_ids)
+    others = (groups.mean * groups.count - groups.earned) / (groups.count - 1).clamp(min=1)
+    return groups.ahead_of(others).to(rewards.dtype)
+
+
+def mirror_descent_advantages(
+    rewards: Tensor, group_ids: Tensor, tau: float, trajectory_ids: Tensor | None = None
+) -> Tensor:
     """r − τ log mean_group exp(r / τ), [B]: the reward less the group's estimate of the log-partition function of
     policy mirror descent (Kimi k1.5, arXiv 2501.12599, section 2.3.2)."""
-    r = rewards.double() / tau
-    highest = _over_group(r, group_ids, "amax")
-    total = _over_group((r - highest).exp(), group_ids, "sum")
-    _, count = group_centred(rewards, group_ids)
-    baseline = highest + (total / count).log()
-    advantages = torch.where(groups_with_spread(rewards, group_ids), (r - baseline) * tau, 0.0)
-    return advantages.to(rewards.dtype)
+    groups = Groups(rewards, group_ids, trajectory_ids)
+    highest = groups.highest(groups.earned)
+    mean = groups.sum(((groups.earned - highest) / tau).exp()) / groups.count
+    return groups.ahead_of(highest + tau * mean.log()).to(rewards.dtype)
 
 
 def batch_normalized(advantages: Tensor, loss_mask: Tensor, eps: float) -> Tensor:
@@ -156,23 +195,27 @@ def rewards_of_tokens(outcomes: Outcomes) -> Tensor:
 
 @ADVANTAGES.register("grpo")
 def _grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    return outcomes.on_tokens(group_normalized_advantages(outcomes.totals, outcomes.group_ids, config.advantage_eps))
+    found = group_normalized_advantages(
+        outcomes.totals, outcomes.group_ids, config.advantage_eps, outcomes.trajectory_ids
+    )
+    return outcomes.on_tokens(found)
 
 
 @ADVANTAGES.register("dr_grpo")
 def _dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """r − mean_group, not divided by a standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
-    return outcomes.on_tokens(group_centred(outcomes.totals, outcomes.group_ids)[0].to(outcomes.rewards.dtype))
+    return outcomes.on_tokens(_centred(outcomes))
 
 
 @ADVANTAGES.register("rloo")
 def _rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    return outcomes.on_tokens(leave_one_out_advantages(outcomes.totals, outcomes.group_ids))
+    found = leave_one_out_advantages(outcomes.totals, outcomes.group_ids, outcomes.trajectory_ids)
+    return outcomes.on_tokens(found)
 
 
 @ADVANTAGES.register("opmd")
 def _opmd(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    return outcomes.on_tokens(mirror_descent_advantages(outcomes.totals, outcomes.group_ids, config.opmd_tau))
+    found = mirror_descent_advantages(outcomes.totals, outcomes.group_ids, config.opmd_tau, outcomes.trajectory_ids)
+    return outcomes.on_tokens(found)
 
 
 @ADVANTAGES.register("reinforce_pp")
@@ -186,8 +229,11 @@ def _reinforce_pp(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 @ADVANTAGES.register("reinforce_baseline")
 def _reinforce_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r − mean_group, then normalised over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
-    centred = group_centred(outcomes.totals, outcomes.group_ids)[0].to(outcomes.rewards.dtype)
-    return batch_normalized(outcomes.on_tokens(centred), outcomes.loss_mask, config.advantage_eps)
+    return batch_normalized(outcomes.on_tokens(_centred(outcomes)), outcomes.loss_mask, config.advantage_eps)
+
+
+def _centred(outcomes: Outcomes) -> Tensor:
+    return group_centred_advantages(outcomes.totals, outcomes.group_ids, outcomes.trajectory_ids)
 
 
 @ADVANTAGES.register("gae")

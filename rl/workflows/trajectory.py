@@ -94,13 +94,16 @@ class TokenRecord:
 
 
 def trajectory_tensors(
-    answers: Sequence[ModelResponse] | Sequence[TokenRecord], rewards: Sequence[float]
+    answers: Sequence[ModelResponse] | Sequence[TokenRecord],
+    rewards: Sequence[float],
+    trajectory_ids: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
     """One group: trajectories of the same prompt as batch-first tensors, padded on the right to the longest.
 
     Args:
         answers: G answers, each accepted by `check_answer`, or G records of several turns.
         rewards: G finite numbers.
+        trajectory_ids: G integers, where several are parts of one trajectory: alike for these.
 
     Returns:
         The documented keys of a trajectory, and `truncated` bool [G]: the engine stopped at a length limit.
@@ -113,6 +116,8 @@ def trajectory_tensors(
         rows = [getattr(record, name) + [fill] * n for record, n in zip(records, missing, strict=True)]
         # By way of NumPy, which reads lists in half the time.
         columns[name] = torch.from_numpy(np.array(rows, dtype=dtype))
+    if trajectory_ids is not None:
+        columns["trajectory_ids"] = torch.tensor(trajectory_ids)
     return {
         **columns,
         "attention_mask": torch.arange(size) < size - torch.tensor(missing).unsqueeze(1),

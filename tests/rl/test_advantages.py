@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 from archon.rl.algorithms.advantages import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
+    Groups,
     Outcomes,
     generalized_advantages,
     group_normalized_advantages,
-    groups_with_spread,
 )
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.presets import PRESETS
@@ -179,7 +180,38 @@ def test_overlong_penalty_worked_by_hand() -> None:
 
 def test_groups_with_spread_marks_every_member() -> None:
     rewards = torch.tensor([1.0, 1.0, 0.0, 2.0, 1.0])
-    assert groups_with_spread(rewards, torch.tensor([0, 1, 1, 2, 0])).tolist() == [False, True, True, False, False]
+    assert Groups(rewards, torch.tensor([0, 1, 1, 2, 0])).spread.tolist() == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # One group of three trajectories, of 1, 3 and 2 rows, that earned 1, 0 and 0.5 (the mean of 0.75 and 0.25):
+        # mean 1/2, deviations 1/2, -1/2, 0, variance (1/4 + 1/4) / 2 = 1/4, std 1/2.
+        ("grpo", [1.0, -1.0, -1.0, -1.0, 0.5, -0.5]),
+        ("dr_grpo", [0.5, -0.5, -0.5, -0.5, 0.25, -0.25]),
+        # The others' means are 1/4, 3/4 and 1/2.
+        ("rloo", [0.75, -0.75, -0.75, -0.75, 0.25, -0.25]),
+        # log((e + 1 + e^0.5) / 3) = log 1.789001 = 0.581657.
+        ("opmd", [0.418343, -0.581657, -0.581657, -0.581657, 0.168343, -0.331657]),
+    ],
+)
+def test_group_statistics_are_per_trajectory_never_per_turn(kind: str, expected: list[float]) -> None:
+    """Three answers of one trajectory, trained as three rows, weigh as much as the one answer of another."""
+    rewards, rows = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.75, 0.25]), torch.tensor([7, 2, 2, 2, 9, 9])
+    group, mask = torch.zeros(6, dtype=torch.int64), torch.ones(6, 1)
+    found = ADVANTAGES[kind](Outcomes(rewards, group, mask, trajectory_ids=rows), AlgorithmConfig(advantage=kind))
+    torch.testing.assert_close(found, torch.tensor(expected).unsqueeze(1), rtol=0, atol=5e-6)
+    per_turn = ADVANTAGES[kind](Outcomes(rewards, group, mask), AlgorithmConfig(advantage=kind))
+    assert not torch.allclose(found, per_turn, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
+def test_trajectories_that_earned_the_same_are_no_signal_whatever_their_rows(kind: str) -> None:
+    # The mean of three rewards of 0.1 is not 0.1 in floating point.
+    of = Outcomes(torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64), torch.ones(4, 1))
+    parts = replace(of, trajectory_ids=torch.tensor([0, 1, 1, 1]))
+    assert ADVANTAGES[kind](parts, AlgorithmConfig(advantage=kind)).abs().max() == 0
 
 
 def test_advantage_table_has_every_presets_and_names_the_nearest_on_a_typo() -> None:

@@ -120,6 +120,14 @@ def test_a_conversation_is_one_row_or_one_an_answer(engine: InProcessEngine, tok
     assert set(trained[0]) == set(trained[1])  # the beginning that two branches share stands in both
 
 
+def test_answers_of_one_run_are_one_trajectory_to_the_group(engine: InProcessEngine, tokenizer: Any) -> None:
+    """Group statistics are per trajectory, never per turn."""
+    workflow = AgentWorkflow(Turns(), GCONFIG, tokenizer, style="individual")
+    result, _, answers = run_episode(engine, workflow)
+    runs = result["trajectory_ids"].tolist()
+    assert len(runs) == len(answers) == 12 and sorted(runs) == sorted([*range(4)] * 3)
+
+
 def test_text_that_is_tokenised_otherwise_begins_a_new_tree(tokenizer: Any) -> None:
     """The first answer holds a special token, which its text has lost: the second is no continuation of it."""
     pad = tokenizer.pad_token_id
