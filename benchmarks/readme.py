@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.record import Ratio, Record, Spread, read_records
+from benchmarks.runs import run_tables
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -124,6 +125,8 @@ def readme(records: Sequence[Record]) -> str:
         of_this = [record for record in records if record.benchmark == name]
         if of_this:
             parts += [f"## {title}", *(section(record) for record in of_this)]
+    for title, how, head, rows in run_tables():
+        parts += [f"## {title}", f"`{how}`", table(head, rows)]
     return "\n\n".join(parts) + "\n"
 
 

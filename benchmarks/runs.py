@@ -1,0 +1,89 @@
+"""Tables of the records that hold one run a line: does it learn, in any way and any layout, and does it last?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).resolve().parent / "records"
+
+Line = dict[str, Any]
+Table = tuple[str, str, Sequence[str], list[list[str]]]
+"""Title, how to make it again, head, rows."""
+
+
+def run_tables(folder: Path = RECORDS) -> Iterator[Table]:
+    """Those of which there are records."""
+    for name, (title, how, head, rows) in _TABLES.items():
+        path = folder / f"{name}.jsonl"
+        if path.exists():
+            yield title, how, head, rows([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def _mark(line: Line) -> str:
+    return "✓" if line["reached"] else "✗ missed"
+
+
+def _learning(lines: Sequence[Line]) -> list[list[str]]:
+    controls = {line["task"]: line for line in lines if line["control"]}
+    return [
+        [
+            line["task"],
+            *(f"{line[key]:.3f}" if key in line else "-" for key in ("before", "after")),
+            f"{line['seconds']:.0f} s",
+            _mark(line),
+            *_control(controls.get(line["task"])),
+        ]
+        for line in lines
+        if not line["control"]
+    ]
+
+
+def _control(line: Line | None) -> list[str]:
+    if line is None or "after" not in line:
+        return ["-", "-", "-"]
+    return [f"{line['after']:.3f}", f"{line['lowest']:.3f} to {line['highest']:.3f}", _mark(line)]
+
+
+def _layouts(lines: Sequence[Line]) -> list[list[str]]:
+    return [
+        [line["layout"], *(f"{line.get(f'reward_{when}', 0):.3f}" for when in ("before", "after")), _mark(line)]
+        for line in lines
+    ]
+
+
+def _soak(lines: Sequence[Line]) -> list[list[str]]:
+    return [
+        [
+            f"{line['seconds'] / 60:.0f} min",
+            f"{line['steps']:,}",
+            *(f"{line['after_warm_up'][name]:.0f} → {line['at_the_end'][name]:.0f}" for name in _HELD),
+            "✓" if line["passed"] else "✗ missed",
+        ]
+        for line in lines
+    ]
+
+
+_HELD = ("mib", "files", "sockets", "threads", "processes")
+_TABLES = {
+    "learning": (
+        "Does it learn",
+        "make test-learning",
+        ("task", "held-out before", "after", "time", "", "control, after", "and between", ""),
+        _learning,
+    ),
+    "rl_layouts": (
+        "In any layout",
+        "make test-rl-layouts",
+        ("layout", "held-out before", "after", "the demo's reward"),
+        _layouts,
+    ),
+    "soak": (
+        "Does it last",
+        "make test-soak",
+        ("asynchronous RL of an agent", "steps", "MiB", "files", "sockets", "threads", "processes", ""),
+        _soak,
+    ),
+}
