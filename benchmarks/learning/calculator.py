@@ -1,7 +1,7 @@
 """An agent with a tool: products of two-digit numbers, which a small model cannot work out, and a calculator can.
 
-The agent is an ordinary program over the OpenAI SDK. The model that it begins with has seen as many conversations in
-which the answer is simply said, and wrong, as such in which the tool is asked.
+The agent is an ordinary program over the OpenAI SDK. The model that it begins with has seen conversations in which the
+tool is asked, and as many in which a number is just said, and wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from typing import Any
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "multiply", "description": "a times b"}}
-ASKED = 0.5
+ASKED = 0.45
 """How often the conversations ask the tool; the rest say a number."""
 
 
