@@ -1,4 +1,4 @@
-"""The arithmetic run on four processes learns what it learns on one; the other layouts are in `make test-rl-layouts`."""
+"""The arithmetic run on four processes learns what it does on one; for other layouts see `make test-rl-layouts`."""
 
 from __future__ import annotations
 
