@@ -89,7 +89,7 @@ class RLTrainer:
             workflow: an instance, a class or a dotted string; by default the configuration's.
             eval_workflow: used for evaluation as it is; by default `workflow` with evaluation's sampling values.
         """
-        config = self.config
+        config, metrics = self.config, dict[str, float]()
         with ExitStack() as stack:
             if self.runner is None:
                 self.config = config = join(config, config.actor)
@@ -98,7 +98,6 @@ class RLTrainer:
             runner = self.runner
             if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner, config.actor):
                 return {}
-            metrics: dict[str, float] = {}
             stack.enter_context(suppress(StoppedError))
             stack.enter_context(self.opened(workflow, eval_workflow))
             stack.enter_context(saved_at_the_end(self.save))
@@ -252,8 +251,9 @@ class RLTrainer:
         eval_workflow: RolloutWorkflow | None = None,
     ) -> Iterator[RLTrainer]:
         """Everything the run needs, from rows to generator, resumed where the configuration asks for it."""
-        config = self.config
-        with asyncio.Runner() as loop, self._reward() as reward:
+        config, rollout = self.config, self.config.rollout
+        wrapper = AsyncRewardWrapper(config.reward, rollout.reward_timeout, rollout.reward_workers)
+        with asyncio.Runner() as loop, wrapper as reward:
             # The loop itself, not Runner.run: signals belong to the run directory's handler.
             self._loop = loop.get_loop()
             self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path)
@@ -267,10 +267,6 @@ class RLTrainer:
             finally:
                 if self.ahead is not None:
                     self._loop.run_until_complete(self.ahead.close())
-
-    def _reward(self) -> AsyncRewardWrapper:
-        rollout = self.config.rollout
-        return AsyncRewardWrapper(self.config.reward, rollout.reward_timeout, rollout.reward_workers)
 
     def _open_data(self, reward: AsyncRewardWrapper) -> None:
         config = self.config

@@ -101,7 +101,7 @@ def test_groups_that_are_all_dropped_are_dumped_and_marked(rl_config: MakeConfig
     assert all(row["dropped"] and "advantage" not in row for row in rows)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("reward", "kind"),
     [
@@ -166,7 +166,7 @@ def long_where_odd(data: dict[str, Any]) -> dict[str, Any]:
     return data | {"messages": [{"role": "user", "content": too_long}], "prompt": too_long} if odd else data
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("workflow", "error", "arguments"),
     [

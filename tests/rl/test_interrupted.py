@@ -15,6 +15,7 @@ import pytest
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from tests.io.killing import assert_checkpoints_whole
+from tests.rl.conftest import small_run
 from tests.rl.interrupted_run import Ended
 from tests.rl.written import assert_bitwise_equal_runs, assert_each_prompt_trained_once
 from tests.small_qwen3 import SMALL_QWEN3
@@ -42,8 +43,6 @@ def assert_ended_well(ended: Ended, number: signal.Signals) -> None:
 @pytest.fixture(scope="module")
 def whole(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> RLConfig:
     """A run that nothing interrupted."""
-    from tests.rl.conftest import small_run
-
     folder = tmp_path_factory.mktemp("whole")
     config = RLConfig.parse(small_run(blank, folder / "run") | common(folder))
     RLTrainer(config).train()
@@ -56,7 +55,7 @@ def whole(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> RLConfig:
         ("rollout", signal.SIGINT, 2),
         pytest.param("rollout", signal.SIGTERM, 2, marks=pytest.mark.slow),
         ("reward", signal.SIGINT, 2),
-        ("update", signal.SIGINT, 3),
+        pytest.param("update", signal.SIGINT, 3, marks=pytest.mark.slow),
         pytest.param("push", signal.SIGINT, 3, marks=pytest.mark.slow),
         ("evaluation", signal.SIGINT, 2),
         pytest.param("save", signal.SIGINT, 2, marks=pytest.mark.slow),
