@@ -8,7 +8,8 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 KILL_RECORD := benchmarks/records/kills.jsonl
 MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
-.PHONY: help setup demo test test-slow test-all test-kill test-matrix test-rl-layouts test-browser lint format bench
+.PHONY: help setup demo test test-slow test-all test-kill test-matrix test-rl-layouts \
+	test-serve-load test-browser lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
@@ -17,6 +18,7 @@ help:
 	@echo "make test-kill  all kill tests, with their record"
 	@echo "make test-matrix  the gradient matrix, with its record and its table in parallel/README.md"
 	@echo "make test-rl-layouts  the arithmetic recipe in four layouts, with its record"
+	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
 	@echo "make lint       ruff, mypy, import directions, spelling"
 	@echo "make bench      the benchmarks side by side with their peers, with their records"
@@ -47,6 +49,9 @@ test-matrix: setup
 
 test-rl-layouts: setup
 	.venv/bin/python -m benchmarks.rl_layouts --record benchmarks/records/rl_layouts.jsonl
+
+test-serve-load: setup
+	.venv/bin/python -m benchmarks.serve_load --record benchmarks/records/serve_load.jsonl
 
 test-browser: setup
 	.venv/bin/python -m tests.report.browser
