@@ -8,7 +8,8 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 KILL_RECORD := benchmarks/records/kills.jsonl
 MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
-.PHONY: help setup demo test test-slow test-all test-kill test-matrix test-rl-layouts test-learning test-soak test-browser lint format bench
+.PHONY: help setup demo test test-slow test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
+	test-serve-load test-browser lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
@@ -19,6 +20,7 @@ help:
 	@echo "make test-rl-layouts  the arithmetic recipe in four layouts, with its record"
 	@echo "make test-learning  small tasks and their controls: does each way of training learn, with the record"
 	@echo "make test-soak  half an hour of asynchronous RL: does anything grow, with its record"
+	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
 	@echo "make lint       ruff, mypy, import directions, spelling"
 	@echo "make bench      the benchmarks side by side with their peers, with their records"
@@ -55,6 +57,9 @@ test-learning: setup
 
 test-soak: setup
 	.venv/bin/python -m benchmarks.soak --record benchmarks/records/soak.jsonl
+
+test-serve-load: setup
+	.venv/bin/python -m benchmarks.serve_load --record benchmarks/records/serve_load.jsonl
 
 test-browser: setup
 	.venv/bin/python -m tests.report.browser

@@ -220,25 +220,27 @@ class AgentServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         try:
-            for event in api.begin():
-                await response.write(event_bytes(event))
             choices: list[Choice] = []
+            events = list(api.begin())
             while item is not None:
                 if isinstance(item, Choice):
                     choices.append(item)
-                for event in api.ended(item) if isinstance(item, Choice) else api.piece(item):
-                    await response.write(event_bytes(event))
+                    events += api.ended(item)
+                else:
+                    events += api.piece(item)
+                if events:  # together: what sending costs does not depend on how much is sent
+                    await response.write(b"".join(map(event_bytes, events)))
+                    events = []
                 item = await anext(items, None)
-            events = api.finish(choices)
+            last = api.finish(choices)
         except ConnectionError:
             raise
         except Exception as error:
             failure = http_error(error)
             if failure.status == 500:
                 logger.exception("streaming to %s failed", request.path)
-            events = api.failed(error_body(failure, request.path))
-        for event in events:
-            await response.write(event_bytes(event))
+            last = api.failed(error_body(failure, request.path))
+        await response.write(b"".join(map(event_bytes, last)))
         await response.write_eof()
         return response
 

@@ -1,0 +1,345 @@
+"""`archon serve` under agents: is every answer kept, does anything grow, and what does HTTP cost?
+
+    python -m benchmarks.serve_load --record benchmarks/records/serve_load.jsonl
+    python -m benchmarks.serve_load --record trial.jsonl --seconds 30
+
+64 agents at a time, half of them streaming, each in a session of its own: it opens it, asks three turns, rewards
+every answer, exports, compares, closes. In turn with them the bare generator, in a process like the server's, answers
+the very prompts that the agents had, as many at a time, with as many tokens. A line of the record is one such round,
+the last the outcome; the command ends with 1 where something failed, was lost or missed its limit.
+
+The model is the Qwen3 of 26 million parameters (hidden size 512, 8 layers) in float32, with a byte-level tokenizer:
+about the smallest that anybody would train an agent with on a CPU, so that the server's share is seen and not hidden
+behind the model's. Answers have 32 to 96 tokens, as a step of a small agent has.
+Generator and server have one thread each (`--threads`): the agents are a third process and need the other core, as they
+would where they are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks import harness
+from benchmarks.harness import ROOT, Worker, say
+from benchmarks.memory import anonymous_bytes
+
+AGENTS, SHORTEST, LONGEST = 64, 32, 96
+AIM = 0.8
+"""Answered tokens a second, of the server's by the bare generator's."""
+GROWTH = 32 << 20
+"""Bytes that the server may grow by between the first quarter of the time and the end. A session that is closed is
+forgotten, and the first round touches more of the cache than the others, so that nothing should grow but what the
+allocator leaves; of sessions that were kept, those of one round alone would be about 5 MB."""
+
+MEDIANS = ("served_tokens_per_second", "bare_tokens_per_second", "ratio", "cpu_ratio")
+
+Run = Callable[..., dict[str, Any]]
+Conversations = list[list[tuple[list[int], int]]]
+"""Of each agent: the prompt, in tokens, and the number of tokens of the answer, of each of its turns."""
+
+
+def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
+    """One of the two processes beside the server."""
+    return {"bare": bare, "agents": agents}[side](options)
+
+
+def bare(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
+    """The generator alone, loaded as the server loads it; makes the checkpoint first."""
+    from archon.hf_io import load_model, load_tokenizer
+    from archon.rl.bootstrap import make_tokenizer
+    from archon.rl.config import TokenizerRecipe
+    from archon.rl.generation import InProcessEngine
+    from archon.rl.types import GenerationHyperparameters, ModelRequest
+    from benchmarks.checkpoints import make_checkpoint, shape
+
+    folder = make_checkpoint(Path(options["folder"]), options["model"])
+    texts = [path.read_text() for room in ("models", "parallel", "rl") for path in sorted((ROOT / room).rglob("*.py"))]
+    recipe = TokenizerRecipe(kind="bpe", vocab_size=shape(options["model"])["vocab_size"])
+    make_tokenizer(recipe, texts).save_pretrained(folder)
+    engine = InProcessEngine.from_model(load_model(folder), load_tokenizer(folder), max_slots=AGENTS)
+    loop = asyncio.new_event_loop()
+
+    async def converse(turns: list[tuple[list[int], int]]) -> int:
+        count = 0
+        for prompt, length in turns:
+            gconfig = GenerationHyperparameters(max_new_tokens=length, ignore_eos=True)
+            count += len((await engine.agenerate(ModelRequest(prompt, gconfig))).output_tokens)
+        return count
+
+    async def everyone(conversations: Conversations) -> int:
+        return sum(await asyncio.gather(*map(converse, conversations)))
+
+    def run(conversations: Conversations) -> dict[str, Any]:
+        begun = cpu_seconds()
+        return {"tokens": loop.run_until_complete(everyone(conversations)), "cpu_seconds": cpu_seconds() - begun}
+
+    return {}, run
+
+
+@dataclass
+class Round:
+    """What came of one session of every agent."""
+
+    conversations: Conversations
+    tokens: int = 0
+    answers: int = 0
+    lost: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def agents(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
+    """The agents of a server."""
+    import aiohttp
+
+    loop = asyncio.new_event_loop()
+
+    async def open_client() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120), raise_for_status=True
+        )
+
+    client = loop.run_until_complete(open_client())
+
+    async def everyone(number: int) -> Round:
+        seen = Round([[] for _ in range(AGENTS)])
+        # The first round, which warms up, is the longest: it touches more pages of the cache than any that follows.
+        turns = options["turns"] + (number == 0)
+        talks = (Agent(client, options["url"], number, index, seen).run(turns) for index in range(AGENTS))
+        for outcome in await asyncio.gather(*talks, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                seen.errors.append(harness.one_line(outcome))
+        return seen
+
+    def run(number: int) -> dict[str, Any]:
+        return vars(loop.run_until_complete(everyone(number)))
+
+    return {}, run
+
+
+class Agent:
+    """One session, from its opening to its end."""
+
+    def __init__(self, client: Any, url: str, number: int, index: int, seen: Round) -> None:
+        self.client, self.url, self.number, self.index, self.seen = client, url, number, index, seen
+
+    async def run(self, turns: int) -> None:
+        session = await self.json("post", "/sessions")
+        own, here = {"Authorization": f"Bearer {session['api_key']}"}, f"/sessions/{session['id']}"
+        chance = random.Random(self.number * AGENTS + self.index)
+        talk = [{"role": "user", "content": f"Step {self.number} of task {self.index}: what is to be done next?"}]
+        answers: dict[str, list[int]] = {}
+        for _ in range(turns):
+            length = chance.randint(SHORTEST, LONGEST) if self.number else LONGEST
+            body = {"messages": talk, "max_tokens": length, "ignore_eos": True}
+            body |= {"return_token_ids": True, "stream": self.index % 2 == 0}
+            completion, prompt, tokens, text = await self.ask(body, own)
+            answers[completion] = prompt + tokens
+            self.seen.conversations[self.index].append((prompt, len(tokens)))
+            self.seen.tokens += len(tokens)
+            self.seen.answers += 1
+            if len(tokens) != length:
+                raise RuntimeError(f"{len(tokens)} tokens came, asked for {length}")
+            talk += [{"role": "assistant", "content": text}, {"role": "user", "content": "Done. And then?"}]
+        for completion in answers:
+            reward = {"reward": chance.random(), "completion_id": completion}
+            await self.json("post", f"{here}/reward", json=reward, headers=own)
+        exported = await self.json("get", f"{here}/export", headers=own)
+        kept = {row["answers"][0]["completion_id"]: row["input_ids"] for row in exported["trajectories"]}
+        self.seen.lost += sum(kept.get(completion) != tokens for completion, tokens in answers.items())
+        closed = await self.json("delete", here, headers=own)
+        if closed["answers"] != turns:
+            raise RuntimeError(f"the session had {closed['answers']} answers, {turns} were given")
+
+    async def ask(self, body: dict[str, Any], own: dict[str, str]) -> tuple[str, list[int], list[int], str]:
+        """Id, prompt, tokens and text of an answer."""
+        if not body["stream"]:
+            answer = await self.json("post", "/chat/completions", json=body, headers=own)
+            (choice,) = answer["choices"]
+            return answer["id"], answer["prompt_token_ids"], choice["token_ids"], choice["message"]["content"]
+        prompt: list[int] = []
+        tokens: list[int] = []
+        text, chunk, ended = "", {"id": ""}, False
+        async with self.client.post(f"{self.url}/chat/completions", json=body, headers=own) as response:
+            async for line in response.content:
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    ended = True
+                elif data:
+                    chunk = json.loads(data)
+                    (choice,) = chunk["choices"]
+                    prompt += chunk.get("prompt_token_ids", [])
+                    tokens += choice.get("token_ids", [])
+                    text += choice["delta"].get("content", "")
+        if not ended:
+            raise RuntimeError("the stream broke off")
+        return chunk["id"], prompt, tokens, text
+
+    async def json(self, method: str, path: str, **options: Any) -> Any:
+        async with self.client.request(method, self.url + path, **options) as response:
+            return await response.json()
+
+
+def cpu_seconds(pid: int | str = "self") -> float:
+    """Processor time that a process has had (`man proc_pid_stat`)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Server:
+    """`archon serve` as a user starts it; what its process holds."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        command = [sys.executable, "-m", "archon", "serve", str(folder), "--port", "0", f"max_slots={AGENTS}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        self.complaints = folder.parent / "complaints"
+        with self.complaints.open("w") as complaints:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=complaints, text=True
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise harness.BenchmarkError(f"the server did not start: {self.end()}")
+        self.url = line.split()[3]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def holds(self) -> dict[str, int]:
+        """Resident memory that no file backs, and threads."""
+        threads = len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+        return {"memory_bytes": anonymous_bytes(self.process.pid), "threads": threads}
+
+    def sockets(self) -> int:
+        links = Path(f"/proc/{self.process.pid}/fd")
+        return sum(os.readlink(link).startswith("socket:") for link in links.iterdir())
+
+    def end(self) -> str:
+        """Interrupt it; gives back what went wrong in it, nothing where nothing did."""
+        self.process.send_signal(signal.SIGINT)
+        code, said = self.process.wait(timeout=30), self.complaints.read_text()
+        return f"exit code {code}: {said[-2000:]}" if code or "Traceback" in said else ""
+
+
+def measure(options: argparse.Namespace, folder: Path, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Rounds for so long; gives back the outcome."""
+    made = {"threads": options.threads, "folder": str(folder), "model": options.model}
+    rounds: list[dict[str, Any]] = []
+    warm: dict[str, int] | None = None
+    with closing(started("bare", made)) as generator, Server(folder, options.threads) as server:
+        sockets = server.sockets()
+        with closing(started("agents", {"threads": 1, "url": server.url, "turns": options.turns})) as crowd:
+            begun = time.monotonic()
+            last = crowd.run(number=0)
+            generator.run(conversations=last["conversations"])
+            while not rounds or time.monotonic() - begun < options.seconds:
+                if warm is None and time.monotonic() - begun >= options.seconds / 4:
+                    warm = server.holds()
+                # Each goes first as often as the other; the bare generator with the prompts of the round before.
+                bare_first = len(rounds) % 2 == 1
+                alone = generator.run(conversations=last["conversations"]) if bare_first else None
+                had = cpu_seconds(server.process.pid)
+                last = crowd.run(number=len(rounds) + 1)
+                last["cpu_seconds"] = cpu_seconds(server.process.pid) - had
+                alone = alone or generator.run(conversations=last["conversations"])
+                rounds.append(
+                    one_round(len(rounds) + 1, last, alone) | {"memory_bytes": server.holds()["memory_bytes"]}
+                )
+                write(rounds[-1])
+            warm = warm or server.holds()
+            seconds = time.monotonic() - begun
+        time.sleep(1.0)  # in which the server sees that its clients have gone
+        held, sockets_left = server.holds(), server.sockets() - sockets
+        complaints = server.end()
+    return {
+        "seconds": round(seconds, 1),
+        "rounds": len(rounds),
+        "answers": sum(row["answers"] for row in rounds),
+        "errors": sum(len(row["errors"]) for row in rounds),
+        "lost": sum(row["lost"] for row in rounds),
+        "memory_growth_bytes": held["memory_bytes"] - warm["memory_bytes"],
+        "threads_more": held["threads"] - warm["threads"],
+        "sockets_left": sockets_left,
+        "complaints": complaints,
+        **{name: statistics.median(row[name] for row in rounds) for name in MEDIANS},
+    }
+
+
+def one_round(number: int, served: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+    """A line of the record. Beside seconds stands processor time, which other programs on the machine change less."""
+    if not served["tokens"]:
+        raise harness.BenchmarkError(f"no agent was answered: {served['errors'][0]}")
+    row = {"round": number} | {name: served[name] for name in ("answers", "tokens", "lost", "errors")}
+    for side, run in (("served", served), ("bare", alone)):
+        row[f"{side}_tokens_per_second"] = run["tokens"] / run["seconds"]
+        row[f"{side}_tokens_per_cpu_second"] = run["tokens"] / run["cpu_seconds"]
+    row["ratio"] = row["served_tokens_per_second"] / row["bare_tokens_per_second"]
+    row["cpu_ratio"] = row["served_tokens_per_cpu_second"] / row["bare_tokens_per_cpu_second"]
+    return row
+
+
+def started(side: str, options: dict[str, Any]) -> Worker:
+    """A process beside the server; `BenchmarkError` where it cannot run."""
+    worker = Worker("benchmarks.serve_load", side, options)
+    if worker.missing is not None:
+        raise harness.BenchmarkError(f"{side}: {worker.missing}")
+    return worker
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, help="JSON lines, written anew")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of rounds (default 300)")
+    parser.add_argument("--model", default="26M", help="of benchmarks.checkpoints (default 26M)")
+    parser.add_argument("--turns", type=int, default=3, help="of a session (default 3)")
+    parser.add_argument("--threads", type=int, default=1, help="of the server, and of the bare generator (default 1)")
+    parser.add_argument("--aim", type=float, default=AIM, help=f"ratio to reach (default {AIM})")
+    parser.add_argument("--worker", metavar="SIDE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return harness.serve(prepare, options.worker)
+    if options.record is None:
+        parser.error("--record is needed")
+    with tempfile.TemporaryDirectory() as folder, options.record.open("w") as record:
+
+        def write(row: dict[str, Any]) -> None:
+            record.write(json.dumps(row) + "\n")
+            record.flush()
+            say(f"  {row}")
+
+        found = measure(options, Path(folder) / "checkpoint", write)
+        found |= {name: getattr(options, name) for name in ("aim", "model", "turns", "threads")} | {"agents": AGENTS}
+        found |= {"commit": harness.commit(), "machine": harness.machine().cpu}
+        counted = ("errors", "lost", "sockets_left", "threads_more")
+        found["passed"] = (
+            not found["complaints"]
+            and all(found[name] <= 0 for name in counted)
+            and found["memory_growth_bytes"] <= GROWTH
+            and found["ratio"] >= options.aim
+        )
+        write(found)
+    sys.exit(0 if found["passed"] else 1)
+
+
+if __name__ == "__main__":
+    main()
