@@ -72,7 +72,7 @@ TASKS = {
         (
             *("algorithm.preset=ppo", "algorithm.kl_coef=0.05", "algorithm.groups_without_spread=keep"),
             *("algorithm.minibatches=2", "critic.path=${actor.path}", "critic.optimizer.lr=5.0e-4"),
-            *("gconfig.n_samples=1", "rollout.prompts_per_step=256"),
+            *("gconfig.n_samples=1", "rollout.prompts_per_step=256", "total_steps=400"),
         ),
     ),
     "multi_turn": Task(
@@ -80,7 +80,7 @@ TASKS = {
         (
             *("workflow=archon.rl.MultiTurnWorkflow", "workflow_args.retry='!'", "workflow_args.turn_discount=0.9"),
             *("bootstrap.tokenizer.alphabet='0123456789+=!'", "bootstrap.warmup.target.at_least=0.3"),
-            "evaluation.well_formed=null",
+            *("evaluation.well_formed=null", "total_steps=500"),
         ),
     ),
     "environment": Task(HERE / "guessing.yaml"),
