@@ -19,7 +19,7 @@ from archon.rl.config import TokenizerRecipe
 from archon.rl.generation import InProcessEngine
 from archon.rl.rollout import Prompt, Rollout
 from archon.rl.types import GenerationHyperparameters, ModelRequest, ModelResponse
-from tests.rl.agents.scripted import HERMES, Scripted
+from tests.rl.agents.scripted import Scripted
 from tests.small_qwen3 import small_model
 
 WEATHER = {"Rome": "sunny", "Oslo": "snowy"}
@@ -56,11 +56,9 @@ class Forecaster:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    made = make_tokenizer(
+    return make_tokenizer(
         TokenizerRecipe(kind="bpe", vocab_size=400), [said for talk in SAYS.values() for said in talk]
     )
-    made.chat_template = HERMES
-    return made
 
 
 class Keeps(InProcessEngine):

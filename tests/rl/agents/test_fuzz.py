@@ -24,7 +24,6 @@ from archon.rl.bootstrap import make_tokenizer
 from archon.rl.config import TokenizerRecipe
 from archon.rl.generation import InProcessEngine
 from archon.rl.types import GenerationHyperparameters
-from tests.rl.agents.scripted import HERMES
 from tests.small_qwen3 import small_model
 
 TOKEN = "secret"
@@ -45,7 +44,6 @@ load_all_checks()
 def live() -> Iterator[str]:
     """A server over the real generator, whose tokenizer takes any text, in a thread with a loop of its own; its URL."""
     tokenizer = make_tokenizer(TokenizerRecipe(kind="bpe"))
-    tokenizer.chat_template = HERMES
     engine = InProcessEngine.from_model(small_model(len(tokenizer), max_seq_len=256), tokenizer, max_slots=32)
     limits = Limits(sessions=10_000)
     server = AgentServer(tokenizer, engine, GenerationHyperparameters(max_new_tokens=4), token=TOKEN, limits=limits)
