@@ -54,7 +54,6 @@ def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dic
             "moe_router_topk": args.n_experts_per_token,
             # The softmax over the chosen experts is the one over all of them divided by its sum over the chosen.
             "moe_router_pre_softmax": not args.norm_topk_prob,
-            "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
         }
     model = {
