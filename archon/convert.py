@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from archon.atomic import publish, restore_aside, staged_folder, sync_tree, write_json, writing
+from archon.atomic import publish, staged_folder, sync_tree, write_json, writing
 from archon.checkpoint import model_fingerprint, opened_state, read_manifest, save_state, state_folder
 from archon.hf_export import copy_assets, refuse_moved_biases, save_hf
 from archon.hf_reader import CONFIG_FILE, HFCheckpoint, existing_folder, match_parameters, read_hf_config
@@ -277,14 +277,10 @@ def _write_megatron(folder: Path, weights: Weights, placement: Placement) -> Non
 
 
 def _write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    with writing(target):
-        restore_aside(target)
-        with staged_folder(target) as folder:
-            write(folder)
-            sync_tree(folder)
-            if target.exists():  # empty, see `_require_new`
-                target.rmdir()
-            publish(folder, target)
+    with writing(target), staged_folder(target) as folder:
+        write(folder)
+        sync_tree(folder)
+        publish(folder, target)
 
 
 def _require_new(target: Path) -> None:

@@ -186,6 +186,8 @@ def _joined(key: str, shape: tuple[int, ...], places: list[_Place]) -> JoinedTen
 
 def _rank_names(path: Path) -> list[str]:
     names = sorted(entry.name for entry in path.iterdir() if _FOLDER.fullmatch(entry.name))
+    if not names:
+        refuse(path, "it holds no mp_rank_* folder, such as mp_rank_00")
     for name in names:
         if not (path / name / RANK_FILE).is_file():
             pickled = [file.name for file in (path / name).iterdir() if file.suffix == ".pt"]

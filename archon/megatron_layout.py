@@ -52,6 +52,8 @@ class MegatronLayout:
         spec: `te` where Transformer Engine's linear layers contain the norms before them, else `local`.
         experts: `sequential` has a module an expert, `grouped` numbered weights of one module (Transformer Engine's).
         vocab_rows: rows of the embedding over all ranks, padding included.
+
+    Raises LayoutError for a degree below 1.
     """
 
     tp: int = 1
@@ -60,6 +62,11 @@ class MegatronLayout:
     spec: Spec = "local"
     experts: Experts = "sequential"
     vocab_rows: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name} is {getattr(self, name)}; expected at least 1")
 
     def ranks(self) -> Iterator[Rank]:
         """Every rank, tensor parallelism fastest."""
@@ -248,9 +255,6 @@ class Placement:
 
 def _check_divisions(args: BaseModelArgs, layout: MegatronLayout) -> None:
     sizes = args.sizes
-    for name in ("tp", "pp", "ep"):
-        if getattr(layout, name) < 1:
-            raise LayoutError(f"{name} is {getattr(layout, name)}; expected at least 1")
     if layout.ep > 1 and not sizes.experts:
         raise LayoutError(f"ep is {layout.ep}, but the model has no experts; leave it at 1")
     if args.n_kv_heads % layout.tp and layout.tp % args.n_kv_heads:

@@ -103,8 +103,8 @@ def torchtitan_model(path: str) -> nn.Module:
 
 
 def megatron_model(path: str) -> nn.Module:
-    """megatron-core's GPTModel with its local layer spec, on one CPU process, fusions off; weights moved by archon's own
-    converter.
+    """megatron-core's GPTModel with its local layer spec, on one CPU process, fusions off; its weights are moved by
+    archon's own converter.
     """
     from megatron.core import parallel_state
 
@@ -116,13 +116,15 @@ def megatron_model(path: str) -> nn.Module:
 
 
 def megatron_on_a_cpu() -> None:
-    """It asks CUDA for the device to allocate on and for the random state of dropout (which is 0 here); both are
-    answered for the CPU. Where Transformer Engine is missing, its router looks for a name that nothing defines.
+    """It asks CUDA for the device to allocate on, for the random state of dropout (which is 0 here) and, in a pipeline,
+    for the last stage's copy of a tied embedding; all are answered for the CPU. Without Transformer Engine its router
+    looks for a name that nothing defines.
     """
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -146,6 +148,7 @@ def megatron_rank(path: str, layout: MegatronLayout, rank: Rank) -> nn.Module:
     config = TransformerConfig(
         **config,
         activation_func=F.silu,
+        pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
