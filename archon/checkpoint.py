@@ -44,7 +44,7 @@ from archon.atomic import (
 )
 from archon.models.args import BaseModelArgs
 from archon.parallel.agreement import Agreement
-from archon.safetensors_file import refuse
+from archon.safetensors_file import Deferred, refuse
 from archon.schema.errors import CheckpointError
 from archon.state_file import (
     INDEX_FILE,
@@ -170,8 +170,8 @@ def prepare_save(
     return write
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _copy(data: Tensor | Deferred) -> Tensor:
+    return data.make() if isinstance(data, Deferred) else data.detach().to("cpu", copy=True)
 
 
 def _paths(written: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
@@ -280,7 +280,7 @@ def opened_state(
 
 
 def _checked_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, agreement: Agreement) -> dict[str, Any]:
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if fingerprint is not None:
         _require_same_model(folder, manifest["fingerprint"], fingerprint)
     for name, entry in manifest["files"].items():
@@ -313,7 +313,8 @@ def _content_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's manifest says; CheckpointError where it is missing, damaged or of another format."""
     file = folder / MANIFEST_FILE
     if not file.is_file():
         refuse(folder, f"it is not a checkpoint to resume from: it holds no {MANIFEST_FILE}")

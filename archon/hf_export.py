@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def save_hf(
             _require_whole(target, config, {name: shape for name, (shape, _) in written.items()})
             _write_config(folder, config, written)
             kill_point("export.config_written")
-            _copy_assets(folder, assets, tokenizer)
+            copy_assets(folder, assets, tokenizer)
             kill_point("export.assets_copied")
             sync_tree(folder)
             publish(folder, target)
@@ -129,9 +129,15 @@ def refuse_expert_biases(model: nn.Module, pp: Group | None = None) -> None:
     found = torch.tensor(len(moved), device=next(model.parameters()).device)
     if pp is not None:
         found = all_reduce(found, pp)
-    if int(found):
+    refuse_moved_biases(moved, int(found))
+
+
+def refuse_moved_biases(moved: Sequence[str], count: int | None = None) -> None:
+    """CheckpointError where there are names of balancing biases that are not 0; `count` is that of all ranks."""
+    count = len(moved) if count is None else count
+    if count:
         raise CheckpointError(
-            f"{int(found)} balancing biases are not 0 ({moved[0] if moved else 'in other stages'}, …), and a Hugging "
+            f"{count} balancing biases are not 0 ({moved[0] if moved else 'in other stages'}, …), and a Hugging "
             "Face checkpoint cannot hold them; keep this model in a training checkpoint (archon.checkpoint), and train "
             "with router_bias_update_rate = 0 what is to be exported"
         )
@@ -228,7 +234,8 @@ def _write_config(
     write_json(folder / CONFIG_FILE, config)
 
 
-def _copy_assets(folder: Path, assets: Path | None, tokenizer: Any) -> None:
+def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> None:
+    """Put the tokenizer's files and the generation config of `assets` into `folder`."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if assets is None:

@@ -14,7 +14,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -61,6 +61,18 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     end: int
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A tensor that is made when it is written, so that of many only one is in memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -> dict[str, TensorEntry]:
@@ -223,12 +235,12 @@ def pieces(tensor: Tensor, itemsize: int, limit: int = PIECE_BYTES) -> Iterator[
             yield first * row, part
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kill_at_tensor: str) -> str:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Deferred], kill_at_tensor: str) -> str:
     """Write tensors of any device and layout, wait until they are on disk, and give back the file's SHA-256.
 
     Wider items come first, so that every tensor is aligned to its item size. `kill_at_tensor` is the kill point passed
     between a tensor's first half and its second. Needs no memory beyond a piece of a tensor that is not a contiguous
-    CPU one.
+    CPU one, and a deferred tensor.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header, offset = {"__metadata__": {"format": "pt"}}, 0
@@ -250,7 +262,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kill_at_tensor:
 
         write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            for _, piece in pieces(tensor.detach(), tensor.dtype.itemsize):
+            data = tensor.make() if isinstance(tensor, Deferred) else tensor.detach()
+            assert (data.dtype, tuple(data.shape)) == (tensor.dtype, tuple(tensor.shape))
+            for _, piece in pieces(data, tensor.dtype.itemsize):
                 view = bytes_of(piece.cpu().contiguous())
                 write(view[: len(view) // 2])
                 kill_point(kill_at_tensor)

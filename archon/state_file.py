@@ -160,7 +160,7 @@ class StoredTensor:
             there = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, stored.start, strict=True))
             here = tuple(slice(a - w.start, b - w.start) for (a, b), w in zip(bounds, wanted, strict=True))
             part = out[here]
-            _read_box(self.files.file(stored.file), self._entry(stored), there, part)
+            read_box(self.files.file(stored.file), self._entry(stored), there, part)
             filled += part.numel()
         if filled != out.numel():
             refuse(self.files.folder / INDEX_FILE, f"its boxes of {self.name!r} are not the whole tensor")
@@ -179,7 +179,7 @@ def read_whole(state: Any) -> Any:
     return map_leaves(state, lambda leaf: leaf.read() if isinstance(leaf, StoredTensor) else leaf)
 
 
-def _read_box(file: SafetensorsFile, entry: TensorEntry, box: Box, out: Tensor) -> None:
+def read_box(file: SafetensorsFile, entry: TensorEntry, box: Box, out: Tensor) -> None:
     """Fill `out` with a box of a tensor of a file: in place where it lies in one stretch, else whole rows at a time,
     since the neighbours' parts are in the same pages."""
     what = f"key {entry.name!r}"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from archon.safetensors_file import Deferred
 from archon.schema.errors import CheckpointError
 
 Box = tuple[slice, ...]
@@ -21,9 +22,9 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a tensor of `shape`: `data`, which lies at `box` of it."""
+    """What one rank holds of a tensor of `shape`: `data`, which lies at `box` of it. To be saved it may be deferred."""
 
-    data: Tensor
+    data: Tensor | Deferred
     shape: tuple[int, ...]
     box: Box
 
@@ -43,8 +44,11 @@ class PerRank:
 class Stored(Protocol):
     """A tensor of an open checkpoint: read when asked for, and only what is asked for."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def read(self, box: Box | None = None) -> Tensor:
         """The part at `box`, by default the whole, on the CPU."""
@@ -177,5 +181,6 @@ def take(value: Tensor | Part | Stored, box: Box, what: str) -> Tensor:
                 f"{what} is a part of another layout ({value.box}, expected {box}); "
                 "save the state and load it from the checkpoint, which any layout can"
             )
+        assert isinstance(value.data, Tensor)
         return value.data
     return value.read(box)

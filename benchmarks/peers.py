@@ -11,12 +11,17 @@ import json
 import os
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from archon.convert import opened_weights
+from archon.megatron_config import megatron_arguments
+from archon.megatron_io import rank_state
+from archon.megatron_layout import MegatronLayout, Placement, Rank, padded_vocabulary
 
 
 def hf_tensors(path: str) -> dict[str, Tensor]:
@@ -98,39 +103,52 @@ def torchtitan_model(path: str) -> nn.Module:
 
 
 def megatron_model(path: str) -> nn.Module:
-    """megatron-core's GPTModel with its local layer spec, on one CPU process, fusions off.
-
-    It asks CUDA for the device to allocate on and for the random state of dropout (which is 0 here); both are answered
-    for the CPU.
+    """megatron-core's GPTModel with its local layer spec, on one CPU process, fusions off; its weights are moved by
+    archon's own converter.
     """
-    import torch.nn.functional as F
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer import TransformerConfig
 
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    megatron_on_a_cpu()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    config = hf_config(path)
-    made = TransformerConfig(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        ffn_hidden_size=config["intermediate_size"],
-        num_attention_heads=config["num_attention_heads"],
-        num_query_groups=config["num_key_value_heads"],
-        kv_channels=config["head_dim"],
-        normalization="RMSNorm",
-        layernorm_epsilon=config["rms_norm_eps"],
-        qk_layernorm=True,
-        gated_linear_unit=True,
+    return megatron_rank(path, MegatronLayout(), Rank(0, 0, 0))
+
+
+def megatron_on_a_cpu() -> None:
+    """It asks CUDA for the device to allocate on, for the random state of dropout (which is 0 here) and, in a pipeline,
+    for the last stage's copy of a tied embedding; all are answered for the CPU. Without Transformer Engine its router
+    looks for a name that nothing defines.
+    """
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def megatron_rank(path: str, layout: MegatronLayout, rank: Rank) -> nn.Module:
+    """The GPTModel of one rank, of a vocabulary padded no further than tp asks, with the weights of a checkpoint.
+
+    Megatron's parallel state must be that of `layout` and `rank`.
+    """
+    import torch.nn.functional as F
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+
+    with opened_weights(Path(path), "hf") as weights:
+        rows = padded_vocabulary(weights.adapter.args.vocab_size, layout.tp, 1)
+        placement = Placement(weights.adapter, replace(layout, vocab_rows=rows))
+        state = {name: made.make() for name, made in rank_state(placement, rank, weights.tensors).items()}
+    config, arguments = megatron_arguments(placement.args, placement.layout)
+    config = TransformerConfig(
+        **config,
         activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -138,44 +156,14 @@ def megatron_model(path: str) -> nn.Module:
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    model = GPTModel(
-        made,
-        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
-        vocab_size=config["vocab_size"],
-        max_sequence_length=config["max_position_embeddings"],
-        share_embeddings_and_output_weights=config["tie_word_embeddings"],
-        position_embedding_type="rope",
-        rotary_base=config["rope_parameters"]["rope_theta"],
-    )
-    missing, unexpected = model.load_state_dict(dict(_megatron_tensors(config, hf_tensors(path))), strict=False)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    stages = {"pre_process": rank.pp == 0, "post_process": rank.pp == layout.pp - 1}
+    model = GPTModel(config, spec, **arguments, **stages)
+    missing, unexpected = model.load_state_dict(state, strict=False)
     missing = [name for name in missing if not name.endswith("_extra_state")]
     if missing or unexpected:
         raise RuntimeError(f"megatron-core's names have changed: missing {missing[:3]}, unexpected {unexpected[:3]}")
     return model
-
-
-def _megatron_tensors(config: Mapping[str, Any], hf: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """megatron-core's names and layouts: QKV fused group by group (its queries, its key, its value), gate and up
-    stacked.
-    """
-    groups, head_dim = config["num_key_value_heads"], config["head_dim"]
-    yield "embedding.word_embeddings.weight", hf["model.embed_tokens.weight"]
-    yield "decoder.final_layernorm.weight", hf["model.norm.weight"]
-    if not config["tie_word_embeddings"]:
-        yield "output_layer.weight", hf["lm_head.weight"]
-    for layer in range(config["num_hidden_layers"]):
-        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        qkv = [hf[f"{theirs}self_attn.{name}_proj.weight"].unflatten(0, (groups, -1)) for name in "qkv"]
-        assert qkv[1].shape[1] == head_dim
-        yield f"{ours}self_attention.linear_qkv.weight", torch.cat(qkv, 1).flatten(0, 1)
-        yield f"{ours}self_attention.linear_proj.weight", hf[f"{theirs}self_attn.o_proj.weight"]
-        for name in "qk":
-            yield f"{ours}self_attention.{name}_layernorm.weight", hf[f"{theirs}self_attn.{name}_norm.weight"]
-        yield f"{ours}input_layernorm.weight", hf[f"{theirs}input_layernorm.weight"]
-        yield f"{ours}pre_mlp_layernorm.weight", hf[f"{theirs}post_attention_layernorm.weight"]
-        gate_up = [hf[f"{theirs}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        yield f"{ours}mlp.linear_fc1.weight", torch.cat(gate_up)
-        yield f"{ours}mlp.linear_fc2.weight", hf[f"{theirs}mlp.down_proj.weight"]
 
 
 def causal_mask(length: int) -> Tensor:
