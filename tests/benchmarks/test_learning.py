@@ -72,7 +72,8 @@ def test_a_soak_sees_what_grows() -> None:
 
 @pytest.mark.slow
 def test_the_agent_runs_from_its_warm_up_to_its_export(tmp_path: Path) -> None:
-    changes = ("total_steps=2", "bootstrap.warmup.total_steps=3", "eval_data.limit=8", "gconfig.n_samples=2")
+    short = ("bootstrap.warmup.total_steps=3", "bootstrap.warmup.scheduler.warmup_steps=1", "total_steps=2")
+    changes = (*short, "eval_data.limit=8", "gconfig.n_samples=2")
     found = run("calculator", TASKS["calculator"], tmp_path, changes, control=False)
     assert found["code"] == 0 and found["steps"] == 2 and not found["reached"]
-    assert all(row["rollout/episodes"] == 8 for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"])
+    assert all(row["rollout/episodes"] == 16 for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"])
