@@ -128,7 +128,7 @@ class TokenizerRecipe(StrictModel):
     vocab_size: int = Field(2048, ge=260, description="tokens of kind `bpe`, the special ones included")
     train_data: DatasetConfig | None = Field(None, description="what kind `bpe` is trained on")
     chat_template: Literal["plain", "chatml"] = Field(
-        "chatml", description="plain: question then answer, nothing between; chatml: Qwen's form with roles"
+        "chatml", description="plain: question then answer, nothing between; chatml: Qwen's form with roles and tools"
     )
 
 

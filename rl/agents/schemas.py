@@ -50,61 +50,50 @@ _USAGE = record({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_toke
 _TOOL_CALL = record({"id": TEXT, "type": one_of("function"), "function": record({"name": TEXT, "arguments": TEXT})})
 _TOKEN = record({"token": TEXT, "logprob": NUMBER, "bytes": array(COUNT), "top_logprobs": array(ANY_OBJECT)})
 
-CHAT = record(
-    {
-        "id": TEXT,
-        "object": one_of("chat.completion"),
-        "created": COUNT,
-        "model": TEXT,
-        "usage": _USAGE,
-        "choices": array(
-            record(
-                {
-                    "index": COUNT,
-                    "finish_reason": FINISH,
-                    "logprobs": nullable(record({"content": array(_TOKEN), "refusal": NULL})),
-                    "message": record(
-                        {"role": one_of("assistant"), "content": nullable(TEXT), "refusal": NULL},
-                        {"tool_calls": array(_TOOL_CALL, least=1)},
-                    ),
-                },
-                {"token_ids": TOKENS},
+
+def _completion(kind: str, choice: Schema, more: Schema | None = None) -> Schema:
+    """What both of OpenAI's completions answer, with choices of their own and `more` that may be there."""
+    known = {"id": TEXT, "object": one_of(kind), "created": COUNT, "model": TEXT, "usage": _USAGE}
+    return record(known | {"choices": array(choice, least=1)}, more)
+
+
+CHAT = _completion(
+    "chat.completion",
+    record(
+        {
+            "index": COUNT,
+            "finish_reason": FINISH,
+            "logprobs": nullable(record({"content": array(_TOKEN), "refusal": NULL})),
+            "message": record(
+                {"role": one_of("assistant"), "content": nullable(TEXT), "refusal": NULL},
+                {"tool_calls": array(_TOOL_CALL, least=1)},
             ),
-            least=1,
-        ),
-    },
+        },
+        {"token_ids": TOKENS},
+    ),
     {"prompt_token_ids": TOKENS},
 )
 
-COMPLETION = record(
-    {
-        "id": TEXT,
-        "object": one_of("text_completion"),
-        "created": COUNT,
-        "model": TEXT,
-        "usage": _USAGE,
-        "choices": array(
-            record(
-                {
-                    "index": COUNT,
-                    "text": TEXT,
-                    "finish_reason": FINISH,
-                    "logprobs": nullable(
-                        record(
-                            {
-                                "tokens": array(TEXT),
-                                "token_logprobs": LOGPROBS,
-                                "top_logprobs": NULL,
-                                "text_offset": array(COUNT),
-                            }
-                        )
-                    ),
-                },
-                {"token_ids": TOKENS, "prompt_token_ids": TOKENS},
+COMPLETION = _completion(
+    "text_completion",
+    record(
+        {
+            "index": COUNT,
+            "text": TEXT,
+            "finish_reason": FINISH,
+            "logprobs": nullable(
+                record(
+                    {
+                        "tokens": array(TEXT),
+                        "token_logprobs": LOGPROBS,
+                        "top_logprobs": NULL,
+                        "text_offset": array(COUNT),
+                    }
+                )
             ),
-            least=1,
-        ),
-    }
+        },
+        {"token_ids": TOKENS, "prompt_token_ids": TOKENS},
+    ),
 )
 
 _SAID = record({"type": one_of("output_text"), "text": TEXT, "annotations": array(NULL), "logprobs": array(NULL)})

@@ -17,9 +17,10 @@ from archon.rl.clients import http_client, missing
 from archon.rl.context import derive_seed, workflow_context
 from archon.rl.rewards.result import RewardFailure
 from archon.rl.types import GenerationHyperparameters, InferenceEngine
-from archon.rl.workflows.base import RolloutWorkflow, import_dotted
+from archon.rl.workflows.base import RolloutWorkflow
 from archon.rl.workflows.trajectory import UnusableAnswerError, trajectory_tensors
 from archon.schema.errors import ConfigError
+from archon.schema.lazy import import_dotted
 
 if TYPE_CHECKING:
     from archon.rl.agents.server import AgentServer

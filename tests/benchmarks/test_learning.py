@@ -15,12 +15,23 @@ from benchmarks.learning.__main__ import TASKS, run
 from benchmarks.soak import verdict
 
 
+def fields(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """(section, key) of everything that a configuration says in a section."""
+    return [(name, key) for name, section in config.items() if isinstance(section, dict) for key in section]
+
+
 @pytest.mark.parametrize("name", TASKS)
-def test_every_task_and_its_control_is_a_configuration(name: str, tmp_path: Path) -> None:
+def test_a_control_differs_from_its_task_in_the_signal_alone(name: str, tmp_path: Path) -> None:
     task = TASKS[name]
     schema: Any = {"rl": RLConfig, "preference": PreferenceConfig}[task.command]
-    for changes in (task.changes, (*task.changes, *task.control)):
-        load_config(schema, task.config, [f"run_dir={tmp_path}", *changes])
+    given, control = (
+        load_config(schema, task.config, [f"run_dir={tmp_path}", *changes]).model_dump()
+        for changes in (task.changes, (*task.changes, *task.control))
+    )
+    different = {(section, key) for section, key in fields(given) if given[section][key] != control[section][key]}
+    expected = ("train_data", "split") if task.command == "preference" else ("control", "shuffle_rewards")
+    assert different == {expected}
+    assert {name for name in given if given[name] != control[name]} == {expected[0]}
 
 
 @pytest.mark.parametrize("task", [guessing, calculator, preferences])

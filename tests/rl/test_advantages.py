@@ -203,7 +203,7 @@ def test_group_statistics_are_per_trajectory_never_per_turn(kind: str, expected:
     found = ADVANTAGES[kind](Outcomes(rewards, group, mask, trajectory_ids=rows), AlgorithmConfig(advantage=kind))
     torch.testing.assert_close(found, torch.tensor(expected).unsqueeze(1), rtol=0, atol=5e-6)
     per_turn = ADVANTAGES[kind](Outcomes(rewards, group, mask), AlgorithmConfig(advantage=kind))
-    assert not torch.allclose(found, per_turn, atol=1e-2)
+    assert (found - per_turn).abs().max() > 0.05  # what counting turns would come to is another number, not rounding
 
 
 @pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
