@@ -138,7 +138,15 @@ class Ended:
         self.exit_code = killing.finish(process)
         self.seconds = time.time() - float((folder / SIGNALLED).read_text())
         self.errors = [line for line in (folder / ERRORS).read_text().splitlines() if line.strip()]
-        self.orphans = [pid for pid, parent in reward_workers() if parent == process.pid]
+        self.orphans = left_of(process.pid)
+
+
+def left_of(process: int | None, seconds: float = 10.0) -> list[int]:
+    """The workers of a process that are still there `seconds` after it ended: being killed takes a moment too."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid, parent in reward_workers() if parent == process]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
 
 
 def reward_workers() -> list[tuple[int, int]]:
