@@ -72,7 +72,7 @@ TASKS = {
         (
             *("algorithm.preset=ppo", "algorithm.kl_coef=0.05", "algorithm.groups_without_spread=keep"),
             *("algorithm.minibatches=2", "critic.path=${actor.path}", "critic.optimizer.lr=5.0e-4"),
-            *("gconfig.n_samples=1", "rollout.prompts_per_step=256", "total_steps=400"),
+            *("gconfig.n_samples=1", "rollout.prompts_per_step=256", "total_steps=150"),
         ),
     ),
     "multi_turn": Task(
@@ -83,7 +83,7 @@ TASKS = {
             *("evaluation.well_formed=null", "total_steps=700", "algorithm.kl_coef=0.1"),
         ),
     ),
-    "environment": Task(HERE / "guessing.yaml"),
+    "environment": Task(HERE / "walking.yaml"),
     "calculator": Task(HERE / "calculator.yaml"),
     "dpo": Task(
         HERE / "preferences.yaml",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from archon.cli.config import load_config
 from archon.metrics import read_jsonl
 from archon.rl.config import PreferenceConfig, RLConfig
-from benchmarks.learning import calculator, guessing, preferences
+from benchmarks.learning import calculator, preferences, walking
 from benchmarks.learning.__main__ import TASKS, run
 from benchmarks.soak import verdict
 
@@ -34,7 +36,7 @@ def test_a_control_differs_from_its_task_in_the_signal_alone(name: str, tmp_path
     assert {name for name in given if given[name] != control[name]} == {expected[0]}
 
 
-@pytest.mark.parametrize("task", [guessing, calculator, preferences])
+@pytest.mark.parametrize("task", [walking, calculator, preferences])
 def test_nothing_held_out_is_trained_on(task: Any) -> None:
     train, test = ({row["prompt"] for row in task.rows(split)} for split in ("train", "test"))
     assert train and test and not train & test
@@ -43,20 +45,27 @@ def test_nothing_held_out_is_trained_on(task: Any) -> None:
         assert asked <= train
 
 
-def test_the_number_can_always_be_found_by_halving() -> None:
-    for secret in range(23, 23 + guessing.NUMBERS):
-        env = guessing.Guessing()
-        low, high = map(int, env.reset({"prompt": "23-37", "answer": str(secret)}).split("-"))
-        rewards = []
-        for _ in range(guessing.GUESSES):
-            guess = (low + high) // 2
-            said, reward, done, _ = env.step(str(guess))
-            rewards.append(reward)
-            if done:
-                break
-            low, high = (low, guess - 1) if said == "<" else (guess + 1, high)
-        assert sum(rewards) == 1
-    assert env.step("3a") == (">", 0.0, False, {})
+def test_every_letter_asked_for_can_be_reached_in_time() -> None:
+    for row in [*walking.rows("train"), *walking.rows("test")]:
+        assert any(walked(row, moves) for moves in itertools.product(walking.MOVES, repeat=walking.STEPS)), row
+
+
+def walked(row: dict[str, Any], moves: Iterable[str]) -> bool:
+    """Whether some of the moves lead there."""
+    env = walking.Walking()
+    env.reset(row)
+    return any(done and reward == 1 for _, reward, done, _ in map(env.step, moves))
+
+
+def test_a_step_beyond_the_alphabet_and_what_is_no_step_lead_nowhere() -> None:
+    env = walking.Walking()
+    assert env.reset({"prompt": "b>d"}) == "b>d"
+    assert [env.step(move) for move in ("-4", "?", "+4")] == [
+        ("a>d", 0.0, False, {}),
+        ("a>d", 0.0, False, {}),
+        ("e>d", 0.0, False, {}),
+    ]
+    assert env.step("-1") == ("d>d", 1.0, True, {})
 
 
 def test_the_calculator_says_what_it_cannot_do() -> None:
