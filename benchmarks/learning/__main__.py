@@ -80,7 +80,8 @@ TASKS = {
         (
             *("workflow=archon.rl.MultiTurnWorkflow", "workflow_args.retry='!'", "workflow_args.turn_discount=0.9"),
             *("bootstrap.tokenizer.alphabet='0123456789+=!'", "bootstrap.warmup.target.at_least=0.3"),
-            *("evaluation.well_formed=null", "total_steps=700", "algorithm.kl_coef=0.1"),
+            *("evaluation.well_formed=null", "total_steps=400", "algorithm.kl_coef=0.1"),
+            "actor.optimizer.lr=2.0e-4",
         ),
     ),
     "environment": Task(HERE / "walking.yaml"),

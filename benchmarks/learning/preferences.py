@@ -1,10 +1,13 @@
-"""Pairs of answers to a + b: the right one is preferred to one that is wrong in a digit."""
+"""Pairs of answers to a + b: the right one is preferred to one that is off by one in a digit or in two."""
 
 from __future__ import annotations
 
 import random
 
 from archon.rl.datasets.arithmetic import arithmetic_pairs
+
+MISTAKES = (-11, -10, -9, -1, 1, 9, 10, 11)
+"""What nearly all wrong answers of a small model are off by, of which a forgotten carry is the most frequent."""
 
 
 def rows(split: str) -> list[dict[str, str]]:
@@ -18,8 +21,5 @@ def rows(split: str) -> list[dict[str, str]]:
 
 
 def _pair(a: int, b: int, rng: random.Random) -> dict[str, str]:
-    right = str(a + b)
-    place = rng.randrange(len(right))
-    digits = [d for d in "0123456789" if d != right[place] and (place or len(right) == 1 or d != "0")]
-    wrong = right[:place] + rng.choice(digits) + right[place + 1 :]
-    return {"prompt": f"{a}+{b}=", "chosen": right, "rejected": wrong}
+    wrong = rng.choice([a + b + off for off in MISTAKES if a + b + off >= 0])
+    return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
