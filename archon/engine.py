@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from archon import hf_io
+from archon import heap, hf_io
 from archon.balance import RouterLoad
 from archon.batch import merge, unpack
 from archon.checkpoint import model_fingerprint, opened_state, state_folder
@@ -196,6 +196,7 @@ class ArchonEngine:
         optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._skips.count(not finite, self.step, self.config.optimizer.max_skipped_in_a_row)
+        heap.give_back()
         return metrics | {
             "lr": lr,
             "micro_batches": float(len(parts)),

@@ -8,9 +8,10 @@ threads and child processes are read from /proc. Then it is interrupted, as by C
     python -m benchmarks.soak --record trial.jsonl --minutes 2
 
 The first third of the time is warm-up. Of the rest, the first and the last quarter are compared: the median of memory
-may grow by 3 %; the least number seen of open files, of sockets, of threads and of processes, which change with what is
-being asked, may not grow at all. Nothing may be left after the end: no process, and no file in the folder for temporary
-ones. The command ends with 1 where it is otherwise.
+may grow by 3 %; the least number seen of open files, of threads and of processes, which change with what is being done,
+and the largest of sockets, which the agents fill up to their client's limit, may not grow at all. Nothing may be left
+after the end: no process, and in the folder for temporary files nothing but PyTorch's cache of compiled code. The
+command ends with 1 where it is otherwise.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ CHANGES = (
     *("evaluation.max_prompts=50", "actor.optimizer.lr=1.0e-5", "rollout.dump_groups=2"),
 )
 EVERY, GROWTH = 5.0, 1.03
-COUNTED = ("files", "sockets", "threads", "processes")
+COUNTED = {"files": min, "threads": min, "processes": min, "sockets": max}
+COMPILED = "torchinductor_"
 
 Sample = dict[str, float]
 
@@ -78,7 +80,7 @@ def verdict(samples: Sequence[Sample]) -> dict[str, Any]:
     settled = samples[len(samples) // 3 :]
     quarter = max(1, len(settled) // 4)
     then, now = (
-        {"mib": median(s["mib"] for s in part)} | {name: min(s[name] for s in part) for name in COUNTED}
+        {"mib": median(s["mib"] for s in part)} | {name: of(s[name] for s in part) for name, of in COUNTED.items()}
         for part in (settled[:quarter], settled[-quarter:])
     )
     flat = now["mib"] <= GROWTH * then["mib"] and all(now[name] <= then[name] for name in COUNTED)
@@ -110,12 +112,13 @@ def soak(folder: Path, seconds: float) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "samples": len(samples),
+        "mib_by_minute": [round(s["mib"]) for s in samples[:: round(60 / EVERY)]],
         "code": code,
         "steps": steps[-1]["step"],
         "failed": sum(value for row in steps for name, value in row.items() if name.startswith("rollout/dropped/")),
         **verdict(samples),
         "processes_left": len(left),
-        "temporary_files_left": sorted(path.name for path in temporary.iterdir()),
+        "temporary_files_left": sorted(path.name for path in temporary.iterdir() if not path.name.startswith(COMPILED)),
     }
 
 

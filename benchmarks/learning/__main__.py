@@ -47,19 +47,29 @@ class Task:
     measure: Callable[[Path], list[float]] | None = None
 
 
-def sums_of(run_dir: Path) -> list[float]:
+def preferred_of(run_dir: Path) -> list[float]:
     """The held-out reward of the checkpoints that a run on pairs begins and ends with."""
-    return [sums_by(run_dir / name) for name in ("start", "export")]
+    return [preferred_by(run_dir / name) for name in ("start", "export")]
 
 
-def sums_by(checkpoint: Path) -> float:
-    """The share of right answers to held-out sums, one sampled answer each."""
+def preferred_by(checkpoint: Path) -> float:
+    """The share of held-out prompts whose sampled answer is the one that is preferred."""
     from archon.cli.config import load_config
     from archon.rl.config import RLConfig
     from archon.rl.trainer import RLTrainer
 
-    changes = [f"actor.path={checkpoint}", f"run_dir={checkpoint}-measured", "algorithm.kl_coef=0"]
-    config = load_config(RLConfig, ARITHMETIC, [*changes, "evaluation.greedy=false", "bootstrap=null"])
+    asked = "{path: 'python:benchmarks.learning.preferences.rows', split: test, response_key: chosen}"
+    changes = [
+        f"actor.path={checkpoint}",
+        f"run_dir={checkpoint}-measured",
+        f"train_data={asked}",
+        f"eval_data={asked}",
+    ]
+    config = load_config(
+        RLConfig,
+        ARITHMETIC,
+        [*changes, "algorithm.kl_coef=0", "evaluation.greedy=false", "evaluation.well_formed=null", "bootstrap=null"],
+    )
     with RLTrainer(config).opened() as trainer:
         return trainer.evaluate()["eval/reward"]
 
@@ -90,7 +100,7 @@ TASKS = {
         HERE / "preferences.yaml",
         control=("train_data.split=shuffled",),
         command="preference",
-        measure=sums_of,
+        measure=preferred_of,
     ),
 }
 

@@ -1,25 +1,33 @@
-"""Pairs of answers to a + b: the right one is preferred to one that is off by one in a digit or in two."""
+"""Pairs of answers to "which of the two?": the larger number is preferred to the smaller.
+
+The model that it begins with has seen either answer, the smaller a little more often.
+"""
 
 from __future__ import annotations
 
 import random
 
-from archon.rl.datasets.arithmetic import arithmetic_pairs
-
-MISTAKES = (-11, -10, -9, -1, 1, 9, 10, 11)
-"""What nearly all wrong answers of a small model are off by, of which a forgotten carry is the most frequent."""
+LARGER = 0.4
+"""How often the first answers are the larger number."""
 
 
 def rows(split: str) -> list[dict[str, str]]:
-    """`train`, `test`, and `shuffled`: those of `train`, every pair the other way round by the toss of a coin."""
+    """`warm`: answers; `train`, `test`: pairs of them; `shuffled`: those of `train`, every pair the other way round by
+    the toss of a coin. No two numbers of `test` are in another one."""
     rng = random.Random("preferences")
-    pairs = [_pair(a, b, rng) for a, b in arithmetic_pairs("test" if split == "test" else "train")]
-    if split != "shuffled":
-        return pairs
-    turned = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in pairs]
-    return [rng.choice(both) for both in zip(pairs, turned, strict=True)]
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a != b]
+    # Two numbers and the same two the other way round are held out together.
+    held_out = set(rng.sample([(a, b) for a, b in pairs if a < b], 500))
+    some = [(a, b) for a, b in pairs if ((min(a, b), max(a, b)) in held_out) == (split == "test")]
+    rng.shuffle(some)
+    if split == "warm":
+        return [{"prompt": f"{a}?{b}=", "response": str(_larger(a, b, rng.random() < LARGER))} for a, b in some]
+    turned = [split == "shuffled" and rng.random() < 0.5 for _ in some]
+    return [
+        {"prompt": f"{a}?{b}=", "chosen": str(_larger(a, b, not turn)), "rejected": str(_larger(a, b, turn))}
+        for (a, b), turn in zip(some, turned, strict=True)
+    ]
 
 
-def _pair(a: int, b: int, rng: random.Random) -> dict[str, str]:
-    wrong = rng.choice([a + b + off for off in MISTAKES if a + b + off >= 0])
-    return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
+def _larger(a: int, b: int, larger: bool) -> int:
+    return max(a, b) if larger else min(a, b)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from archon import heap
 from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
 from archon.models.base import BaseArchonModel
 from archon.rl.generation.sampler import SamplingParams, sample
@@ -249,6 +250,7 @@ class Generator:
             self._forward(step, sampled)
         if sampled.sequences:
             self._sample(sampled)
+        heap.give_back()
         self.stats.steps += 1
         self.stats.seconds += time.perf_counter() - started
 

@@ -73,14 +73,22 @@ def test_the_calculator_says_what_it_cannot_do() -> None:
     assert {calculator.multiply(said) for said in ("", "[]", '{"a": 1}', '{"a": "x", "b": 2}', "null")} == {"error"}
 
 
-def test_preferences_prefer_the_right_sum_and_shuffled_ones_do_not() -> None:
-    def right(row: dict[str, Any]) -> bool:
-        a, b = map(int, row["prompt"].rstrip("=").split("+"))
-        return row["chosen"] == str(a + b) != row["rejected"]
+def test_preferences_prefer_the_larger_number_and_shuffled_ones_do_not() -> None:
+    def larger(row: dict[str, Any]) -> bool:
+        numbers = sorted(row["prompt"].rstrip("=").split("?"))
+        assert numbers == sorted([row["chosen"], row["rejected"]])
+        return row["chosen"] == numbers[1]
 
-    assert all(map(right, preferences.rows("train")))
+    assert all(map(larger, preferences.rows("train")))
     shuffled = preferences.rows("shuffled")
-    assert 0.45 < sum(map(right, shuffled)) / len(shuffled) < 0.55
+    assert 0.45 < sum(map(larger, shuffled)) / len(shuffled) < 0.55
+
+
+def test_the_two_numbers_of_a_held_out_pair_are_in_no_other_pair() -> None:
+    def numbers(split: str) -> set[frozenset[str]]:
+        return {frozenset(row["prompt"].rstrip("=").split("?")) for row in preferences.rows(split)}
+
+    assert not numbers("test") & (numbers("train") | numbers("warm") | numbers("shuffled"))
 
 
 def test_a_soak_sees_what_grows() -> None:
