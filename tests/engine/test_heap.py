@@ -1,0 +1,46 @@
+"""The holes that freed tensors leave in the C library's heap go back to the system."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from archon import heap
+from archon.heap import give_back
+from archon.loss import CrossEntropyLoss, loss_token_count
+from tests.engine.tiny import make_engine, sft_batch
+
+HOLES = 96 << 20
+
+
+@pytest.fixture
+def holes(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Bytes that this process holds, most of `HOLES` of them free between small tensors."""
+    small = 48 << 10  # from the heap: glibc never maps so little by itself
+    tensors = [torch.ones(small, dtype=torch.uint8) for _ in range(HOLES // small)]
+    kept = tensors[::8]
+    del tensors
+    monkeypatch.setattr(heap, "_allowed", 0.0)
+    yield heap._resident_bytes()
+    del kept
+
+
+def test_they_go_back_and_then_only_after_more_growth(holes: int) -> None:
+    assert give_back()
+    assert heap._resident_bytes() < holes - HOLES // 2
+    assert not give_back()
+
+
+def test_they_go_back_at_the_end_of_a_training_step(tmp_path: Path, holes: int) -> None:
+    engine = make_engine(tmp_path, optimizer={"lr": 1e-3})
+    engine.train_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
+    assert heap._resident_bytes() < holes - HOLES // 2
+
+
+def test_another_c_library_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_malloc_trim", lambda: None)
+    monkeypatch.setattr(heap, "_allowed", 0.0)
+    assert not give_back()
