@@ -75,8 +75,8 @@ def preferred_by(checkpoint: Path) -> float:
 
 
 TASKS = {
-    "synchronous": Task(ARITHMETIC),
-    "staleness": Task(ARITHMETIC, ("rollout.max_staleness=2",)),
+    "synchronous": Task(ARITHMETIC, ("total_steps=500",)),
+    "staleness": Task(ARITHMETIC, ("total_steps=500", "rollout.max_staleness=2")),
     "ppo": Task(
         ARITHMETIC,
         (
