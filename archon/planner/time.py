@@ -140,9 +140,7 @@ class TimeModel:
     def _memory(self) -> float:
         return self.hardware.memory_bandwidth * self.hardware.memory_efficiency
 
-    def _stage(
-        self, config: EngineConfig, layout: ParallelLayout, layers: range, last: bool, tokens: int
-    ) -> Seconds:
+    def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: range, last: bool, tokens: int) -> Seconds:
         """One micro-batch forward and backward through a stage."""
         args, hw = self.args, self.hardware
         share = Share(layout, tokens, WIDTHS[config.dtype])

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from archon.engine import ArchonEngine
 from archon.parallel.fsdp import local_tensor
-from archon.reach import imaginable, imagine
+from archon.reach import Reach, imaginable, imagine, measured
 from archon.schema.config import EngineConfig
 
 
@@ -39,20 +39,12 @@ class Block:
 class Trace:
     """The most bytes alive at once between the start of a step and the optimiser's, and what they were made of.
 
-    Masters and moments are not among them; gradients are.
+    Masters and moments are not among them, gradients are; `held` are the three, and what the step sent.
     """
 
+    held: Reach
     peak_bytes: int
     blocks: tuple[Block, ...]
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes at the peak that are no weight, no gradient of one and no buffer that carries either."""
-        return sum(b.bytes for b in self.blocks if b.operator not in _OF_WEIGHTS)
-
-
-# FSDP's buffers; what it copies into is allocated by `empty`, as nothing of the model's own is.
-_OF_WEIGHTS = frozenset({"resize", "weight"})
 
 
 class StorageTracker(TorchDispatchMode):
@@ -134,7 +126,6 @@ def _watched(engine: ArchonEngine, tracker: StorageTracker) -> Iterator[None]:
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: Any, size: int) -> Any:
-        # What is about to be freed is still counted in the picture of the peak.
         done = resize(storage, size)
         tracker.resized(storage)
         return done
@@ -157,5 +148,5 @@ def trace(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) 
 
 def _trace(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> Trace:
     tracker = StorageTracker()
-    imagine(config, rank, tokens, micro_batches, watch=lambda engine: _watched(engine, tracker))
-    return Trace(tracker.peak, tracker.at_peak)
+    engine, recorder = imagine(config, rank, tokens, micro_batches, lambda engine: _watched(engine, tracker))
+    return Trace(measured(engine, rank, recorder.sums), tracker.peak, tracker.at_peak)
