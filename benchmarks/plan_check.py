@@ -131,8 +131,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The planner against published figures",
         "",
-        "Made by `python -m benchmarks.plan_check` from `records/plan_check.jsonl`; a test fails when they differ. Tokens a",
-        "second of one H100 in bfloat16. The first figure sets the `gemm_efficiency` of the H100's file; no other was used.",
+        "Made, with `records/plan_check.jsonl`, by `python -m benchmarks.plan_check`. Tokens a second of one H100 in",
+        "bfloat16. The first figure sets the `gemm_efficiency` of the H100's file; no other was used.",
         "",
         "| model | system | told | predicted for | published | predicted | ratio |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -37,7 +37,8 @@ def command(
     ] = None,
 ) -> None:
     if calibrate is not None:
-        return _calibrate(gpu, dtype, calibrate)
+        _calibrate(gpu, dtype, calibrate)
+        return
     import yaml
 
     from archon.hf_io import read_hf_config

@@ -1,8 +1,8 @@
 """What a block and the head keep for their backward pass: each tensor by name, shape and bytes, as the layers save it.
 
-Shapes: T tokens of a rank (of a pack of T·c), r = T / t of them between the products of tensor parallelism with sequence
-parallelism, H and G query and key heads of a rank, D features of a head, F hidden features of a rank; n rows that a
-rank's experts work on, every expert being met equally often.
+Shapes: T tokens of a rank (of a pack of T·c), r = T / t of them between the products of tensor parallelism with
+sequence parallelism, H and G query and key heads of a rank, D features of a head, F hidden features of a rank; n rows
+that a rank's experts work on, every expert being met equally often.
 """
 
 from __future__ import annotations
@@ -84,14 +84,8 @@ class Share:
         return max(self.bytes, 4)
 
 
-def block_of(args: BaseModelArgs, layer: int, share: Share, context_parallel: str = "auto") -> Block:
-    """The tensors of a layer, counted from zero."""
-    sparse = getattr(args, "is_sparse", lambda layer: False)(layer)
-    return _block(_Sizes.of(args), sparse, share, context_parallel)
-
-
 @dataclass(frozen=True)
-class _Sizes:
+class BlockSizes:
     """The fields of a model's arguments that decide its activations."""
 
     dim: int
@@ -107,7 +101,7 @@ class _Sizes:
     shared_hidden: int
 
     @classmethod
-    def of(cls, args: Any) -> _Sizes:
+    def of(cls, args: Any) -> BlockSizes:
         return cls(
             args.dim,
             args.n_heads,
@@ -124,7 +118,8 @@ class _Sizes:
 
 
 @lru_cache(maxsize=16384)
-def _block(sizes: _Sizes, sparse: bool, share: Share, context_parallel: str) -> Block:
+def block_of(sizes: BlockSizes, sparse: bool, share: Share, context_parallel: str) -> Block:
+    """The tensors of a dense layer, or of one with experts."""
     b, wide, rows = share.bytes, share.wide, share.rows
     stream = rows * sizes.dim * b
     attention = [
@@ -142,7 +137,7 @@ def _block(sizes: _Sizes, sparse: bool, share: Share, context_parallel: str) -> 
     return Block((*attention, *network), working + stream + share.tokens * sizes.dim * b)
 
 
-def _attention(s: _Sizes, share: Share, context_parallel: str) -> list[Kept]:
+def _attention(s: BlockSizes, share: Share, context_parallel: str) -> list[Kept]:
     layout, T, b, wide = share.layout, share.tokens, share.bytes, share.wide
     H, G, D = s.heads // layout.tp, max(1, s.key_heads // layout.tp), s.head_dim
     q, k = T * H * D * b, T * G * D * b
@@ -170,7 +165,7 @@ def _attention(s: _Sizes, share: Share, context_parallel: str) -> list[Kept]:
     ]
 
 
-def _dense(s: _Sizes, share: Share, hidden: int) -> tuple[list[Kept], int]:
+def _dense(s: BlockSizes, share: Share, hidden: int) -> tuple[list[Kept], int]:
     T, b = share.tokens, share.bytes
     inner = T * hidden // share.layout.tp * b
     tensors = [
@@ -183,7 +178,7 @@ def _dense(s: _Sizes, share: Share, hidden: int) -> tuple[list[Kept], int]:
     return tensors, 3 * inner
 
 
-def _experts(s: _Sizes, share: Share) -> tuple[list[Kept], int]:
+def _experts(s: BlockSizes, share: Share) -> tuple[list[Kept], int]:
     layout, rows, b, wide = share.layout, share.rows, share.bytes, share.wide
     n = rows * layout.etp * s.chosen
     inner, outer = n * s.expert_hidden // layout.etp * b, n * s.dim * b

@@ -25,10 +25,8 @@ def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
 def describe(plan: Plan) -> list[str]:
     """The plan as lines of text: the best, why the others lost."""
     question, hw = plan.question, plan.hardware
-    lines = [
-        f"{question.gpus} × {hw.name}, {question.tokens:,} tokens a step in documents of {question.seq:,}; "
-        f"{plan.considered:,} ways considered"
-    ]
+    asked = f"{question.gpus} × {hw.name}, {question.tokens:,} tokens a step in documents of {question.seq:,}"
+    lines = [f"{asked}; {plan.considered:,} ways considered"]
     if not plan.best:
         return [*lines, "", why_none(plan)]
     rows = [("layout", "recompute", "schedule", "tokens", "n", *PARTS, "in all", "tok/s", "MFU c|f, %", "behind")]
@@ -43,9 +41,9 @@ def describe(plan: Plan) -> list[str]:
     lines += ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
     lines += [
         "",
-        "tokens: of a micro-batch, of which each data-parallel rank runs n a step; memory in GiB of the fullest rank, of "
-        f"{hw.memory_bytes / GIB:.1f}, of which {hw.reserve_bytes / GIB:.1f} are left to libraries and "
-        f"{100 * hw.fragmentation:g} % of what a step allocates to fragmentation; tok/s of one GPU.",
+        "tokens: of a micro-batch, of which each data-parallel rank runs n a step; memory: GiB of the fullest rank;",
+        f"of {hw.memory_bytes / GIB:.1f} GiB {hw.reserve_bytes / GIB:.1f} are left to libraries, and to fragments",
+        f"{100 * hw.fragmentation:g} % of what a step allocates; tok/s: of one GPU.",
     ]
     if plan.too_large:
         lines += ["", "Faster, and too large:"]

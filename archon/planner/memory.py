@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from archon.models.args import BaseModelArgs
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan, configured_stages
-from archon.planner.activations import Block, Head, Share, block_of, head_of
+from archon.planner.activations import Block, BlockSizes, Head, Share, block_of, head_of
 from archon.planner.weights import Layer, ModelWeights, Numels, numels
 from archon.schema.config import EngineConfig
 
@@ -97,11 +97,9 @@ class MemoryModel:
 
     def __init__(self, args: BaseModelArgs, weights: ModelWeights, device_type: str = "cuda") -> None:
         self.args, self.weights, self.device_type = args, weights, device_type
-        first: dict[tuple[Layer, bool], int] = {}
-        for number, layer in enumerate(weights.layers):
-            first.setdefault((layer, bool(layer.experts)), number)
-        self._like = [first[layer, bool(layer.experts)] for layer in weights.layers]
-        """For each layer the first that is like it."""
+        self._sizes = BlockSizes.of(args)
+        self.sparse = [bool(layer.experts) for layer in weights.layers]
+        """Whether a layer has experts: layers differ in nothing else."""
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
         """The stages of a layout with a pipeline."""
@@ -117,13 +115,18 @@ class MemoryModel:
 
     def fullest(self, config: EngineConfig, layout: ParallelLayout, tokens: int, micro_batches: int) -> Memory:
         """Memory of the rank that needs most; within a stage the first holds the largest shards."""
-        stage = layout.world_size // layout.pp
-        ranks = range(0, layout.world_size, stage)
-        found = (self.of_rank(config, layout, rank, tokens, micro_batches) for rank in ranks)
+        plan, stage = self.plan(config, layout), layout.world_size // layout.pp
+        ranks = {0} if plan is None else {0, plan.pp - 1, max(range(plan.pp), key=lambda rank: _layers(plan, rank))}
+        found = (self.of_rank(config, layout, rank * stage, tokens, micro_batches) for rank in ranks)
         return max(found, key=lambda memory: memory.total)
 
-    def block(self, layer: int, share: Share, context_parallel: str) -> Block:
-        return block_of(self.args, layer, share, context_parallel)
+    def block(self, sparse: bool, share: Share, context_parallel: str) -> Block:
+        """The tensors of a layer with or without experts."""
+        return block_of(self._sizes, sparse, share, context_parallel)
+
+
+def _layers(plan: StagePlan, rank: int) -> int:
+    return sum(end - first for first, end in (plan.layers[stage] for stage in plan.stages_of(rank)))
 
 
 class _Step:
@@ -173,8 +176,8 @@ class _Step:
     def kept(self, stage: int) -> int:
         """Bytes a stage keeps of one micro-batch."""
         layers = range(self.model.args.n_layers) if self.plan is None else range(*self.plan.layers[stage])
-        counts = Counter((self.model._like[layer], self._mode(at)) for at, layer in enumerate(layers, start=1))
-        total = sum(count * self._kept(self._block(layer), mode) for (layer, mode), count in counts.items())
+        counts = Counter((self.model.sparse[layer], self._mode(at)) for at, layer in enumerate(layers, start=1))
+        total = sum(count * self._kept(self._block(sparse), mode) for (sparse, mode), count in counts.items())
         # Cosines and sines [T, D / 2], and integers of the tokens: numbers, positions, labels, places.
         total += self.share.tokens * (self.model.args.head_dim * self.share.bytes + 64)
         return total + (self._stream if stage < self.n_stages - 1 else 0)
@@ -196,14 +199,14 @@ class _Step:
     def _kept(block: Block, mode: str) -> int:
         return {"none": block.saved, "full": block.input, "op": block.of_ops}[mode]
 
-    def _block(self, layer: int) -> Block:
-        return self.model.block(layer, self.share, self.config.context_parallel)
+    def _block(self, sparse: bool) -> Block:
+        return self.model.block(sparse, self.share, self.config.context_parallel)
 
     def _again(self) -> int:
         """Bytes beyond what is kept when a block's backward is at its fullest."""
         again = 0
-        for layer in set(self.model._like):
-            block = self._block(layer)
+        for sparse in set(self.model.sparse):
+            block = self._block(sparse)
             for mode in {self._mode(at) for at in range(1, self.model.args.n_layers + 1)}:
                 made = {"none": 0, "full": block.saved - block.input, "op": block.recomputed}[mode]
                 again = max(again, made + block.working)
@@ -263,7 +266,7 @@ class _Step:
     def at_end(self) -> Memory:
         """When the gradients of embedding and head are shared out; they are the last."""
         wide = self.share.wide
-        first = self.model._like[0]
+        first = self.model.sparse[0]
         unreduced = self.rest * (self.share.bytes + wide) if self.sharded else 0
         if self.accumulates and self.sharded:
             unreduced = (self.rest + self.layer) * wide

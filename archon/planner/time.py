@@ -8,13 +8,14 @@ bubble is (p - 1) / v micro-batches of 1F1B with v stages a rank (Narayanan et a
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 
 from archon.flops import MatmulShape
 from archon.models.args import BaseModelArgs
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
-from archon.planner.activations import Share, block_of
+from archon.planner.activations import BlockSizes, Share, block_of
 from archon.planner.hardware import Hardware
 from archon.planner.memory import WIDTHS, State
 from archon.schema.config import EngineConfig
@@ -97,6 +98,10 @@ class Link:
         return self.hardware.node_latency_s if self.in_node else self.hardware.network_latency_s
 
 
+Layers = tuple[tuple[tuple[int, int, float], int], ...]
+"""Kinds of layers, and how many of each a stage has."""
+
+
 class TimeModel:
     """Foretells steps of one model on one kind of hardware, in documents of `seq` tokens."""
 
@@ -105,11 +110,13 @@ class TimeModel:
         self.flops = MatmulShape.from_args(args).per_token(seq)
         width = args.n_heads * args.head_dim
         self._attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
-        self._networks = [args.feed_forward_parameters(layer) for layer in range(args.n_layers)]
-        self._causal = []
-        for window in args.layer_windows:
-            reach = min(seq, window or seq)
-            self._causal.append(12 * width * (reach - reach * reach / (2 * seq)))
+        self._sizes = BlockSizes.of(args)
+        networks = [args.feed_forward_parameters(layer) for layer in range(args.n_layers)]
+        reaches = (min(seq, window or seq) for window in args.layer_windows)
+        causal = [12 * width * (reach - reach * reach / (2 * seq)) for reach in reaches]
+        self._layers = [(met, every, flops) for (met, every), flops in zip(networks, causal, strict=True)]
+        """Of each layer: parameters of its network that a token meets and all, and attention's FLOPs a token."""
+        self._stages: dict[object, Seconds] = {}
 
     def step(
         self,
@@ -124,7 +131,8 @@ class TimeModel:
         n = micro_batches if plan is None else plan.micro_batches(micro_batches)
         stages = [range(self.args.n_layers)] if plan is None else [range(*bounds) for bounds in plan.layers]
         ranks = [[0]] if plan is None else [plan.stages_of(rank) for rank in range(plan.pp)]
-        parts = [self._stage(config, layout, stages[s], s == len(stages) - 1, tokens) for s in range(len(stages))]
+        kinds = [tuple(sorted(Counter(self._layers[layer] for layer in stage).items())) for stage in stages]
+        parts = [self._stage(config, layout, kind, s == len(stages) - 1, tokens) for s, kind in enumerate(kinds)]
         sums = [_sum([parts[s] for s in own]) for own in ranks]
         slowest = max(sums, key=lambda seconds: seconds.total)
         each = slowest.total
@@ -140,21 +148,31 @@ class TimeModel:
     def _memory(self) -> float:
         return self.hardware.memory_bandwidth * self.hardware.memory_efficiency
 
-    def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: range, last: bool, tokens: int) -> Seconds:
-        """One micro-batch forward and backward through a stage."""
+    def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int) -> Seconds:
+        """One micro-batch forward and backward through a stage; remembered, since most stages are alike."""
+        within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
+        ac = config.activation_checkpoint
+        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype)
+        if key not in self._stages:
+            self._stages[key] = self._micro_batch(config, within, layers, last, tokens)
+        return self._stages[key]
+
+    def _micro_batch(
+        self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int
+    ) -> Seconds:
         args, hw = self.args, self.hardware
         share = Share(layout, tokens, WIDTHS[config.dtype])
         peak = hw.flops(config.dtype) * hw.gemm_efficiency
-        T, b, tp, count = share.tokens, share.bytes, layout.tp, len(layers)
+        T, b, tp, count = share.tokens, share.bytes, layout.tp, sum(times for _, times in layers)
         products = attention = elementwise = 0.0
-        for layer in layers:
-            met, every = self._networks[layer]
+        for (met, every, causal), times in layers:
             dense = 6 * T * self._attention / tp / peak
             # Every product reads its weights whole: forward, and for the gradients of inputs and of weights.
             held = every / (tp if every == met else layout.ep * layout.etp)
-            products += dense + max(6 * T * met / tp / peak, 3 * held * b / self._memory)
-            attention += T * self._causal[layer] / tp / (peak * ATTENTION)
-            elementwise += PASSES * block_of(args, layer, share, config.context_parallel).saved / self._memory
+            products += times * (dense + max(6 * T * met / tp / peak, 3 * held * b / self._memory))
+            attention += times * T * causal / tp / (peak * ATTENTION)
+            block = block_of(self._sizes, met != every, share, config.context_parallel)
+            elementwise += times * PASSES * block.saved / self._memory
         recompute = self._recompute(config, products, attention, elementwise)
         if last:
             vocab = 1 if args.is_critic else args.vocab_size
@@ -188,8 +206,8 @@ class TimeModel:
         sent = 2 * layers * share.tokens * heads * args.head_dim * share.bytes
         return Link(self.hardware, layout.cp, layout.tp).exchange(sent, 8 * layers)
 
-    def _experts(self, layout: ParallelLayout, share: Share, layers: range) -> float:
-        sparse = sum(met != every for met, every in (self._networks[layer] for layer in layers))
+    def _experts(self, layout: ParallelLayout, share: Share, layers: Layers) -> float:
+        sparse = sum(times for (met, every, _), times in layers if met != every)
         chosen = getattr(self.args, "n_experts_per_token", 0)
         rows = share.rows * layout.etp * chosen
         sent = 4 * sparse * rows * self.args.dim * share.bytes

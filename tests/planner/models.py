@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from archon.hf_io import read_hf_config
 from archon.models import get_model_spec
+from archon.parallel.layout import parse_layout
 from archon.planner.memory import Memory, MemoryModel
 from archon.planner.weights import ModelWeights
-from archon.parallel.layout import parse_layout
 from archon.schema.config import EngineConfig
 
 DENSE: dict[str, Any] = {
@@ -53,20 +55,20 @@ class Case(NamedTuple):
 
     model: str
     layout: str
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     rank: int = 0
     tokens: int = 4096
     micro_batches: int = 1
 
     @property
     def name(self) -> str:
-        options = json.dumps(self.options).translate(str.maketrans("", "", '{}": ,')) if self.options else "none"
+        options = json.dumps(dict(self.options)).translate(str.maketrans("", "", '{}": ,')) if self.options else "none"
         return f"{self.model}-{self.layout}-{options}-rank{self.rank}-{self.micro_batches}x{self.tokens}"
 
     def config(self, folder: Path) -> EngineConfig:
         (folder / "config.json").write_text(json.dumps(MODELS[self.model]))
         fields = {"path": str(folder), "layout": self.layout, "dtype": "bfloat16", "init_from_scratch": True}
-        return EngineConfig.model_validate(fields | self.options)
+        return EngineConfig.model_validate(fields | dict(self.options))
 
     def foretold(self, config: EngineConfig) -> Memory:
         """By the formulas, for the CPU that the traced step runs on."""
