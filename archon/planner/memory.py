@@ -66,8 +66,9 @@ def state_of(weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | No
     """What `rank` of the layout holds; masters and each moment have so many elements."""
     stages = [0] if plan is None else plan.stages_of(rank // (layout.world_size // layout.pp))
     parts = [weights.stage(plan, stage) for stage in stages]
+    found = {layer: _of_layer(layer, layout, rank) for layer in weights.kinds}
     return State(
-        tuple(tuple(_of_layer(layer, layout, rank) for layer in layers) for layers, _ in parts),
+        tuple(tuple(found[layer] for layer in layers) for layers, _ in parts),
         tuple(numels(rest, layout, rank) for _, rest in parts),
     )
 
@@ -115,9 +116,8 @@ class MemoryModel:
 
     def fullest(self, config: EngineConfig, layout: ParallelLayout, tokens: int, micro_batches: int) -> Memory:
         """Memory of the rank that needs most; within a stage the first holds the largest shards."""
-        plan, stage = self.plan(config, layout), layout.world_size // layout.pp
-        ranks = {0} if plan is None else {0, plan.pp - 1, max(range(plan.pp), key=lambda rank: _layers(plan, rank))}
-        found = (self.of_rank(config, layout, rank * stage, tokens, micro_batches) for rank in ranks)
+        ranks = candidate_ranks(layout, self.plan(config, layout))
+        found = (self.of_rank(config, layout, rank, tokens, micro_batches) for rank in ranks)
         return max(found, key=lambda memory: memory.total)
 
     def block(self, sparse: bool, share: Share, context_parallel: str) -> Block:
@@ -125,8 +125,16 @@ class MemoryModel:
         return block_of(self._sizes, sparse, share, context_parallel)
 
 
-def _layers(plan: StagePlan, rank: int) -> int:
-    return sum(end - first for first, end in (plan.layers[stage] for stage in plan.stages_of(rank)))
+def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]:
+    """Ranks one of which holds most: of a pipeline's first and last, and the first of those with most layers."""
+    if plan is None:
+        return [0]
+
+    def layers(rank: int) -> int:
+        return sum(end - first for first, end in (plan.layers[stage] for stage in plan.stages_of(rank)))
+
+    stage = layout.world_size // layout.pp
+    return [rank * stage for rank in sorted({0, plan.pp - 1, max(range(plan.pp), key=layers)})]
 
 
 class _Step:

@@ -19,7 +19,7 @@ from archon.parallel.fit import Fit
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
 from archon.planner.hardware import Hardware
-from archon.planner.memory import WIDTHS, Memory, MemoryModel, State, state_of
+from archon.planner.memory import WIDTHS, Memory, MemoryModel, State, candidate_ranks, state_of
 from archon.planner.time import Seconds, TimeModel
 from archon.planner.weights import ModelWeights
 from archon.schema.config import EngineConfig
@@ -163,8 +163,7 @@ class Planner:
         return [{"schedule": "1f1b"}, *interleaved]
 
     def _fullest_state(self, layout: ParallelLayout, plan: StagePlan | None) -> State:
-        stage = layout.world_size // layout.pp
-        states = (state_of(self.weights, layout, plan, rank) for rank in range(0, layout.world_size, stage))
+        states = (state_of(self.weights, layout, plan, rank) for rank in candidate_ranks(layout, plan))
         return max(states, key=lambda state: state.own)
 
     def _config(self, question: Question, layout: str, options: dict[str, Any], tokens: int) -> EngineConfig:

@@ -117,6 +117,7 @@ class TimeModel:
         self._layers = [(met, every, flops) for (met, every), flops in zip(networks, causal, strict=True)]
         """Of each layer: parameters of its network that a token meets and all, and attention's FLOPs a token."""
         self._stages: dict[object, Seconds] = {}
+        self._different: dict[StagePlan | None, list[tuple[tuple[Layers, bool], ...]]] = {}
 
     def step(
         self,
@@ -129,20 +130,27 @@ class TimeModel:
     ) -> Seconds:
         """A step on `micro_batches` of `tokens` on each data-parallel rank; `state` is what its fullest rank holds."""
         n = micro_batches if plan is None else plan.micro_batches(micro_batches)
-        stages = [range(self.args.n_layers)] if plan is None else [range(*bounds) for bounds in plan.layers]
-        ranks = [[0]] if plan is None else [plan.stages_of(rank) for rank in range(plan.pp)]
-        kinds = [tuple(sorted(Counter(self._layers[layer] for layer in stage).items())) for stage in stages]
-        parts = [self._stage(config, layout, kind, s == len(stages) - 1, tokens) for s, kind in enumerate(kinds)]
-        sums = [_sum([parts[s] for s in own]) for own in ranks]
+        ranks = self._ranks(plan)
+        sums = [_sum([self._stage(config, layout, *stage, tokens) for stage in own]) for own in ranks]
         slowest = max(sums, key=lambda seconds: seconds.total)
         each = slowest.total
-        bubble = 0.0 if plan is None else each * (plan.pp - 1) / len(ranks[0])
+        bubble = 0.0 if plan is None else each * (plan.pp - 1) / len(plan.stages_of(0))
         found = {f.name: getattr(slowest, f.name) * n for f in fields(Seconds)}
         found["bubble"] = bubble
         found["fsdp"] = self._fsdp(config, layout, plan, state, n, each * n)
         own = state.own * max(4, WIDTHS[config.dtype])
         found["optimiser"] = OPTIMISER_PASSES * own / self._memory
         return Seconds(**found)
+
+    def _ranks(self, plan: StagePlan | None) -> list[tuple[tuple[Layers, bool], ...]]:
+        """The ranks of a pipeline that differ: of each stage its layers, and whether it is the last."""
+        if plan not in self._different:
+            stages = [range(self.args.n_layers)] if plan is None else [range(*bounds) for bounds in plan.layers]
+            kinds = [tuple(sorted(Counter(self._layers[layer] for layer in stage).items())) for stage in stages]
+            ranks = [[0]] if plan is None else [plan.stages_of(rank) for rank in range(plan.pp)]
+            different = {tuple((kinds[stage], stage == len(stages) - 1) for stage in own) for own in ranks}
+            self._different[plan] = list(different)
+        return self._different[plan]
 
     @property
     def _memory(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
@@ -80,10 +80,11 @@ def numels(weights: tuple[Weight, ...], layout: ParallelLayout, rank: int) -> Nu
 
 @dataclass(frozen=True)
 class Layer:
-    """One block's weights; experts apart, since FSDP gathers them by themselves."""
+    """One block's weights; experts apart, since FSDP gathers them by themselves. Layers of one `kind` are equal."""
 
-    dense: tuple[Weight, ...]
-    experts: tuple[Weight, ...]
+    dense: tuple[Weight, ...] = field(compare=False)
+    experts: tuple[Weight, ...] = field(compare=False)
+    kind: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,11 @@ class ModelWeights:
     head: tuple[Weight, ...]
     tied: bool
 
+    @property
+    def kinds(self) -> set[Layer]:
+        """Layers that differ."""
+        return set(self.layers)
+
     @classmethod
     def of(cls, spec: ModelSpec, args: BaseModelArgs) -> ModelWeights:
         """Read off the model's modules and their roles, on the meta device."""
@@ -104,8 +110,13 @@ class ModelWeights:
         outside = {name: tuple(_weights(part)) for name, part in model.named_children() if name != "layers"}
         head = tuple(w for name in ("norm", "output", "score") for w in outside.get(name, ()))
         layers = [tuple(_weights(block)) for block in model.layers.values()]
+        kinds = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
         split = [
-            Layer(tuple(w for w in layer if w.role != "experts"), tuple(w for w in layer if w.role == "experts"))
+            Layer(
+                tuple(w for w in layer if w.role != "experts"),
+                tuple(w for w in layer if w.role == "experts"),
+                kinds[layer],
+            )
             for layer in layers
         ]
         return cls(tuple(split), outside["tok_embeddings"], head, tied)
