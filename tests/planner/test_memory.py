@@ -75,5 +75,5 @@ def test_what_grows_with_tokens_is_activations(tokens: int, tmp_path: Path) -> N
     case = Case("dense", "d4", FULL, tokens=tokens)
     more = case._replace(tokens=2 * tokens)
     one, two = (c.foretold(c.config(tmp_path)) for c in (case, more))
-    assert two.activations == pytest.approx(2 * one.activations, rel=0.01)  # offsets of documents do not grow
+    assert two.activations == pytest.approx(2 * one.activations, rel=0.05)  # the fullest moment may be another
     assert (two.parameters, two.moments, two.gathered) == (one.parameters, one.moments, one.gathered)
