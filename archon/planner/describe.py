@@ -29,7 +29,9 @@ def describe(plan: Plan) -> list[str]:
     lines = [f"{asked}; {plan.considered:,} ways considered"]
     if not plan.best:
         return [*lines, "", why_none(plan)]
-    rows = [("layout", "recompute", "schedule", "tokens", "n", *PARTS, "in all", "tok/s", "MFU c|f, %", "behind")]
+    rows: list[tuple[str, ...]] = [
+        ("layout", "recompute", "schedule", "tokens", "n", *PARTS, "in all", "tok/s", "MFU c|f, %", "behind")
+    ]
     for placed in plan.best:
         c, m = placed.candidate, placed.memory
         rate, causal, full = speed(plan, c)
