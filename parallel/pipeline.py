@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -113,6 +114,11 @@ def configured_stages(config: PipelineConfig, pp: int, n_layers: int) -> StagePl
 def balanced_split(n_layers: int, stages: int, embedding: float, head: float) -> list[int]:
     """Layers of each stage, at least one, whose largest weight is the least possible; of equal ones, that in which
     later stages hold more."""
+    return list(_balanced(n_layers, stages, embedding, head))
+
+
+@lru_cache(maxsize=1024)
+def _balanced(n_layers: int, stages: int, embedding: float, head: float) -> tuple[int, ...]:
     best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * n_layers]
     for stage in range(stages):
         extra = (embedding if stage == 0 else 0.0) + (head if stage == stages - 1 else 0.0)
@@ -125,7 +131,7 @@ def balanced_split(n_layers: int, stages: int, embedding: float, head: float) ->
         start = best[stage][end][1]
         sizes.append(end - start)
         end = start
-    return sizes[::-1]
+    return tuple(sizes[::-1])
 
 
 def prune(model: Any, plan: StagePlan, stage: int) -> None:
