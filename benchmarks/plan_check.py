@@ -31,7 +31,7 @@ from archon.schema.config import EngineConfig
 HERE = Path(__file__).resolve().parent
 RECORD, TABLE = HERE / "records" / "plan_check.jsonl", HERE / "PLANNER.md"
 CONFIGS = HERE.parent / "tests" / "data" / "hf_configs"
-FULL, OPS = {"mode": "full"}, {"mode": "selective"}
+FULL, OPS = {"mode": "full"}, {"mode": "selective", "selective": "op"}
 WITHIN = 0.25
 # Of a step on each GPU, where the planner chooses.
 DOCUMENTS = 16
