@@ -81,15 +81,16 @@ def _head_labelled(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _waits_labelled() -> Iterator[None]:
     """Label what Python waits for in a collective, which no operator tells of."""
-    wait: Any = dist.Work.wait
+    waiting: Any = dist.Work
+    wait = waiting.wait
 
     def labelled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         kind = _WAITED.get(work._get_op_type(), "collective")
         with labelled(kind):
             return wait(work, *args, **kwargs)
 
-    dist.Work.wait = labelled_wait  # type: ignore[method-assign]
+    waiting.wait = labelled_wait
     try:
         yield
     finally:
-        dist.Work.wait = wait  # type: ignore[method-assign]
+        waiting.wait = wait

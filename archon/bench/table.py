@@ -21,7 +21,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def table(record: BenchRecord) -> list[str]:
     """Every point in a line; those that failed say why."""
-    rows = [("point", "tok/s", "a rank", "step, ms", "min to max", "MFU full", "causal", "memory, MiB", "bubble")]
+    rows: list[tuple[str, ...]] = [
+        ("point", "tok/s", "a rank", "step, ms", "min to max", "MFU full", "causal", "memory, MiB", "bubble")
+    ]
     failed = []
     for row in record.rows:
         m = row.measured
@@ -60,8 +62,8 @@ def _figures(row: Row, m: Measurement) -> list[str]:
     )
     lines = [
         f"  losses      {m.losses.loss:.6g}, then {m.losses.loss_after_one_step:.6g}{agreed}",
-        f"  tokens      {rate.median:,.0f} a second ({rate.min:,.0f} to {rate.max:,.0f}), "
-        f"{rate.median / m.ranks:,.0f} a rank, {m.ranks} ranks of {m.threads} threads",
+        f"  tokens      {rate.median:,.0f} a second ({rate.min:,.0f} to {rate.max:,.0f})",
+        f"  a rank      {rate.median / m.ranks:,.0f} tokens a second, {m.ranks} ranks of {m.threads} threads",
         f"  step        {1e3 * m.step_s.median:.2f} ms ({1e3 * m.step_s.min:.2f} to {1e3 * m.step_s.max:.2f})",
     ]
     if row.mfu is None:

@@ -57,7 +57,8 @@ def main(request: Path) -> None:
             (folder / RESULT).write_text(Result(measurement=measurement, checks=checks).model_dump_json())
         if dist.is_initialized():
             dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001: whatever it is, the sweep goes on with a row that says so
+    except Exception as error:  # noqa: BLE001
+        # Whatever it is, the sweep goes on with a row that says so.
         kinds = [kind.__name__ for kind in type(error).__mro__]
         told = {"kinds": kinds, "message": str(error), "time": time.time()}
         (folder / ERROR.format(rank)).write_text(json.dumps(told))

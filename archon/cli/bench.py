@@ -50,7 +50,7 @@ def command(
     trace: Annotated[Path | None, typer.Option(metavar="FILE.json", help="write a Chrome trace of a step")] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A.json B.json", help="two records side by side; measures nothing"),
+        typer.Option(metavar="A.json B.json", help="two records side by side"),
     ] = None,
 ) -> None:
     from archon.schema.errors import ConfigError
