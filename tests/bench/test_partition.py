@@ -74,7 +74,7 @@ def test_a_step_on_a_gpu_is_cut_by_what_the_device_did() -> None:
 def test_what_overlaps_counts_once() -> None:
     parts = covered(
         Span("step", 0, 10),
-        [Span("all_reduce", 0, 8), Span("forward", 2, 4), Span("backward", 3, 5), Span("x", 12, 14)],,
+        [Span("all_reduce", 0, 8), Span("forward", 2, 4), Span("backward", 3, 5), Span("x", 12, 14)],
     )
     assert [(part.name, part.end - part.start) for part in parts] == [
         ("all_reduce", 2),
