@@ -16,8 +16,8 @@ from pathlib import Path
 
 from archon.bench import SweepConfig, run_sweep
 from archon.bench.table import table
+from benchmarks.checkpoints import shape
 from benchmarks.harness import say
-from benchmarks.train_step import shape
 
 LAYOUTS = ("d1", "d2", "t2", "c2", "p2")
 
