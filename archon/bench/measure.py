@@ -12,8 +12,9 @@ import torch
 from archon.bench.config import Point
 from archon.bench.memory import MemoryMeter
 from archon.bench.origin import Check, relative_difference, spread
+from archon.bench.partition import shortened
 from archon.bench.profiling import profiled
-from archon.bench.record import Losses, Measurement, RankResult, Traffic
+from archon.bench.record import Losses, Measurement, RankResult, Traffic, phase_sums, schedule_of
 from archon.bench.shapes import share
 from archon.collectives import CollectiveRecorder, group_names
 from archon.engine import ArchonEngine
@@ -77,7 +78,9 @@ def measure(
         memory_bytes=memory,
         profiled_s=profiled_s,
         start_us=profile.start,
-        segments=profile.segments,
+        phases_s=phase_sums(profile.segments),
+        schedule_us=schedule_of(profile.segments),
+        segments=shortened(profile.segments),
         collective_busy_s=profile.collective_busy_s,
         gemm_flops=gemm_flops(getattr(torch, point.dtype), world) if device.type == "cpu" else 0.0,
     )

@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Profile:
-    """One rank's profiled step: `start` in microseconds of the time that ranks share; segments from there."""
+    """One rank's profiled step: `start` in microseconds of the time that ranks share; all segments, from there."""
 
     start: float
     segments: list[Segment]
@@ -67,7 +67,7 @@ def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
                 busy[span.name] = busy.get(span.name, 0.0) + (span.end - span.start) / 1e6
         parts = covered(whole, kernels)
     base = float(trace.get("baseTimeNanoseconds", 0)) / 1e3
-    return Profile(base + whole.start, shortened(_segments(parts, whole.start)), busy)
+    return Profile(base + whole.start, _segments(parts, whole.start), busy)
 
 
 def _span(event: dict[str, Any]) -> list[Span]:
@@ -180,7 +180,7 @@ def _segments(parts: Iterable[Span], start: float) -> list[Segment]:
 
 
 def shortened(segments: list[Segment], most: int = MAX_SEGMENTS) -> list[Segment]:
-    """At most about `most` segments, of the same sum: the shortest are joined to the one before them."""
+    """About the `most` longest segments, for a drawing; the others are joined to the one before them."""
     if len(segments) <= most:
         return segments
     least = sorted(length for _, _, length in segments)[-most]

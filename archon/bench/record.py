@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,19 +48,15 @@ class RankResult(StrictModel):
     memory_bytes: dict[str, int] = Field(description="by kind: allocated, reserved (GPU), rss_growth")
     profiled_s: float = Field(description="of the profiled step, by the clock")
     start_us: float = Field(description="of the profiled step, in the time that the ranks share")
-    segments: list[Segment] = Field(description="the profiled step without gaps, from its start")
+    phases_s: dict[str, float] = Field(description="by phase and kind of collective; they add up to the profiled step")
+    schedule_us: tuple[float, float, float] | None = Field(
+        description="of the profiled step: begin of the first forward, end of the last backward, work in between"
+    )
+    segments: list[Segment] = Field(description="the profiled step without gaps, from its start, the shortest left out")
     collective_busy_s: dict[str, float] = Field(
         default_factory=dict, description="by kind: what collectives took, hidden or not; of a GPU"
     )
     gemm_flops: float = Field(0.0, description="FLOP/s of a matrix product, all ranks at it; of a CPU")
-
-    @property
-    def phases_s(self) -> dict[str, float]:
-        """Seconds by phase and kind of collective; they add up to the profiled step."""
-        sums: dict[str, float] = {}
-        for name, _, duration in self.segments:
-            sums[name] = sums.get(name, 0.0) + duration / 1e6
-        return sums
 
 
 class Measurement(StrictModel):
@@ -120,20 +117,31 @@ class Row(StrictModel):
         """Of each rank of a pipeline the share of the schedule in which it neither computed nor was in a collective of
         its own; the schedule is from the first stage's first forward to the last backward of any stage."""
         m = self.measured
-        if m is None or not any(name in BETWEEN_STAGES for rank in m.by_rank for name, _, _ in rank.segments):
+        if m is None or not any(traffic.kind in BETWEEN_STAGES for traffic in m.traffic):
             return None
-        spans = [_schedule(rank) for rank in m.by_rank]
+        own = [(rank.start_us, *rank.schedule_us) for rank in m.by_rank if rank.schedule_us is not None]
+        spans = [(begin + first, begin + last, busy) for begin, first, last, busy in own]
         window = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
         return [1 - busy / window for _, _, busy in spans]
 
 
-def _schedule(rank: RankResult) -> tuple[float, float, float]:
-    """Start and end of a rank's forwards and backwards, and the work in between, in microseconds."""
-    passes = [(start, start + length) for name, start, length in rank.segments if name in ("forward", "backward")]
+def phase_sums(segments: Sequence[Segment]) -> dict[str, float]:
+    """Seconds by name."""
+    sums: dict[str, float] = {}
+    for name, _, length in segments:
+        sums[name] = sums.get(name, 0.0) + length / 1e6
+    return sums
+
+
+def schedule_of(segments: Sequence[Segment]) -> tuple[float, float, float] | None:
+    """Begin of the first forward, end of the last backward and the work in between, in microseconds; None where there
+    is neither."""
+    passes = [(start, start + length) for name, start, length in segments if name in ("forward", "backward")]
+    if not passes:
+        return None
     first, last = passes[0][0], passes[-1][1]
     idle = BETWEEN_STAGES | {"other"}
-    busy = sum(length for name, start, length in rank.segments if first <= start < last and name not in idle)
-    return rank.start_us + first, rank.start_us + last, busy
+    return first, last, sum(n for name, start, n in segments if first <= start < last and name not in idle)
 
 
 class BenchRecord(StrictModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from archon.bench.config import Point
 from archon.bench.origin import origin, spread
-from archon.bench.record import BenchRecord, Losses, Measurement, RankResult, Row
+from archon.bench.record import BenchRecord, Losses, Measurement, RankResult, Row, Traffic, phase_sums, schedule_of
 from archon.bench.shapes import even_shape
 
 SEGMENTS = [("other", 0.0, 10.0), ("forward", 10.0, 40.0), ("recv", 50.0, 20.0), ("backward", 70.0, 30.0)]
@@ -17,6 +17,8 @@ def row(layout: str, seconds: list[float], memory: int = 2**20) -> Row:
             memory_bytes={"rss_growth": memory},
             profiled_s=1e-4,
             start_us=1000.0 + 10 * rank,
+            phases_s=phase_sums(SEGMENTS),
+            schedule_us=schedule_of(SEGMENTS),
             segments=list(SEGMENTS),
         )
         for rank in range(2)
@@ -25,7 +27,7 @@ def row(layout: str, seconds: list[float], memory: int = 2**20) -> Row:
         ranks=2,
         threads=1,
         losses=Losses(loss=2.0, grad_norm=1.0, loss_after_one_step=1.9),
-        traffic=[],
+        traffic=[Traffic(kind="send", group="pp", size=2, count=1, bytes=64)],
         by_rank=ranks,
         peak_flops=1e9,
         peak_source="given",
