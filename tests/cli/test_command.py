@@ -21,7 +21,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "rl" / "recipes"
 def test_help_lists_the_commands(archon):
     done = archon("--help")
     assert done.code == 0
-    for command in ("models", "inspect", "sft", "rl", "generate", "serve", "report", "doctor"):
+    for command in ("models", "inspect", "sft", "rl", "generate", "serve", "bench", "report", "doctor"):
         assert f"  {command} " in done.out
 
 
