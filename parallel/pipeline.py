@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from archon.parallel.comm import Group
+from archon.parallel.phase import phase
 from archon.schema.config import PipelineConfig
 from archon.schema.errors import LayoutError
 
@@ -177,6 +178,14 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.stage_index, kwargs["micro_batch"], None if self.is_first else args[0])
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with phase("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with phase("backward"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
 
 class Pipeline:
