@@ -87,7 +87,12 @@ class CollectiveRecorder(TorchDispatchMode):
 
 def collective_kind(func: Any) -> str | None:
     """all_gather, all_to_all and so on for an operator that starts one; None for any other, waiting included."""
-    return _KINDS.get(func._opname) if func.namespace in ("_c10d_functional", "c10d") else None
+    return kind_of(func.namespace, func._opname)
+
+
+def kind_of(namespace: str, operator: str) -> str | None:
+    """As `collective_kind`, by an operator's name."""
+    return _KINDS.get(operator) if namespace in ("_c10d_functional", "c10d") else None
 
 
 def collective_group(args: Any) -> dist.ProcessGroup:

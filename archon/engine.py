@@ -40,6 +40,7 @@ from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import is_sharded
 from archon.parallel.gather import BUCKET_BYTES, staged_tensors, whole_tensors
 from archon.parallel.layout import parse_layout
+from archon.parallel.phase import phase
 from archon.parallel.pipeline import Pipeline, StagedModel
 from archon.pipeline_step import PipelineForward
 from archon.ranks import Ranks, TokenSplit, context_parallel_kind, join_process_group, limit_collectives
@@ -183,13 +184,15 @@ class ArchonEngine:
         self._torn = is_sharded(self.model)
         loss, sums = self._forward.accumulate(parts, loss_fn, loss_weight_fn, weight, temperature, reduce_every)
         self._torn = False
-        norm = self.gradient_norm()
+        with phase("optimizer"):
+            norm = self.gradient_norm()
         metrics = self._forward.read(sums, loss=loss, tokens=torch.tensor(packed.n_tokens)) | {"grad_norm": norm}
         finite = abs(metrics["grad_norm"]) < float("inf")
         lr = self.scheduler.lr
         if finite:
-            clip_gradients(self.model.parameters(), metrics["grad_norm"], self.config.optimizer.max_grad_norm)
-            optimizer.step()
+            with phase("optimizer"):
+                clip_gradients(self.model.parameters(), metrics["grad_norm"], self.config.optimizer.max_grad_norm)
+                optimizer.step()
             if self.config.router_bias_update_rate:
                 for load in self._forward.loads:
                     load.update_biases(self.config.router_bias_update_rate, self.ranks)

@@ -15,6 +15,7 @@ from archon.batch import PackedBatch
 from archon.loss import LossFn, LossWeightFn
 from archon.parallel.comm import Group
 from archon.parallel.fsdp import local_tensor
+from archon.parallel.phase import phase
 from archon.parallel.pipeline import SPLIT_BACKWARD, Pipeline, StagedModel
 from archon.ranks import SOLO, Ranks, TokenSplit
 from archon.train_step import Forward, MetricSums, whole_afterwards
@@ -150,10 +151,11 @@ class PipelineForward:
             idle = index >= len(batches)
             mb, forward = batches[0 if idle else index], self.stages[stage]
             forward = forward.with_input(hidden, least)
-            if stage < self.last_stage:
-                out = forward.hidden(mb)
-            else:
-                out = forward.idle(mb) if idle else finish(forward, mb)
+            with phase("forward"):
+                if stage < self.last_stage:
+                    out = forward.hidden(mb)
+                else:
+                    out = forward.idle(mb) if idle else finish(forward, mb)
             if not idle:
                 forward.load.add()
             return out

@@ -11,8 +11,9 @@ What runs is `ArchonEngine.train_batch` itself. What a step must *read* is made 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -69,15 +70,31 @@ def reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) 
         raise LayoutError(f"layout {layout} has ranks 0 to {layout.world_size - 1}, got rank {rank}")
     if config.optimizer is None:
         raise ConfigError("a step is asked for, and optimizer is null; leave it out")
-    config = config.model_copy(
-        update={"device": "cpu", "compile": False, "init_from_scratch": True, "max_tokens_per_mb": tokens}
-    )
     # torch keeps what it has learnt of a mesh for as long as a process lives, and this one may have a group already.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-        return apart.submit(_reach, config, rank, tokens, micro_batches).result()
+        return apart.submit(_reach, imaginable(config, tokens), rank, tokens, micro_batches).result()
+
+
+def imaginable(config: EngineConfig, tokens: int) -> EngineConfig:
+    """`config` as an imagined step of micro-batches of `tokens` runs it."""
+    return config.model_copy(
+        update={"device": "cpu", "compile": False, "init_from_scratch": True, "max_tokens_per_mb": tokens}
+    )
 
 
 def _reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> Reach:
+    engine, recorder = imagine(config, rank, tokens, micro_batches)
+    return measured(engine, rank, recorder.sums)
+
+
+def imagine(
+    config: EngineConfig,
+    rank: int,
+    tokens: int,
+    micro_batches: int,
+    watch: Callable[[ArchonEngine], AbstractContextManager[object]] = lambda engine: nullcontext(),
+) -> tuple[ArchonEngine, CollectiveRecorder]:
+    """Take the step in this process, which must belong to no group yet, within `watch` of the engine that takes it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dims = parse_layout(config.layout).dims()
@@ -93,8 +110,9 @@ def _reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> 
                 module.register_forward_hook(_in_turn)
         recorder.sums.clear()
         batch = documents(engine.args.vocab_size, tokens, micro_batches)
-        engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
-    return measured(engine, rank, recorder.sums)
+        with watch(engine):
+            engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+    return engine, recorder
 
 
 def documents(vocab_size: int, tokens: int, micro_batches: int = 1) -> PackedBatch:

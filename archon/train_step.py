@@ -21,6 +21,7 @@ from archon.models.layers.moe import load_balancing_loss
 from archon.parallel.comm import all_reduce, all_reduce_replicated
 from archon.parallel.context import SequenceShare
 from archon.parallel.fsdp import reshard, set_gradient_reduction
+from archon.parallel.phase import phase
 from archon.ranks import Ranks, TokenSplit
 from archon.schema.errors import BatchError, ConfigError
 
@@ -195,10 +196,14 @@ class Forward:
         for index in range(rounds):
             set_gradient_reduction(self.model, reduce_every or index == rounds - 1)
             if index >= len(parts):  # another rank has more; what all ranks do together needs this one too
-                self.idle(parts[0].to(self.device)).backward()
+                with phase("forward"):
+                    nothing = self.idle(parts[0].to(self.device))
+                with phase("backward"):
+                    nothing.backward()
                 continue
             mb = parts[index]
-            loss, extra = self.loss(mb.to(self.device), loss_fn, temperature)
+            with phase("forward"):
+                loss, extra = self.loss(mb.to(self.device), loss_fn, temperature)
             if not loss.requires_grad:
                 raise ConfigError(f"{_name(loss_fn)} returned a loss without gradient; was it detached?")
             loss = loss / denominator
@@ -210,7 +215,8 @@ class Forward:
                 share = float(loss_weight_fn(mb)) / denominator
                 loss = loss + self.router_aux_loss_coef * share * aux
                 metrics.add({"router_aux_loss": (aux.detach() * share, aux.new_tensor(share))})
-            loss.backward()
+            with phase("backward"):
+                loss.backward()
             self.model.router_stats = []  # it would keep the graph until the next forward
         return total, metrics
 

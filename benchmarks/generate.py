@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from archon.bench.origin import spread
 from benchmarks import harness
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
@@ -180,7 +181,7 @@ def measure(case: str, options: dict[str, Any], rounds: int, keep: bool) -> None
         runs = sides.alternate(rounds, warmup=0)
     rates = {side: [total / run["seconds"] for run in results] for side, results in runs.items()}
     for side, values in rates.items():
-        record.sides[side] = harness.spread(values, "tok/s", runs[side])
+        record.sides[side] = spread(values, "tok/s", runs[side])
     peers = {side: values for side, values in rates.items() if side != ARCHON}
     aim = AIMS["gpu" if options["device"] == "cuda" else case]
     better = max(peers, key=lambda side: record.sides[side].median, default=None)

@@ -17,16 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.memory import anonymous_bytes
-from benchmarks.record import Check, Machine, Ratio, Record, Spread
+from archon.bench.memory import anonymous_bytes
+from archon.bench.origin import Check, origin, relative_difference
+from benchmarks.record import Ratio, Record
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "transformers", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")
 
 
 class BenchmarkError(RuntimeError):
@@ -207,7 +205,7 @@ def serve(
     `prepare(side, options)` gives facts for the parent's checks, and a function that does one run and returns what to
     report beside seconds and memory. Seconds it returns itself win over those of the whole call.
     """
-    from benchmarks.memory import MemoryMeter, give_back_free_memory
+    from archon.bench.memory import MemoryMeter, give_back_free_memory
 
     # Whatever a library prints must not land among the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -247,11 +245,6 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def relative_difference(ours: float, theirs: float) -> float:
-    """|a - b| / |b|."""
-    return abs(ours - theirs) / max(abs(theirs), 1e-30)
-
-
 def check_close(what: str, ours: float, theirs: Mapping[str, float], tolerance: float) -> list[Check]:
     """Compare archon's number with every peer's. Raises BenchmarkError at the first that differs by more."""
     checks = []
@@ -277,22 +270,6 @@ def check_same(what: str, ours: Any, theirs: Mapping[str, Any]) -> list[Check]:
     return checks
 
 
-def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]] = ()) -> Spread:
-    """Median, minimum and maximum of `values`, with the largest of each kind of memory that `runs` report."""
-    memory: dict[str, int] = {}
-    for run in runs:
-        for kind, size in run.get("memory", {}).items():
-            memory[kind] = max(memory.get(kind, 0), size)
-    return Spread(
-        unit=unit,
-        median=statistics.median(values),
-        min=min(values),
-        max=max(values),
-        values=list(values),
-        memory_bytes=memory,
-    )
-
-
 def ratio(ours: Sequence[float], theirs: Sequence[float], aim: str | None = None) -> Ratio:
     """Ratio of the medians; min and max are those of the single rounds."""
     rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
@@ -310,54 +287,14 @@ def meets(value: float, aim: str) -> bool:
 
 def new_record(benchmark: str, case: str, threads: int, layout: str = "one process") -> Record:
     """A record of this command on this machine, still without numbers."""
-    versions = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     command = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
     return Record(
         benchmark=benchmark,
         case=case,
-        command=shlex.join(command),
-        commit=commit(),
-        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        versions=versions,
-        machine=machine(),
         threads=threads,
         layout=layout,
+        **origin(shlex.join(command)),
     )
-
-
-def commit() -> str:
-    """The commit of the checkout, with `+` when tracked files differ from it; `unknown` outside a checkout."""
-    if not (ROOT / ".git").exists():
-        return "unknown"
-    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no"], cwd=ROOT, capture_output=True, text=True
-    )
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
-def machine() -> Machine:
-    """Processor, cores, memory and GPUs of this machine."""
-    cpu = "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    gpus: list[str] = []
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-        )
-        gpus = listed.stdout.strip().splitlines() if listed.returncode == 0 else []
-    except FileNotFoundError:
-        pass
-    return Machine(cpu=cpu, cores=len(os.sched_getaffinity(0)), memory_bytes=pages * size, gpus=gpus)
 
 
 def say(text: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from archon.bench.origin import spread
 from benchmarks import harness
 from benchmarks.harness import Sides, say
 
@@ -105,9 +106,9 @@ def main() -> None:
     rates = {side: [sizes["tokens"] / run["seconds"] for run in results] for side, results in runs.items()}
     grown = {side: [run["memory"].get("rss_above_start", 0) / 1e9 for run in results] for side, results in runs.items()}
     for side in runs:
-        record.sides[side] = harness.spread(rates[side], "tok/s", runs[side])
+        record.sides[side] = spread(rates[side], "tok/s", runs[side])
         if all(grown[side]):
-            record.sides[f"{side}, memory"] = harness.spread(grown[side], "GB")
+            record.sides[f"{side}, memory"] = spread(grown[side], "GB")
         if side == PEER or PEER not in runs:
             continue
         record.ratios[f"{side} / {PEER}, speed"] = harness.ratio(rates[side], rates[PEER], SPEED_AIMS[side])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from archon.bench.origin import spread
 from benchmarks import harness
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
@@ -146,12 +147,12 @@ def measure(dtype: str, options: dict[str, Any], rounds: int, keep: bool) -> Non
     for touch, results in runs.items():
         seconds = {side: [run["seconds"] for run in results[side]] for side in results}
         for side, values in seconds.items():
-            record.sides[f"{side}, {touch}"] = harness.spread(values, "s", results[side])
+            record.sides[f"{side}, {touch}"] = spread(values, "s", results[side])
             if side != ARCHON:
                 aim = AIMS[dtype] if side == TRANSFORMERS and touch == "trained" else None
                 record.ratios[f"archon / {side}, time until {touch}"] = harness.ratio(seconds[ARCHON], values, aim)
     for side, values in beyond.items():
-        record.sides[f"{side}, anonymous memory beyond the model"] = harness.spread(values, "GB")
+        record.sides[f"{side}, anonymous memory beyond the model"] = spread(values, "GB")
     peaks = [max(value, 0.0) for value in beyond[ARCHON]]
     record.ratios["archon's anonymous memory beyond the model / its largest tensor"] = harness.ratio(
         peaks, [largest] * len(peaks), "<= 1"

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.record import Ratio, Record, Spread, read_records
+from archon.bench.origin import Spread
+from benchmarks.record import Ratio, Record, read_records
 from benchmarks.runs import run_tables
 
 HERE = Path(__file__).resolve().parent

@@ -8,38 +8,10 @@ from typing import Any
 
 from pydantic import Field
 
+from archon.bench.origin import Check, Machine, Spread
 from archon.schema.config import StrictModel
 
 FOLDER = Path(__file__).resolve().parent / "records"
-
-
-class Machine(StrictModel):
-    """Where it ran."""
-
-    cpu: str
-    cores: int = Field(ge=1, description="cores this process may use")
-    memory_bytes: int
-    gpus: list[str] = Field(default_factory=list, description="name and driver of each GPU")
-
-
-class Check(StrictModel):
-    """A comparison that had to hold before anything was timed."""
-
-    what: str
-    peer: str
-    difference: float = Field(description="relative; 0 where equality was demanded")
-    tolerance: float
-
-
-class Spread(StrictModel):
-    """One side's numbers over the rounds, and the memory it took."""
-
-    unit: str
-    median: float
-    min: float
-    max: float
-    values: list[float]
-    memory_bytes: dict[str, int] = Field(default_factory=dict, description="largest over the rounds, by kind")
 
 
 class Ratio(StrictModel):

@@ -34,9 +34,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from archon.bench.memory import anonymous_bytes
+from archon.bench.origin import commit, machine
 from benchmarks import harness
 from benchmarks.harness import ROOT, Worker, say
-from benchmarks.memory import anonymous_bytes
 
 AGENTS, SHORTEST, LONGEST = 64, 32, 96
 AIM = 0.8
@@ -329,7 +330,7 @@ def main() -> None:
 
         found = measure(options, Path(folder) / "checkpoint", write)
         found |= {name: getattr(options, name) for name in ("aim", "model", "turns", "threads")} | {"agents": AGENTS}
-        found |= {"commit": harness.commit(), "machine": harness.machine().cpu}
+        found |= {"commit": commit(), "machine": machine().cpu}
         counted = ("errors", "lost", "sockets_left", "threads_more")
         found["passed"] = (
             not found["complaints"]

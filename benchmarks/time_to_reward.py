@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from archon.bench.origin import spread
 from benchmarks import harness
 from benchmarks.harness import Sides, say
 
@@ -268,11 +269,11 @@ def summarise(record: Any, results: dict[str, list[dict[str, Any]]]) -> None:
             continue
         for key in ("trained_per_second", "generated_per_second"):
             what = f"{side}, samples {key.partition('_')[0]}"
-            record.sides[what] = harness.spread([run[key] for run in runs], "samples/s", runs)
+            record.sides[what] = spread([run[key] for run in runs], "samples/s", runs)
         rewards = [max(point["reward"] for point in run["curve"]) for run in runs]
-        record.sides[f"{side}, best held-out reward"] = harness.spread(rewards, "reward")
+        record.sides[f"{side}, best held-out reward"] = spread(rewards, "reward")
         last = [run["curve"][-1]["reward"] for run in runs]
-        record.sides[f"{side}, last held-out reward"] = harness.spread(last, "reward")
+        record.sides[f"{side}, last held-out reward"] = spread(last, "reward")
     if len(results[TRL]) != len(results[ARCHON]):
         return
     # Of a batch that both sample, score and learn from; that a sample whose group has no spread has no gradient is
@@ -290,8 +291,8 @@ def summarise(record: Any, results: dict[str, list[dict[str, Any]]]) -> None:
                 f"seed {seed}: archon did not reach TRL's {target:.3f} within its budget, which is counted as its time"
             )
         ours.append(seconds)
-    record.sides["archon, time to TRL's best reward"] = harness.spread(ours, "s")
-    record.sides["TRL, time to its best reward"] = harness.spread(theirs, "s")
+    record.sides["archon, time to TRL's best reward"] = spread(ours, "s")
+    record.sides["TRL, time to its best reward"] = spread(theirs, "s")
     # A target that both start at says nothing; less than a second of training counts as one.
     ours, theirs = ([max(seconds, 1.0) for seconds in side] for side in (ours, theirs))
     record.ratios["TRL / archon, time to TRL's best reward"] = harness.ratio(theirs, ours, SOONER_AIM)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from archon.bench.origin import spread
 from benchmarks import harness
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
@@ -234,7 +235,7 @@ def measure(case: str, options: dict[str, Any], aims: dict[str, str], rounds: in
         runs = sides.alternate(rounds)
     rates = {side: [tokens / run["seconds"] for run in results] for side, results in runs.items()}
     for side, values in rates.items():
-        record.sides[side] = harness.spread(values, "tok/s", runs[side])
+        record.sides[side] = spread(values, "tok/s", runs[side])
         if side != "archon":
             record.ratios[f"archon / {side}"] = harness.ratio(rates["archon"], values, aims[side])
     record.missing = sides.missing
@@ -267,10 +268,10 @@ def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, ke
         if side not in runs:
             continue
         rates[side] = [tokens / run["seconds"] for run in runs[side]]
-        record.sides[side] = harness.spread(rates[side], "tok/s", runs[side])
+        record.sides[side] = spread(rates[side], "tok/s", runs[side])
         for convention in ("full", "causal"):
             shares = [getattr(work.mfu(tokens / rate, PEAK_BF16_FLOPS["H200"]), convention) for rate in rates[side]]
-            record.sides[f"{side}, {convention} MFU"] = harness.spread([100 * share for share in shares], "%")
+            record.sides[f"{side}, {convention} MFU"] = spread([100 * share for share in shares], "%")
         if case == "4B" and side != "transformers":
             record.ratios[f"{side}, causal MFU"] = harness.ratio(shares, [1.0] * rounds, MFU_AIM)
     for side in (EAGER, COMPILED):

@@ -35,7 +35,7 @@ def _spans(total: int, step: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, total)) for start in range(0, total, step))
 
 
-def _tile_shape(rows: int, vocab: int, device: torch.device, whole_rows: bool) -> tuple[int, int]:
+def tile_shape(rows: int, vocab: int, device: torch.device, whole_rows: bool) -> tuple[int, int]:
     """Rows and columns of a tile: cache-sized columns on a CPU, whole rows on a GPU where launches would dominate."""
     by_budget = max(128, min(CPU_ROWS * 4, ROWS_BYTES // (4 * vocab)))
     if device.type == "cpu":
@@ -55,7 +55,7 @@ class _Projection:
         self.hidden, self.weight, self.inv_temperature = hidden, weight, inv_temperature
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         vocab = weight.shape[0]
-        self.rows, self.columns = _tile_shape(hidden.shape[0], vocab, hidden.device, whole_rows)
+        self.rows, self.columns = tile_shape(hidden.shape[0], vocab, hidden.device, whole_rows)
         # Reused by every tile: memory fresh from the system costs more than the arithmetic on it.
         self.buffer = hidden.new_empty(self.rows * (vocab if whole_rows else self.columns), dtype=self.wide)
         self.spare = hidden.new_empty(self.rows * self.columns, dtype=self.wide)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from archon.parallel.comm import Group
+from archon.parallel.phase import phase
 from archon.schema.config import PipelineConfig
 from archon.schema.errors import LayoutError
 
@@ -113,6 +115,11 @@ def configured_stages(config: PipelineConfig, pp: int, n_layers: int) -> StagePl
 def balanced_split(n_layers: int, stages: int, embedding: float, head: float) -> list[int]:
     """Layers of each stage, at least one, whose largest weight is the least possible; of equal ones, that in which
     later stages hold more."""
+    return list(_balanced(n_layers, stages, embedding, head))
+
+
+@lru_cache(maxsize=1024)
+def _balanced(n_layers: int, stages: int, embedding: float, head: float) -> tuple[int, ...]:
     best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * n_layers]
     for stage in range(stages):
         extra = (embedding if stage == 0 else 0.0) + (head if stage == stages - 1 else 0.0)
@@ -125,7 +132,7 @@ def balanced_split(n_layers: int, stages: int, embedding: float, head: float) ->
         start = best[stage][end][1]
         sizes.append(end - start)
         end = start
-    return sizes[::-1]
+    return tuple(sizes[::-1])
 
 
 def prune(model: Any, plan: StagePlan, stage: int) -> None:
@@ -171,6 +178,14 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.stage_index, kwargs["micro_batch"], None if self.is_first else args[0])
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with phase("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with phase("backward"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
 
 class Pipeline:

@@ -38,11 +38,17 @@ def load_config(
     line for YAML that cannot be read, an override that is not `key=value`, an interpolation that leads nowhere, an
     unknown key (naming the nearest valid one) and a value of the wrong type.
     """
+    named, source = read_values(file, overrides), _source(file)
+    return schema.parse(translate(named, source) if translate else named, source=source)
+
+
+def read_values(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """What `load_config` checks: the values of `file` beneath those of `overrides`."""
     OmegaConf.register_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True, replace=True)
     for override in overrides:
         if not override.partition("=")[0].strip(" .[]") or "=" not in override:
             raise ConfigError(f"override {override!r} is not key=value; write for example actor.optimizer.lr=1e-5")
-    source = str(file) if file else "config"
+    source = _source(file)
     try:
         merged = OmegaConf.merge(_read(file), OmegaConf.from_dotlist(list(overrides)))
         data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -52,8 +58,12 @@ def load_config(
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: an override is not YAML: {_first_line(error)}") from None
     assert isinstance(data, dict)
-    named = {str(key): value for key, value in data.items()}
-    return schema.parse(translate(named, source) if translate else named, source=source)
+    return {str(key): value for key, value in data.items()}
+
+
+def _source(file: Path | None) -> str:
+    """Its name in messages."""
+    return str(file) if file else "config"
 
 
 def _read(file: Path | None) -> DictConfig:

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "report",
-    "help": "Write a run's report.html and curves as PNG.\n\nThe page holds curves and sampled trajectories.",
+    "help": "Write a run's report.html and curves as PNG.\n\nThe page holds curves and sampled trajectories; that of a "
+    "record of `archon bench` throughput and memory by layout, and a step of every rank.",
 }
 
 
 def command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of the run")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of the run, or a record of archon bench")],
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="where to write; RUN_DIR/report when left out")
     ] = None,
@@ -27,6 +28,15 @@ def command(
         typer.Option(metavar="PORT", min=0, max=65535, help="serve the page at 127.0.0.1:PORT, made anew on each load"),
     ] = None,
 ) -> None:
+    if run_dir.is_file():
+        from archon.report import write_bench_report
+        from archon.schema.errors import ConfigError
+
+        if serve is not None:
+            raise ConfigError(f"--serve follows a run, and {run_dir} is a file; leave it out")
+        for path in write_bench_report(run_dir, out):
+            print(path)
+        return
     if serve is not None:
         from archon.report.server import serve_report
 

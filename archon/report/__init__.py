@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from archon.bench.record import read_record
 from archon.report.curves import draw_curves
 from archon.report.data import load_run
-from archon.report.page import render_page
+from archon.report.page import render_bench, render_page
 
-__all__ = ["load_run", "render_page", "write_report"]
+__all__ = ["load_run", "render_bench", "render_page", "write_bench_report", "write_report"]
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: bool = True) -> list[Path]:
@@ -23,3 +24,16 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: 
     page = folder / "report.html"
     page.write_text(render_page(run), encoding="utf-8")
     return [page, *draw_curves(run, folder)] if curves else [page]
+
+
+def write_bench_report(record: str | Path, out: str | Path | None = None) -> list[Path]:
+    """Write the page of a sweep's record, beside it or into `out`; return what was written.
+
+    Raises `ConfigError` for a file that is no record.
+    """
+    path = Path(record)
+    page = (Path(out) / "report.html") if out is not None else path.with_suffix(".html")
+    text = render_bench(read_record(path), path)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text, encoding="utf-8")
+    return [page]

@@ -12,26 +12,40 @@ import html
 import json
 import math
 import time
+from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from archon.bench.record import BenchRecord
+from archon.report.bench import bench_data
 from archon.report.curves import COLOURS, moving_average
 from archon.report.data import Run, Series
 
 # In this order they are one script; what they share is in the first.
 SCRIPTS = ("common.js", "charts.js", "trajectories.js", "page.js")
+BENCH_SCRIPTS = ("common.js", "charts.js", "bench.js")
 
 
 def render_page(run: Run) -> str:
-    """The whole page as a string of HTML."""
+    """The whole page of a run as a string of HTML."""
+    return _render(run.path.resolve().name, _page_data(run), SCRIPTS)
+
+
+def render_bench(record: BenchRecord, path: Path) -> str:
+    """The page of a sweep's record, which lies at `path`."""
+    return _render(path.name, bench_data(record, path), BENCH_SCRIPTS)
+
+
+def _render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
     assets = resources.files("archon.report") / "assets"
-    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     fields = {
-        "title": html.escape(run.path.resolve().name),
+        "title": html.escape(title),
         "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         "style": (assets / "page.css").read_text(encoding="utf-8"),
-        "data": _json_for_html(_page_data(run)),
+        "data": _json_for_html(data),
         "script": script,
     }
     page = (assets / "page.html").read_text(encoding="utf-8")

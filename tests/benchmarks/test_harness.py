@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from archon.bench.origin import spread
 from benchmarks import harness
 from benchmarks.harness import BenchmarkError, Sides
 from tests.tolerances import HELD_MEMORY
@@ -56,6 +57,6 @@ def test_a_ratio_is_that_of_medians_and_shows_its_rounds():
 
 def test_a_spread_keeps_every_value_and_the_largest_memory():
     runs = [{"memory": {"rss_peak": 3}}, {"memory": {"rss_peak": 5}}, {"memory": {"rss_peak": 4}}]
-    spread = harness.spread([2.0, 9.0, 4.0], "s", runs)
-    assert (spread.median, spread.min, spread.max) == (4.0, 2.0, 9.0)
-    assert spread.values == [2.0, 9.0, 4.0] and spread.memory_bytes == {"rss_peak": 5}
+    found = spread([2.0, 9.0, 4.0], "s", runs)
+    assert (found.median, found.min, found.max) == (4.0, 2.0, 9.0)
+    assert found.values == [2.0, 9.0, 4.0] and found.memory_bytes == {"rss_peak": 5}

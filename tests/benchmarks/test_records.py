@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from archon.bench.origin import spread
 from archon.schema.errors import ConfigError
 from benchmarks import harness, readme
 from benchmarks.record import Record, read_records
@@ -16,8 +17,8 @@ def a_record() -> Record:
     record.setup = {"model": "26M"}
     record.checks = harness.check_close("loss", 1.0, {"peer": 1.0000001}, 1e-5)
     record.sides = {
-        "archon": harness.spread([1000.0, 1100.0], "tok/s"),
-        "peer": harness.spread([900.0, 1000.0], "tok/s"),
+        "archon": spread([1000.0, 1100.0], "tok/s"),
+        "peer": spread([900.0, 1000.0], "tok/s"),
     }
     record.ratios = {"archon / peer": harness.ratio([1000.0, 1100.0], [900.0, 1000.0], ">= 1.05")}
     record.missing = {"other": "ImportError: No module named 'other'"}

@@ -21,7 +21,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "rl" / "recipes"
 def test_help_lists_the_commands(archon):
     done = archon("--help")
     assert done.code == 0
-    for command in ("models", "inspect", "convert", "sft", "rl", "generate", "serve", "report", "doctor"):
+    commands = ("models", "inspect", "plan", "convert", "sft", "rl", "generate", "serve", "bench", "report", "doctor")
+    for command in commands:
         assert f"  {command} " in done.out
 
 

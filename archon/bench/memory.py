@@ -38,7 +38,7 @@ class MemoryMeter:
     """Peak memory of this process from construction to `read`.
 
     `rss_peak` is the whole process's largest resident memory, `rss_above_start` what it grew by; on a GPU also torch's
-    peak `allocated` and `reserved` there.
+    peak `allocated` and `reserved` there. `rss` is the resident memory at the start, 0 where it cannot be known.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class MemoryMeter:
             self._gpu.reset_peak_memory_stats()
         try:
             Path("/proc/self/clear_refs").write_text("5")  # 5: forget the peak of the resident memory
-            self._start = _status("self", "VmRSS")
+            self.rss = _status("self", "VmRSS")
         except OSError:
-            self._start = 0  # without the reset a peak would be that of the process's whole life
+            self.rss = 0  # without the reset a peak would be that of the process's whole life
 
     def synchronize(self) -> None:
         """Wait until the GPU, if there is one, has done its work."""
@@ -61,9 +61,9 @@ class MemoryMeter:
     def read(self) -> dict[str, int]:
         """Bytes by kind; a kind that cannot be known here is left out."""
         sizes: dict[str, int] = {}
-        if self._start:
+        if self.rss:
             peak = _status("self", "VmHWM")
-            sizes |= {"rss_peak": peak, "rss_above_start": peak - self._start}
+            sizes |= {"rss_peak": peak, "rss_above_start": peak - self.rss}
         if self._gpu is not None:
             sizes |= {"allocated": self._gpu.max_memory_allocated(), "reserved": self._gpu.max_memory_reserved()}
         return sizes

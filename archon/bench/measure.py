@@ -1,0 +1,166 @@
+"""What the ranks of one point do: build, check, time, record what is sent, profile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from archon.bench.config import Point
+from archon.bench.memory import MemoryMeter
+from archon.bench.origin import Check, relative_difference, spread
+from archon.bench.partition import shortened
+from archon.bench.profiling import profiled
+from archon.bench.record import Losses, Measurement, RankResult, Traffic, phase_sums, schedule_of
+from archon.bench.shapes import share
+from archon.collectives import CollectiveRecorder, group_names
+from archon.engine import ArchonEngine
+from archon.engine_build import resolve_device
+from archon.flops import PEAK_BF16_FLOPS, MatmulShape
+from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.schema.config import EngineConfig
+from archon.world import World
+
+# Relative differences of the same batch in two layouts; after AdamW's first step, whose sign near a zero gradient is
+# decided by rounding, more.
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}
+TOLERANCE_AFTER_STEP = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2}
+# A matrix product that is large for a core's caches and takes a part of a second.
+GEMM_SIZE, GEMM_ROUNDS = 1024, 8
+
+
+class DeviationError(ArithmeticError):
+    """A layout computes something else than the first one."""
+
+
+def measure(
+    config: EngineConfig,
+    point: Point,
+    steps: int,
+    warmup: int,
+    peak_tflops: float | None,
+    reference: tuple[str, Losses] | None,
+) -> tuple[Measurement, list[Check]]:
+    """Every rank calls it and is given the whole. Nothing is timed before the losses agree with the `reference`'s.
+
+    Raises DeviationError where they do not, and whatever the engine refuses.
+    """
+    device = resolve_device(config.device)
+    start = MemoryMeter()
+    engine = ArchonEngine(config)
+    engine.initialize()
+    world = World.now()
+    batch = share(point.shape, engine.args.vocab_size, engine.ranks.dp.rank, engine.ranks.dp.size)
+
+    def step() -> dict[str, float]:
+        metrics = engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return metrics
+
+    first, second = step(), step()
+    losses = Losses(loss=first["loss"], grad_norm=first["grad_norm"], loss_after_one_step=second["loss"])
+    checks = [] if reference is None else compare_losses(losses, *reference, point.dtype)
+    for _ in range(warmup - 2):
+        step()
+    meter = MemoryMeter()
+    seconds = [_timed(step, world) for _ in range(steps)]
+    memory = _memory(start, meter)
+    with CollectiveRecorder(group_names(engine.parallel_dims)) as recorder:
+        step()
+    world.most(0)
+    profile, profiled_s = profiled(step, engine.model, device)
+    own = RankResult(
+        step_s=seconds,
+        memory_bytes=memory,
+        profiled_s=profiled_s,
+        start_us=profile.start,
+        phases_s=phase_sums(profile.segments),
+        schedule_us=schedule_of(profile.segments),
+        segments=shortened(profile.segments),
+        collective_busy_s=profile.collective_busy_s,
+        gemm_flops=gemm_flops(getattr(torch, point.dtype), world) if device.type == "cpu" else 0.0,
+    )
+    by_rank = [RankResult.model_validate(json.loads(data)) for data in world.gather(own.model_dump_json().encode())]
+    slowest = [max(times) for times in zip(*(rank.step_s for rank in by_rank), strict=True)]
+    flops = MatmulShape.from_args(engine.args).packed(point.shape.lengths)
+    peak, source = _peak(device, point.dtype, peak_tflops, by_rank)
+    measurement = Measurement(
+        ranks=world.size,
+        threads=torch.get_num_threads(),
+        losses=losses,
+        traffic=[
+            Traffic(kind=of.kind, group=of.group, size=of.size, count=total.count, bytes=total.bytes)
+            for of, total in sorted(recorder.sums.items())
+        ],
+        by_rank=by_rank,
+        peak_flops=peak,
+        peak_source=source,
+        flops_full=flops.full,
+        flops_causal=flops.causal,
+        step_s=spread(slowest, "s"),
+        tokens_per_s=spread([point.shape.tokens / s for s in slowest], "tok/s"),
+    )
+    return measurement, checks
+
+
+def compare_losses(ours: Losses, layout: str, theirs: Losses, dtype: str) -> list[Check]:
+    """DeviationError, naming it, where a number of `ours` is not that of `theirs`, found in `layout`."""
+    checks = []
+    for what, value in ours:
+        other = getattr(theirs, what)
+        tolerance = (TOLERANCE_AFTER_STEP if what == "loss_after_one_step" else TOLERANCE)[dtype]
+        difference = relative_difference(value, other)
+        if not difference <= tolerance:
+            raise DeviationError(
+                f"{what.replace('_', ' ')} is {value:.9g}, and {other:.9g} in {layout}: they differ by "
+                f"{difference:.1e}, allowed {tolerance:.0e}; nothing is timed"
+            )
+        checks.append(Check(what=what, peer=layout, difference=difference, tolerance=tolerance))
+    return checks
+
+
+def _timed(step: Callable[[], Any], world: World) -> float:
+    """Seconds of a step that all ranks begin together."""
+    world.most(0)
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _memory(start: MemoryMeter, steps: MemoryMeter) -> dict[str, int]:
+    """Peaks of the timed steps; resident memory as growth since before the model was built."""
+    found = steps.read()
+    peak = found.pop("rss_peak", None)
+    found.pop("rss_above_start", None)
+    if peak is not None and start.rss:
+        found["rss_growth"] = peak - start.rss
+    return found
+
+
+def gemm_flops(dtype: torch.dtype, world: World) -> float:
+    """FLOP/s of this process's best matrix product while the others take theirs."""
+    a, b = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    world.most(0)
+    for _ in range(GEMM_ROUNDS):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2 * GEMM_SIZE**3 / best
+
+
+def _peak(device: torch.device, dtype: str, given: float | None, by_rank: list[RankResult]) -> tuple[float | None, str]:
+    """FLOP/s of all ranks together, and where the number is from."""
+    if given is not None:
+        return given * 1e12 * len(by_rank), f"--peak-flops, {given:g} TFLOP/s a rank"
+    if device.type == "cpu":
+        return sum(rank.gemm_flops for rank in by_rank), f"measured product of {GEMM_SIZE}² matrices, {dtype}"
+    name = torch.cuda.get_device_name(device)
+    part = next((part for part in PEAK_BF16_FLOPS if part in name), None)
+    if part is None or dtype != "bfloat16":
+        return None, f"the peak of {name} in {dtype} is not known; give --peak-flops"
+    return PEAK_BF16_FLOPS[part] * len(by_rank), f"dense bfloat16 peak of {part}"

@@ -1,0 +1,96 @@
+"""One training step under torch's profiler, with the names that `archon.bench.partition` reads."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from archon.bench.partition import LABEL, STEP, Profile, read_profile
+from archon.models.head import LMHead
+from archon.parallel.phase import listening
+
+# Kinds by c10d's number of an operation (`OpType`), for waits that name nothing else.
+_WAITED = {
+    0: "broadcast",
+    1: "all_reduce",
+    4: "all_gather",
+    5: "all_gather",
+    9: "reduce_scatter",
+    10: "all_to_all",
+    11: "all_to_all",
+    12: "send",
+    13: "recv",
+    16: "reduce_scatter",
+    17: "send_recv",
+}
+
+
+def labelled(name: str) -> record_function:
+    return record_function(LABEL + name)
+
+
+def profiled(step: Callable[[], Any], model: nn.Module, device: torch.device) -> tuple[Profile, float]:
+    """The profile of one call of `step`, which is to end with the device's work done, and its seconds by the clock."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler, listening(labelled), _head_labelled(model), _waits_labelled():
+        start = time.perf_counter()
+        with labelled(STEP):
+            step()
+        seconds = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    return read_profile(trace, on_gpu), seconds
+
+
+@contextmanager
+def _head_labelled(model: nn.Module) -> Iterator[None]:
+    """Label the forward of the head, in which a fused loss is computed with its gradient."""
+    opened: list[Any] = []
+
+    def before(*_: Any) -> None:
+        opened.append(labelled("head"))
+        opened[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    handles = []
+    for module in model.modules():
+        if isinstance(module, LMHead):
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _waits_labelled() -> Iterator[None]:
+    """Label what Python waits for in a collective, which no operator tells of."""
+    waiting: Any = dist.Work
+    wait = waiting.wait
+
+    def labelled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = _WAITED.get(work._get_op_type(), "collective")
+        with labelled(kind):
+            return wait(work, *args, **kwargs)
+
+    waiting.wait = labelled_wait
+    try:
+        yield
+    finally:
+        waiting.wait = wait

@@ -1,0 +1,174 @@
+"""The record of a sweep: a JSON file with a row for each point, measured or failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from archon.bench.config import Point
+from archon.bench.origin import Check, Machine, Spread
+from archon.schema.config import StrictModel
+from archon.schema.errors import ConfigError
+
+Status = Literal["ok", "refused", "out of memory", "hung", "deviates", "failed"]
+Segment = tuple[str, float, float]
+"""A phase or kind of collective, its start and its duration, in microseconds."""
+
+# Kinds that pass hidden states between the stages of a pipeline; what a stage waits for in them is its bubble.
+BETWEEN_STAGES = frozenset({"send", "recv", "send_recv"})
+COMPUTE = ("forward", "backward", "head", "optimizer")
+
+
+class Losses(StrictModel):
+    """What two steps on a batch come to."""
+
+    loss: float = Field(description="of the first step, nats a token")
+    grad_norm: float = Field(description="of the first step")
+    loss_after_one_step: float
+
+
+class Traffic(StrictModel):
+    """Collectives of one kind over one group in a step. `bytes` are of the larger side, as `archon doctor` has it."""
+
+    kind: str
+    group: str = Field(description="mesh dimension")
+    size: int = Field(description="ranks of the group")
+    count: int
+    bytes: int
+
+
+class RankResult(StrictModel):
+    """What one rank measured."""
+
+    step_s: list[float] = Field(description="of each timed step, none of them profiled")
+    memory_bytes: dict[str, int] = Field(description="by kind: allocated, reserved (GPU), rss_growth")
+    profiled_s: float = Field(description="of the profiled step, by the clock")
+    start_us: float = Field(description="of the profiled step, in the time that the ranks share")
+    phases_s: dict[str, float] = Field(description="by phase and kind of collective; they add up to the profiled step")
+    schedule_us: tuple[float, float, float] | None = Field(
+        description="of the profiled step: begin of the first forward, end of the last backward, work in between"
+    )
+    segments: list[Segment] = Field(description="the profiled step without gaps, from its start, the shortest left out")
+    collective_busy_s: dict[str, float] = Field(
+        default_factory=dict, description="by kind: what collectives took, hidden or not; of a GPU"
+    )
+    gemm_flops: float = Field(0.0, description="FLOP/s of a matrix product, all ranks at it; of a CPU")
+
+
+class Measurement(StrictModel):
+    """What all ranks of a point measured."""
+
+    ranks: int
+    threads: int
+    losses: Losses
+    traffic: list[Traffic] = Field(description="of rank 0")
+    by_rank: list[RankResult]
+    peak_flops: float | None = Field(description="FLOP/s of all ranks together, against which MFU stands")
+    peak_source: str
+    flops_full: float = Field(description="of a step, all ranks; attention without regard to causality")
+    flops_causal: float
+    step_s: Spread = Field(description="of the slowest rank")
+    tokens_per_s: Spread
+
+
+class Row(StrictModel):
+    """One point of a sweep, and what became of it."""
+
+    point: Point
+    status: Status
+    reason: str = Field("", description="one line, of what went wrong")
+    checks: list[Check] = Field(default_factory=list)
+    measured: Measurement | None = None
+    notes: list[str] = Field(default_factory=list)
+
+    @property
+    def mfu(self) -> tuple[float, float] | None:
+        """Shares of the peak, full and causal, of the median step."""
+        m = self.measured
+        if m is None or m.peak_flops is None:
+            return None
+        return tuple(flops / m.step_s.median / m.peak_flops for flops in (m.flops_full, m.flops_causal))  # type: ignore
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Mean over the ranks, largest first, `other` last."""
+        sums: dict[str, float] = {}
+        ranks = [] if self.measured is None else self.measured.by_rank
+        for rank in ranks:
+            for name, seconds in rank.phases_s.items():
+                sums[name] = sums.get(name, 0.0) + seconds / len(ranks)
+        return dict(sorted(sums.items(), key=lambda item: (item[0] == "other", -item[1])))
+
+    @property
+    def peak_memory(self) -> dict[str, int]:
+        """The largest of any rank, by kind."""
+        found: dict[str, int] = {}
+        for rank in self.measured.by_rank if self.measured else []:
+            for kind, size in rank.memory_bytes.items():
+                found[kind] = max(found.get(kind, 0), size)
+        return found
+
+    @property
+    def bubble(self) -> list[float] | None:
+        """Of each rank of a pipeline the share of the schedule in which it neither computed nor was in a collective of
+        its own; the schedule is from the first stage's first forward to the last backward of any stage."""
+        m = self.measured
+        if m is None or not any(traffic.kind in BETWEEN_STAGES for traffic in m.traffic):
+            return None
+        own = [(rank.start_us, *rank.schedule_us) for rank in m.by_rank if rank.schedule_us is not None]
+        spans = [(begin + first, begin + last, busy) for begin, first, last, busy in own]
+        window = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
+        return [1 - busy / window for _, _, busy in spans]
+
+
+def phase_sums(segments: Sequence[Segment]) -> dict[str, float]:
+    """Seconds by name."""
+    sums: dict[str, float] = {}
+    for name, _, length in segments:
+        sums[name] = sums.get(name, 0.0) + length / 1e6
+    return sums
+
+
+def schedule_of(segments: Sequence[Segment]) -> tuple[float, float, float] | None:
+    """Begin of the first forward, end of the last backward and the work in between, in microseconds; None where there
+    is neither."""
+    passes = [(start, start + length) for name, start, length in segments if name in ("forward", "backward")]
+    if not passes:
+        return None
+    first, last = passes[0][0], passes[-1][1]
+    idle = BETWEEN_STAGES | {"other"}
+    return first, last, sum(n for name, start, n in segments if first <= start < last and name not in idle)
+
+
+class BenchRecord(StrictModel):
+    """One sweep."""
+
+    benchmark: Literal["layouts"] = "layouts"
+    command: str
+    commit: str = Field(description="`+` at the end: tracked files differed from it")
+    date: str
+    versions: dict[str, str]
+    machine: Machine
+    setup: dict[str, Any] = Field(description="the sweep's configuration, and the model's sizes")
+    rows: list[Row] = Field(default_factory=list)
+
+    def write(self, path: str | Path) -> None:
+        """As JSON, a row a line; whole or not at all."""
+        data = self.model_dump()
+        rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in data.pop("rows"))
+        head = json.dumps(data, indent=1, ensure_ascii=False).removesuffix("\n}")
+        partial = Path(path).with_name(f".{Path(path).name}.new")
+        partial.write_text(f'{head},\n "rows": [\n{rows}\n]}}\n', encoding="utf-8")
+        partial.replace(path)
+
+
+def read_record(path: str | Path) -> BenchRecord:
+    """ConfigError for a file that is not a sweep's record."""
+    try:
+        return BenchRecord.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (ValidationError, UnicodeDecodeError, json.JSONDecodeError, ConfigError, RecursionError):
+        raise ConfigError(f"{path} is not a record of archon bench; expected the JSON that --record writes") from None

@@ -1,0 +1,90 @@
+"""The documents of a step: how long each is, and their tokens."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+
+from archon.schema.config import StrictModel
+from archon.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from archon.batch import PackedBatch
+
+SEED = 0
+# Natural logarithm's standard deviation of a lognormal length, whose median is a quarter of the longest.
+SIGMA = 0.8
+MAX_DOCUMENTS = 1_000_000
+
+
+class Shape(StrictModel):
+    """The lengths, in tokens, of the documents of one step, over all ranks."""
+
+    name: str
+    lengths: list[int] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _every_document_predicts(self) -> Shape:
+        if min(self.lengths) < 2:
+            raise ValueError(f"shape {self.name}: a document needs 2 tokens to predict one, got {min(self.lengths)}")
+        return self
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def even_shape(length: int, tokens: int) -> Shape:
+    """As many documents of `length` as `tokens` hold; ConfigError where that is none or tokens are left."""
+    if length < 2 or tokens % length:
+        raise ConfigError(f"--tokens {tokens} is not a multiple of --seq {length}; a step has whole documents")
+    return Shape(name=f"{tokens // length}×{length}", lengths=[length] * (tokens // length))
+
+
+def parse_shape(text: str, tokens: int) -> Shape:
+    """`700,90,13`: these lengths. `uniform:1024`, `lognormal:1024`: random ones up to so many, of `tokens` in all,
+    always the same."""
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        lengths = [int(part) for part in text.split(",")]
+        return Shape(name=f"{len(lengths)} ragged to {max(lengths)}", lengths=lengths)
+    found = re.fullmatch(r"(uniform|lognormal):(\d+)", text)
+    if found is None:
+        raise ConfigError(
+            f"--lengths {text!r} is not a shape; give lengths such as 700,90,13, or uniform:1024, or lognormal:1024"
+        )
+    kind, longest = found[1], int(found[2])
+    if not 2 <= longest <= tokens:
+        raise ConfigError(f"--lengths {text!r}: the longest document must have 2 to {tokens} (--tokens) tokens")
+    draw = random.Random(SEED)
+    lengths, left = [], tokens
+    while left >= 2 and len(lengths) < MAX_DOCUMENTS:
+        drawn = draw.uniform(2, longest) if kind == "uniform" else draw.lognormvariate(0, SIGMA) * longest / 4
+        length = min(max(round(drawn), 2), longest, left)
+        lengths.append(length)
+        left -= length
+    return Shape(name=f"{kind}:{longest} {len(lengths)} documents", lengths=lengths)
+
+
+def share(shape: Shape, vocab_size: int, rank: int, ranks: int) -> PackedBatch:
+    """The documents of data-parallel rank `rank` of `ranks`: every `ranks`-th by length, whose tokens depend on the
+    document alone. ConfigError where there are fewer documents than ranks."""
+    import torch
+
+    from archon.batch import pack
+
+    if len(shape.lengths) < ranks:
+        raise ConfigError(
+            f"{len(shape.lengths)} documents leave some of the {ranks} data-parallel ranks without one; raise --tokens"
+        )
+    order = sorted(range(len(shape.lengths)), key=lambda document: -shape.lengths[document])
+    own = order[rank::ranks]
+    lengths = torch.tensor([shape.lengths[document] for document in own])
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
+    for row, document in enumerate(own):
+        source = torch.Generator().manual_seed(SEED + document)
+        ids[row, : lengths[row]] = torch.randint(vocab_size, (int(lengths[row]),), generator=source)
+    return pack({"input_ids": ids, "attention_mask": mask, "loss_mask": mask.long()})

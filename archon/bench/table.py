@@ -1,0 +1,105 @@
+"""A sweep's rows as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from archon.bench.record import BenchRecord, Measurement, Row
+
+MEMORY = {"allocated": "allocated", "reserved": "reserved", "rss_growth": "RSS growth"}
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of one width, the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    return lines
+
+
+def table(record: BenchRecord) -> list[str]:
+    """Every point in a line; those that failed say why."""
+    rows: list[tuple[str, ...]] = [
+        ("point", "tok/s", "a rank", "step, ms", "min to max", "MFU full", "causal", "memory, MiB", "bubble")
+    ]
+    failed = []
+    for row in record.rows:
+        m = row.measured
+        if m is None:
+            failed.append(f"{row.point.name}: {row.status}: {row.reason}")
+            continue
+        mfu = ["-", "-"] if row.mfu is None else [f"{100 * share:.1f} %" for share in row.mfu]
+        bubble = "-" if row.bubble is None else f"{100 * max(row.bubble):.0f} %"
+        rows.append(
+            (
+                row.point.name,
+                f"{m.tokens_per_s.median:,.0f}",
+                f"{m.tokens_per_s.median / m.ranks:,.0f}",
+                f"{1e3 * m.step_s.median:.1f}",
+                f"{1e3 * m.step_s.min:.1f} to {1e3 * m.step_s.max:.1f}",
+                *mfu,
+                " ".join(f"{size / 2**20:,.0f}" for size in row.peak_memory.values()) or "-",
+                bubble,
+            )
+        )
+    return [*(aligned(rows) if len(rows) > 1 else []), *failed]
+
+
+def describe(row: Row) -> list[str]:
+    """A point at length: numbers, phases, what is sent."""
+    m = row.measured
+    if m is None:
+        return [row.point.name, f"  {row.status}: {row.reason}"]
+    return [row.point.name, *_figures(row, m), *_phases(row, m), *_traffic(m), *(f"  note: {n}" for n in row.notes)]
+
+
+def _figures(row: Row, m: Measurement) -> list[str]:
+    rate = m.tokens_per_s
+    agreed = "".join(
+        f", {check.what.replace('_', ' ')} within {check.difference:.0e} of {check.peer}'s" for check in row.checks
+    )
+    lines = [
+        f"  losses      {m.losses.loss:.6g}, then {m.losses.loss_after_one_step:.6g}{agreed}",
+        f"  tokens      {rate.median:,.0f} a second ({rate.min:,.0f} to {rate.max:,.0f})",
+        f"  a rank      {rate.median / m.ranks:,.0f} tokens a second, {m.ranks} ranks of {m.threads} threads",
+        f"  step        {1e3 * m.step_s.median:.2f} ms ({1e3 * m.step_s.min:.2f} to {1e3 * m.step_s.max:.2f})",
+    ]
+    if row.mfu is None:
+        lines.append(f"  MFU         {m.peak_source}")
+    else:
+        assert m.peak_flops is not None
+        full, causal = (f"{100 * share:.2f} %" for share in row.mfu)
+        lines.append(
+            f"  MFU         {full} full, {causal} causal, of {m.peak_flops / 1e12:.4g} TFLOP/s ({m.peak_source})"
+        )
+    for kind, label in MEMORY.items():
+        sizes = [rank.memory_bytes.get(kind) for rank in m.by_rank]
+        if any(size is not None for size in sizes):
+            each = " ".join("-" if size is None else f"{size / 2**20:,.0f}" for size in sizes)
+            lines.append(f"  {label:<11} {each} MiB by rank")
+    if row.bubble is not None:
+        lines.append("  bubble      " + " ".join(f"{100 * share:.0f} %" for share in row.bubble) + " by rank")
+    return lines
+
+
+def _phases(row: Row, m: Measurement) -> list[str]:
+    whole = sum(row.phases_s.values())
+    parts = ", ".join(f"{name} {1e3 * s:.2f} ({100 * s / whole:.0f} %)" for name, s in row.phases_s.items())
+    lines = [f"  phases, ms  {parts}; {1e3 * whole:.2f} in all, under the profiler"]
+    busy: dict[str, float] = {}
+    for rank in m.by_rank:
+        for kind, seconds in rank.collective_busy_s.items():
+            busy[kind] = busy.get(kind, 0.0) + seconds / m.ranks
+    if busy:
+        lines.append("  of which hidden or not, ms  " + ", ".join(f"{k} {1e3 * s:.2f}" for k, s in busy.items()))
+    return lines
+
+
+def _traffic(m: Measurement) -> list[str]:
+    if not m.traffic:
+        return []
+    rows = [("  sends", "over", "ranks", "count", "bytes")]
+    rows += [(f"  {t.kind}", t.group, str(t.size), str(t.count), f"{t.bytes:,}") for t in m.traffic]
+    return aligned(rows)

@@ -1,0 +1,103 @@
+"""`archon bench MODEL [LAYOUT…]`: training steps in several layouts, measured side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+SETTINGS: dict[str, Any] = {
+    "name": "bench",
+    "help": "Measure training steps in several layouts.\n\nEach point runs in processes of its own, checks that it "
+    "computes the first layout's loss, and becomes a row: throughput, MFU, phases, traffic, memory. A comma parts the "
+    "values of an option that is varied.",
+}
+
+
+def command(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="checkpoint folder, or one that holds only config.json")
+    ] = None,
+    layouts: Annotated[
+        list[str] | None, typer.Argument(metavar="[LAYOUT]…", help="such as d2t2 p2t2; the first is the reference")
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="tokens of a step, over all ranks")] = 8192,
+    seq: Annotated[str, typer.Option(metavar="N,…", help="tokens of each document")] = "",
+    lengths: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SHAPE", help="ragged documents: 700,90,13, uniform:N or lognormal:N; may be repeated"),
+    ] = None,
+    micro_batch: Annotated[str, typer.Option(metavar="N,…", help="most tokens of a micro-batch")] = "16384",
+    recompute: Annotated[str, typer.Option(metavar="MODE,…", help="none | full | selective")] = "none",
+    compile: Annotated[str, typer.Option(metavar="BOOL,…", help="torch.compile each block: false | true")] = "false",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE,…", help="float32 | bfloat16 | float64")] = "float32",
+    steps: Annotated[int, typer.Option(metavar="N", help="timed steps")] = 5,
+    warmup: Annotated[int, typer.Option(metavar="N", help="steps before them, at least 2")] = 2,
+    device: Annotated[str, typer.Option(help="auto | cpu | cuda")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="threads of a process; the cores shared out when left out")
+    ] = None,
+    peak_flops: Annotated[
+        float | None, typer.Option(metavar="TFLOP/S", help="peak of a device; known parts and CPUs need none")
+    ] = None,
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="what a point may take")] = 600.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="random weights in place of the checkpoint's")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="further field of the engine's config")
+    ] = None,
+    record: Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the record")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE.json", help="write a Chrome trace of a step")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A.json B.json", help="two records side by side"),
+    ] = None,
+) -> None:
+    from archon.schema.errors import ConfigError
+
+    if compare is not None:
+        from archon.bench import compare_records, read_record
+
+        print("\n".join(compare_records(*map(read_record, compare))))
+        return
+    if model is None:
+        raise ConfigError("give a model to measure: archon bench MODEL LAYOUT… --seq 1024; or --compare A.json B.json")
+    from archon.bench import SweepConfig, run_sweep
+    from archon.bench.table import describe, table
+    from archon.cli.config import read_values
+
+    given = {
+        "model": str(model),
+        "layouts": layouts or ["d1"],
+        "tokens": tokens,
+        "seq": _values(seq),
+        "lengths": lengths or [],
+        "micro_batch": _values(micro_batch),
+        "recompute": _values(recompute),
+        "compile": _values(compile),
+        "dtype": _values(dtype),
+        "steps": steps,
+        "warmup": warmup,
+        "device": device,
+        "threads": threads,
+        "peak_tflops": peak_flops,
+        "time_limit_s": time_limit,
+        "fresh": fresh,
+        "engine": read_values(None, set_ or []),
+    }
+    config = SweepConfig.parse(given, source="bench")
+    for file in (record, trace):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{file.parent} is not a folder, and {file.name} is to be written there; make it first")
+    made = run_sweep(config, record, lambda row: print("\n".join(describe(row)), flush=True))
+    print("\n" + "\n".join(table(made)))
+    if trace is not None:
+        from archon.bench.trace import write_trace
+
+        write_trace(made, trace)
+    if any(row.status != "ok" for row in made.rows):
+        raise typer.Exit(1)
+
+
+def _values(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,91 @@
+"""`archon plan MODEL --gpus N`: the fastest layouts that fit, and why the others lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+SETTINGS: dict[str, Any] = {
+    "name": "plan",
+    "help": "The fastest layouts that fit so many GPUs.",
+}
+
+
+def command(
+    model: Annotated[Path | None, typer.Argument(help="checkpoint folder, or one that holds only config.json")] = None,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, help="GPUs in all")] = 8,
+    gpu: Annotated[str, typer.Option("--gpu", help="a100-80gb | h100-80gb | h200 | a FILE.yaml of your own")] = (
+        "h100-80gb"
+    ),
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="tokens of an optimiser step")] = 1 << 20,
+    seq: Annotated[int, typer.Option("--seq", metavar="N", min=2, help="tokens of a document")] = 4096,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option("--dtype", help="of the computation")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="the plan as JSON")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="write the best one's configuration here")
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help="measure this machine, write FILE for --gpu, and leave; under torchrun also its links",
+        ),
+    ] = None,
+) -> None:
+    if calibrate is not None:
+        _calibrate(gpu, dtype, calibrate)
+        return
+    import yaml
+
+    from archon.hf_io import read_hf_config
+    from archon.inspect import refusals
+    from archon.models import get_model_spec
+    from archon.planner.describe import as_json as plan_as_json
+    from archon.planner.describe import describe, run_config, why_none
+    from archon.planner.hardware import read_hardware
+    from archon.planner.search import Planner, Question
+    from archon.schema.errors import ConfigError, LayoutError
+
+    if model is None:
+        raise ConfigError("plan for which model? give the folder of a checkpoint, or one that holds only config.json")
+    hardware = read_hardware(gpu)
+    hf_config = read_hf_config(model)
+    spec = get_model_spec(str(hf_config.get("model_type")))
+    if refused := refusals(spec.model_args_class, hf_config):
+        raise ConfigError(f"{model}: archon refuses this checkpoint: {'; '.join(refused)}")
+    args = spec.model_args_class.from_hf_config(hf_config)
+    question = Question(str(model), gpus, tokens, seq, dtype)
+    plan = Planner(spec, args, hardware).plan(question)
+    config = run_config(question, plan.best[0].candidate) if plan.best else None
+    text = "" if config is None else yaml.safe_dump(config, sort_keys=False)
+    if as_json:
+        print(json.dumps(plan_as_json(plan) | {"config": config}, indent=2))
+    else:
+        print("\n".join(describe(plan)))
+        if config is not None and output is None:
+            print(f"\n# {gpus} processes: torchrun … -m archon sft --config FILE.yaml\n{text}", end="")
+    if config is None:
+        raise LayoutError(why_none(plan))
+    if output is not None:
+        output.write_text(text)
+
+
+def _calibrate(gpu: str, dtype: str, file: Path) -> None:
+    import os
+
+    import torch
+
+    from archon.engine_build import resolve_device
+    from archon.planner.calibrate import calibrate
+    from archon.ranks import join_process_group, started_processes
+
+    device = resolve_device("auto")
+    join_process_group(started_processes(), device.type, timeout_s=600.0)
+    found = calibrate(gpu, device, getattr(torch, dtype))
+    if os.environ.get("RANK", "0") == "0":
+        file.write_text(found.to_yaml())
+        print(f"{file}: {found.to_yaml()}", end="")

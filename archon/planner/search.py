@@ -1,0 +1,234 @@
+"""Every legal layout of so many GPUs × micro-batch × recompute policy: which fit, and which of those is fastest.
+
+Seconds are found first, for all; memory only from the fastest on, until enough layouts fit. So the layouts whose memory
+is asked for are those that win and those that would, if they fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+from archon.flops import Flops
+from archon.layout_check import check_layout
+from archon.models.args import BaseModelArgs
+from archon.models.spec import ModelSpec
+from archon.parallel.fit import Fit
+from archon.parallel.layout import ParallelLayout
+from archon.parallel.pipeline import StagePlan
+from archon.planner.hardware import Hardware
+from archon.planner.memory import WIDTHS, Memory, MemoryModel, State, candidate_ranks, state_of
+from archon.planner.time import Seconds, TimeModel
+from archon.planner.weights import ModelWeights
+from archon.schema.config import EngineConfig
+from archon.schema.errors import LayoutError, UserError
+
+POLICIES: tuple[dict[str, Any], ...] = (
+    {"mode": "none"},
+    {"mode": "selective", "selective": "op"},
+    {"mode": "selective", "selective": 2},
+    {"mode": "full"},
+)
+# A context degree beyond this, or a micro-batch, is left to those who ask for it.
+MAX_CONTEXT, MAX_PACK = 16, 131072
+
+
+class Question(NamedTuple):
+    """What is asked: `tokens` of an optimiser step over all GPUs, in documents of `seq` tokens."""
+
+    path: str
+    gpus: int
+    tokens: int
+    seq: int
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train. `tokens` are those of a micro-batch, `micro_batches` of a step on each data-parallel rank."""
+
+    layout: ParallelLayout
+    options: dict[str, Any] = field(hash=False)
+    tokens: int
+    micro_batches: int
+    seconds: Seconds
+
+    @property
+    def policy(self) -> str:
+        """The recompute policy, in a word or two."""
+        ac = self.options["activation_checkpoint"]
+        return ac["mode"] if ac["mode"] != "selective" else f"selective {ac['selective']}"
+
+    def key(self) -> tuple[object, ...]:
+        """Candidates of one key are the same layout, differently run."""
+        return self.layout, self.options.get("pipeline", {}).get("schedule")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A candidate with its memory; `spare` bytes are left, or lacking where negative."""
+
+    candidate: Candidate
+    memory: Memory
+    spare: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best that fit, fastest first, and faster ones that do not. `closest` lacks the least, where none fits."""
+
+    question: Question
+    hardware: Hardware
+    flops: Flops
+    best: list[Placed]
+    too_large: list[Placed]
+    considered: int
+    closest: Placed | None = None
+
+
+class Planner:
+    """Plans for one model on one kind of hardware. UserError for a question that no layout answers."""
+
+    def __init__(self, spec: ModelSpec, args: BaseModelArgs, hardware: Hardware) -> None:
+        self.args, self.hardware = args, hardware
+        self.weights = ModelWeights.of(spec, args)
+        self.memory = MemoryModel(args, self.weights)
+        self._configs: dict[str, EngineConfig] = {}
+
+    def plan(self, question: Question, best: int = 10, near: int = 5) -> Plan:
+        """The `best` layouts for the question, and up to `near` that would be faster and do not fit."""
+        if question.tokens < question.seq:
+            raise UserError(
+                f"tokens is {question.tokens}, which holds no document of seq = {question.seq}; raise tokens"
+            )
+        times = TimeModel(self.args, self.hardware, question.seq)
+        candidates = sorted(self.candidates(question, times), key=lambda c: c.seconds.total)
+        found: dict[object, Placed] = {}
+        missed: dict[object, Placed] = {}
+        closest: Placed | None = None
+        for candidate in candidates:
+            if len(found) == best:
+                break
+            if candidate.key() in found:
+                continue
+            placed = self.place(question, candidate)
+            if placed.spare >= 0 and self._is_accepted(question, candidate):
+                found[candidate.key()] = placed
+            elif placed.spare < 0:
+                missed.setdefault(candidate.key(), placed)
+                if closest is None or placed.spare > closest.spare:
+                    closest = placed
+        too_large = [placed for key, placed in missed.items() if key not in found][:near]
+        return Plan(question, self.hardware, times.flops, list(found.values()), too_large, len(candidates), closest)
+
+    def config(self, question: Question, candidate: Candidate) -> EngineConfig:
+        """The engine's configuration of a candidate."""
+        return self._config(question, str(candidate.layout), candidate.options, candidate.tokens)
+
+    def place(self, question: Question, candidate: Candidate) -> Placed:
+        """A candidate's memory on its fullest rank, and what is left of the GPU's."""
+        config = self._config(question, "d1", candidate.options, candidate.tokens)
+        memory = self.memory.fullest(config, candidate.layout, candidate.tokens, candidate.micro_batches)
+        hw = self.hardware
+        taken = memory.total + hw.reserve_bytes + hw.fragmentation * memory.step
+        return Placed(candidate, memory, int(hw.memory_bytes - taken))
+
+    def candidates(self, question: Question, times: TimeModel) -> Iterator[Candidate]:
+        """All that are legal and whose masters and moments leave room for anything else."""
+        hw, wide = self.hardware, max(4, WIDTHS[question.dtype])
+        for layout in layouts(self.args, question.gpus, hw.gpus_per_node):
+            for pipeline in self._pipelines(layout):
+                options: dict[str, Any] = {"pipeline": pipeline} if pipeline else {}
+                base = self._config(question, "d1", options, question.seq)
+                plan = self.memory.plan(base, layout)
+                state = self._fullest_state(layout, plan)
+                if 4 * wide * state.own + hw.reserve_bytes > hw.memory_bytes:
+                    continue
+                for tokens, n in micro_batches(question, layout):
+                    for policy in POLICIES:
+                        for reduction in ("per_step", "per_microbatch") if n > 1 and plan is None else ("per_step",):
+                            own = options | {"activation_checkpoint": policy, "gradient_reduction": reduction}
+                            config = self._config(question, "d1", own, tokens)
+                            seconds = times.step(config, layout, plan, state, tokens, n)
+                            yield Candidate(layout, own, tokens, n, seconds)
+
+    def _pipelines(self, layout: ParallelLayout) -> list[dict[str, Any]]:
+        if layout.pp == 1:
+            return [{}]
+        interleaved: list[dict[str, Any]] = []
+        if self.args.n_layers >= 2 * layout.pp:
+            interleaved = [{"schedule": "interleaved_1f1b", "stages_per_rank": 2}]
+        return [{"schedule": "1f1b"}, *interleaved]
+
+    def _fullest_state(self, layout: ParallelLayout, plan: StagePlan | None) -> State:
+        states = (state_of(self.weights, layout, plan, rank) for rank in candidate_ranks(layout, plan))
+        return max(states, key=lambda state: state.own)
+
+    def _config(self, question: Question, layout: str, options: dict[str, Any], tokens: int) -> EngineConfig:
+        key = repr((question, layout, options, tokens))
+        if key not in self._configs:
+            fields = {"path": question.path, "dtype": question.dtype, "layout": layout, "max_tokens_per_mb": tokens}
+            self._configs[key] = EngineConfig.model_validate(fields | options)
+        return self._configs[key]
+
+    def _is_accepted(self, question: Question, candidate: Candidate) -> bool:
+        """Whether the engine would take it."""
+        config = self.config(question, candidate)
+        try:
+            check_layout(config, self.args, candidate.layout.dims("cuda"))
+        except UserError:
+            return False
+        return True
+
+
+def micro_batches(question: Question, layout: ParallelLayout) -> Iterator[tuple[int, int]]:
+    """(tokens of a micro-batch, micro-batches of a step) that give every rank whole documents and a pipeline enough."""
+    documents = question.tokens // question.seq // layout.dp
+    if documents < 1:
+        return
+    packed = 1
+    while packed <= documents and packed * question.seq <= max(MAX_PACK, question.seq):
+        n = -(-documents // packed)
+        if layout.pp == 1 or n >= layout.pp:
+            yield packed * question.seq, n
+        packed *= 2
+
+
+def layouts(args: BaseModelArgs, gpus: int, gpus_per_node: int) -> Iterator[ParallelLayout]:
+    """Legal layouts of `gpus` ranks that can win: tensor parallelism stays within a node, and replicas begin where a
+    sharded model fills a node at least."""
+    fit = Fit(args.sizes)
+    node = min(gpus, gpus_per_node)
+    expert_degrees = _divisors(args.sizes.experts) if args.sizes.experts else [1]
+    for tp, pp in product(_divisors(gpus), repeat=2):
+        if tp > node or pp > args.n_layers or gpus % (tp * pp):
+            continue
+        for cp, replicas in product(_divisors(gpus // (tp * pp)), repeat=2):
+            rest = gpus // (tp * pp) // cp
+            if cp > MAX_CONTEXT or rest % replicas:
+                continue
+            shard = rest // replicas
+            if replicas > 1 and shard * cp * tp < node:
+                continue
+            for etp in sorted({1, tp}):
+                lender = shard * cp * (tp if etp == 1 else 1)
+                for ep in expert_degrees:
+                    if lender % ep or (etp > 1 and not args.sizes.experts):
+                        continue
+                    layout = ParallelLayout(shard, replicas, pp, tp, cp, ep, etp)
+                    if fits(fit, layout):
+                        yield layout
+
+
+def fits(fit: Fit, layout: ParallelLayout) -> bool:
+    """Whether a model can be laid out so."""
+    try:
+        return fit.broken_rule(layout) is None
+    except LayoutError:
+        return False
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

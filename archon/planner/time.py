@@ -1,0 +1,252 @@
+"""Seconds of a training step: products and memory traffic by their roofline, collectives by latency and bandwidth.
+
+    step = (n + bubble) micro-batches of the slowest stage + what of FSDP's traffic no computation hides + optimiser
+
+Products run at `gemm_efficiency` of the peak, or as fast as their weights can be read; attention counts Σ len² / 2. The
+bubble is (p - 1) / v micro-batches of 1F1B with v stages a rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+
+from archon.flops import MatmulShape
+from archon.models.args import BaseModelArgs
+from archon.parallel.layout import ParallelLayout
+from archon.parallel.pipeline import StagePlan
+from archon.planner.activations import BlockSizes, Share, block_of
+from archon.planner.hardware import Hardware
+from archon.planner.memory import WIDTHS, State
+from archon.schema.config import EngineConfig
+
+# Attention's share of the efficiency of plain products: softmax and recomputed scores between smaller products (Dao
+# 2023, arXiv:2307.08691, table of the backward pass: 50 to 60 % of what products reach).
+ATTENTION = 0.55
+# Times that each tensor of a block passes through the memory: written, read, and as much for its gradient.
+PASSES = 4
+# Float32 numbers of a parameter that AdamW and the gradient's norm read and write: weight, gradient, two moments.
+OPTIMISER_PASSES = 8
+# Passes over a float32 tile of logits and its gradient in the head.
+TILE_PASSES = 6
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where a step's time goes; `fsdp` is what the computation does not hide."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recompute: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    fsdp: float = 0.0
+    bubble: float = 0.0
+    optimiser: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def longest_beyond(self, other: Seconds) -> str:
+        """The part in which this step loses most against another."""
+        return max((f.name for f in fields(self)), key=lambda name: getattr(self, name) - getattr(other, name))
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins a group of ranks: every `stride`-th of `size · stride` neighbours."""
+
+    hardware: Hardware
+    size: int
+    stride: int
+
+    @property
+    def in_node(self) -> bool:
+        return self.size * self.stride <= self.hardware.gpus_per_node
+
+    @property
+    def members(self) -> int:
+        """Ranks of the group in one node."""
+        return min(self.size, max(1, self.hardware.gpus_per_node // self.stride))
+
+    def seconds(self, bytes_: float, count: float) -> float:
+        """`count` gathers or reduce-scatters of whole tensors of `bytes_` in all, by rings.
+
+        Across nodes as many rings run as the group has ranks, and thus network adapters, in a node.
+        """
+        hw = self.hardware
+        if self.size == 1:
+            return 0.0
+        bandwidth = hw.node_bandwidth if self.in_node else min(hw.node_bandwidth, hw.network_bandwidth * self.members)
+        moved = bytes_ * (self.size - 1) / self.size
+        return count * self._latency + moved / (bandwidth * hw.link_efficiency)
+
+    def exchange(self, bytes_: float, count: float) -> float:
+        """`count` all-to-alls in which a rank sends `bytes_` in all, its own share included."""
+        hw = self.hardware
+        if self.size == 1:
+            return 0.0
+        away = 1 - self.members / self.size
+        here = bytes_ * (self.members - 1) / self.size / hw.node_bandwidth
+        return count * self._latency + max(here, bytes_ * away / hw.network_bandwidth) / hw.link_efficiency
+
+    @property
+    def _latency(self) -> float:
+        return self.hardware.node_latency_s if self.in_node else self.hardware.network_latency_s
+
+
+Layers = tuple[tuple[tuple[int, int, float], int], ...]
+"""Kinds of layers, and how many of each a stage has."""
+
+
+class TimeModel:
+    """Foretells steps of one model on one kind of hardware, in documents of `seq` tokens."""
+
+    def __init__(self, args: BaseModelArgs, hardware: Hardware, seq: int) -> None:
+        self.args, self.hardware, self.seq = args, hardware, seq
+        self.flops = MatmulShape.from_args(args).per_token(seq)
+        width = args.n_heads * args.head_dim
+        self._attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
+        self._sizes = BlockSizes.of(args)
+        networks = [args.feed_forward_parameters(layer) for layer in range(args.n_layers)]
+        reaches = (min(seq, window or seq) for window in args.layer_windows)
+        causal = [12 * width * (reach - reach * reach / (2 * seq)) for reach in reaches]
+        self._layers = [(met, every, flops) for (met, every), flops in zip(networks, causal, strict=True)]
+        """Of each layer: parameters of its network that a token meets and all, and attention's FLOPs a token."""
+        self._stages: dict[object, Seconds] = {}
+        self._different: dict[StagePlan | None, list[tuple[tuple[Layers, bool], ...]]] = {}
+
+    def step(
+        self,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        plan: StagePlan | None,
+        state: State,
+        tokens: int,
+        micro_batches: int,
+    ) -> Seconds:
+        """A step on `micro_batches` of `tokens` on each data-parallel rank; `state` is what its fullest rank holds."""
+        n = micro_batches if plan is None else plan.micro_batches(micro_batches)
+        ranks = self._ranks(plan)
+        sums = [_sum([self._stage(config, layout, *stage, tokens) for stage in own]) for own in ranks]
+        slowest = max(sums, key=lambda seconds: seconds.total)
+        each = slowest.total
+        bubble = 0.0 if plan is None else each * (plan.pp - 1) / len(plan.stages_of(0))
+        found = {f.name: getattr(slowest, f.name) * n for f in fields(Seconds)}
+        found["bubble"] = bubble
+        found["fsdp"] = self._fsdp(config, layout, plan, state, n, each * n)
+        own = state.own * max(4, WIDTHS[config.dtype])
+        found["optimiser"] = OPTIMISER_PASSES * own / self._memory
+        return Seconds(**found)
+
+    def _ranks(self, plan: StagePlan | None) -> list[tuple[tuple[Layers, bool], ...]]:
+        """The ranks of a pipeline that differ: of each stage its layers, and whether it is the last."""
+        if plan not in self._different:
+            stages = [range(self.args.n_layers)] if plan is None else [range(*bounds) for bounds in plan.layers]
+            kinds = [tuple(sorted(Counter(self._layers[layer] for layer in stage).items())) for stage in stages]
+            ranks = [[0]] if plan is None else [plan.stages_of(rank) for rank in range(plan.pp)]
+            different = {tuple((kinds[stage], stage == len(stages) - 1) for stage in own) for own in ranks}
+            self._different[plan] = list(different)
+        return self._different[plan]
+
+    @property
+    def _memory(self) -> float:
+        return self.hardware.memory_bandwidth * self.hardware.memory_efficiency
+
+    def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int) -> Seconds:
+        """One micro-batch forward and backward through a stage; remembered, since most stages are alike."""
+        within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
+        ac = config.activation_checkpoint
+        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype)
+        if key not in self._stages:
+            self._stages[key] = self._micro_batch(config, within, layers, last, tokens)
+        return self._stages[key]
+
+    def _micro_batch(
+        self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int
+    ) -> Seconds:
+        args, hw = self.args, self.hardware
+        share = Share(layout, tokens, WIDTHS[config.dtype])
+        peak = hw.flops(config.dtype) * hw.gemm_efficiency
+        T, b, tp, count = share.tokens, share.bytes, layout.tp, sum(times for _, times in layers)
+        products = attention = elementwise = 0.0
+        for (met, every, causal), times in layers:
+            dense = 6 * T * self._attention / tp / peak
+            # Every product reads its weights whole: forward, and for the gradients of inputs and of weights.
+            held = every / (tp if every == met else layout.ep * layout.etp)
+            products += times * (dense + max(6 * T * met / tp / peak, 3 * held * b / self._memory))
+            attention += times * T * causal / tp / (peak * ATTENTION)
+            block = block_of(self._sizes, met != every, share, config.context_parallel)
+            elementwise += times * PASSES * block.saved / self._memory
+        recompute = self._recompute(config, products, attention, elementwise)
+        if last:
+            vocab = 1 if args.is_critic else args.vocab_size
+            products += 6 * T * args.dim * vocab / tp / peak
+            elementwise += TILE_PASSES * T * vocab / tp * share.wide / self._memory
+        again = 1 if config.activation_checkpoint.mode == "none" else 1.5
+        stream = T * args.dim * b
+        return Seconds(
+            products,
+            attention,
+            elementwise,
+            recompute,
+            Link(hw, tp, 1).seconds(8 * count * stream, 8 * count) * again,
+            self._context(layout, share, count) * again,
+            self._experts(layout, share, layers) * again,
+        )
+
+    def _recompute(self, config: EngineConfig, products: float, attention: float, elementwise: float) -> float:
+        """A third of what is computed again: the forward; products and attention are not, where their results stay."""
+        ac = config.activation_checkpoint
+        if ac.mode == "none":
+            return 0.0
+        if ac.mode == "selective" and ac.selective == "op":
+            return elementwise / 4
+        every = ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1
+        return ((products + attention) / 3 + elementwise / 4) / every
+
+    def _context(self, layout: ParallelLayout, share: Share, layers: int) -> float:
+        args = self.args
+        heads = args.n_heads // layout.tp * 2 + 2 * max(args.n_kv_heads // layout.tp, layout.cp)
+        sent = 2 * layers * share.tokens * heads * args.head_dim * share.bytes
+        return Link(self.hardware, layout.cp, layout.tp).exchange(sent, 8 * layers)
+
+    def _experts(self, layout: ParallelLayout, share: Share, layers: Layers) -> float:
+        sparse = sum(times for (met, every, _), times in layers if met != every)
+        chosen = getattr(self.args, "n_experts_per_token", 0)
+        rows = share.rows * layout.etp * chosen
+        sent = 4 * sparse * rows * self.args.dim * share.bytes
+        gathered = 4 * sparse * share.rows * layout.etp * self.args.dim * share.bytes
+        inner = Link(self.hardware, layout.etp, 1).seconds(gathered, 4 * sparse)
+        return inner + Link(self.hardware, layout.ep, layout.etp).exchange(sent, 6 * sparse)
+
+    def _fsdp(
+        self,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        plan: StagePlan | None,
+        state: State,
+        n: int,
+        computed: float,
+    ) -> float:
+        """What of gathering weights and sharing out gradients outlasts the computation beside it."""
+        b, wide = WIDTHS[config.dtype], max(4, WIDTHS[config.dtype])
+        keeps = plan is not None or config.reshard_after_forward == "never"
+        gathers = 1 if keeps else 2 * n
+        reduces = 1 if config.gradient_reduction == "per_step" else n
+        link = Link(self.hardware, layout.dp_shard * layout.cp, layout.tp)
+        blocks = self.args.n_layers / (1 if plan is None else plan.pp)
+        traffic = link.seconds(state.gathered * (gathers * b + reduces * wide), blocks * (gathers + reduces))
+        replicas = Link(self.hardware, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
+        traffic += 2 * reduces * replicas.seconds(state.own * wide, blocks)
+        # With a pipeline all of it lies at the two ends of a step; else in every micro-batch that has some.
+        beside = 0.0 if plan is not None else computed if not keeps else computed / n
+        first = traffic / max(blocks, 1) / max(gathers + reduces, 1)
+        return max(traffic - beside, first if traffic else 0.0)
+
+
+def _sum(parts: list[Seconds]) -> Seconds:
+    return Seconds(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(Seconds)})

@@ -1,0 +1,99 @@
+"""A sweep on real ranks: what agrees is measured, what fails becomes a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archon.bench import BenchRecord, SweepConfig, read_record, run_sweep
+from archon.bench.record import Row
+from archon.bench.sweep import PHASE_TOLERANCE
+from archon.reach import reach
+from tests.distributed.cases import write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+# A minute on two idle cores, of which most goes into starting processes.
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.slow, pytest.mark.timeout(1200)]
+
+# Read by every Python that has its folder on the path: rank 1 of a point meets with what FAULT says.
+FAULT = """
+import os, time
+if os.environ.get("RANK") == "1":
+    import torch
+    from archon.engine import ArchonEngine
+    def train_batch(self, *args):
+        if os.environ["FAULT"] == "memory":
+            torch.empty(2**50)
+        time.sleep(1000)
+    ArchonEngine.train_batch = train_batch
+"""
+
+
+def config(folder: Path, layouts: list[str], **changes: Any) -> SweepConfig:
+    model = write_config(folder / "model", "dense")
+    sizes = {"tokens": 256, "seq": [64], "micro_batch": [64], "steps": 2, "threads": 1, "device": "cpu"}
+    return SweepConfig.model_validate({"model": model, "layouts": layouts} | sizes | changes)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> BenchRecord:
+    """d3 cannot be dealt these documents' heads; the others are measured."""
+    folder = tmp_path_factory.mktemp("sweep")
+    made = run_sweep(config(folder, ["d1", "d2", "p2", "t3"]), folder / "record.json")
+    assert read_record(folder / "record.json") == made
+    return made
+
+
+def measured(swept: BenchRecord, layout: str) -> Row:
+    return next(row for row in swept.rows if row.point.layout == layout)
+
+
+def test_every_layout_computes_the_loss_of_the_first_before_it_is_timed(swept: BenchRecord) -> None:
+    assert [row.status for row in swept.rows] == ["ok", "ok", "ok", "refused"], [row.reason for row in swept.rows]
+    assert measured(swept, "d1").checks == []
+    for layout in ("d2", "p2"):
+        checks = measured(swept, layout).checks
+        assert {(check.what, check.peer) for check in checks} == {
+            (what, "d1") for what in ("loss", "grad_norm", "loss_after_one_step")
+        }
+    assert "LayoutError" in swept.rows[-1].reason
+
+
+def test_phases_add_up_to_the_step_on_every_rank(swept: BenchRecord) -> None:
+    for layout, ranks in (("d1", 1), ("d2", 2), ("p2", 2)):
+        row = measured(swept, layout)
+        assert row.measured is not None and len(row.measured.by_rank) == ranks
+        for rank in row.measured.by_rank:
+            assert sum(rank.phases_s.values()) == pytest.approx(rank.profiled_s, rel=PHASE_TOLERANCE)
+            assert min(rank.phases_s[name] for name in ("forward", "backward", "optimizer")) > 0
+            assert rank.memory_bytes["rss_growth"] > 0 and len(rank.step_s) == 2
+        assert any("head" in rank.phases_s for rank in row.measured.by_rank) and row.mfu is not None
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= measured(swept, "d2").phases_s.keys()
+    assert {"send", "recv"} <= measured(swept, "p2").phases_s.keys()
+    bubble = measured(swept, "p2").bubble
+    assert bubble is not None and all(0 <= share < 1 for share in bubble) and measured(swept, "d2").bubble is None
+
+
+def test_bytes_are_those_foretold(swept: BenchRecord, tmp_path: Path) -> None:
+    row = measured(swept, "d2")
+    foretold = reach(config(tmp_path, ["d2"]).engine_config(row.point), rank=0, tokens=64, micro_batches=2)
+    assert row.measured is not None
+    found = {(of.kind, of.group, of.size): (of.count, of.bytes) for of in row.measured.traffic}
+    assert found == {(of.kind, of.group, of.size): (s.count, s.bytes) for of, s in foretold.step.items()}
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds", "status", "reason"),
+    [("memory", 600.0, "out of memory", "can't allocate memory"), ("hang", 30.0, "hung", "no end after 30 s: rank")],
+)
+def test_a_point_that_fails_becomes_a_row(
+    fault: str, seconds: float, status: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("FAULT", fault)
+    made = run_sweep(config(tmp_path, ["d2"], time_limit_s=seconds))
+    (row,) = made.rows
+    assert row.status == status and reason in row.reason and row.measured is None

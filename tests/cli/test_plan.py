@@ -1,0 +1,50 @@
+"""`archon plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+
+def test_the_configuration_is_one_that_sft_accepts(archon, checkpoint, tmp_path, monkeypatch):
+    file = tmp_path / "run.yaml"
+    planned = archon("plan", checkpoint, "--gpus", 2, "--tokens", 1024, "--seq", 32, "--output", file)
+    assert planned.code == 0, planned.err
+    layout = yaml.safe_load(file.read_text())["model"]["layout"]
+    assert f"\n{layout} " in planned.out
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+2=", "response": "3"}) + "\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    data = (f"train_data.path={tmp_path / 'train.jsonl'}", f"run_dir={tmp_path / 'run'}")
+    checked = archon("sft", "--config", file, *data, "--dry-run")
+    assert checked.code == 0, checked.err
+    assert f"layout {layout} on 2 processes" in checked.out
+
+
+def test_the_plan_as_json(archon, checkpoint):
+    found = json.loads(archon("plan", checkpoint, "--gpus", 4, "--tokens", 1024, "--seq", 32, "--json").out)
+    assert found["question"]["gpus"] == 4 and found["config"]["model"]["layout"] == found["best"][0]["layout"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "plan for which model"),
+        (("--gpu", "h300"), "expected one of a100-80gb"),
+        (("--tokens", 8, "--seq", 32), "holds no document"),
+    ],
+)
+def test_what_cannot_be_planned(archon, checkpoint, arguments, complaint):
+    model = (checkpoint,) if arguments else ()
+    assert complaint in archon("plan", *model, *arguments).complaint
+
+
+def test_calibration_measures_this_machine(archon, tmp_path, checkpoint):
+    file = tmp_path / "here.yaml"
+    done = archon("plan", "--calibrate", file, "--dtype", "float32")
+    assert done.code == 0, done.err
+    measured = yaml.safe_load(file.read_text())
+    assert measured["fp32_flops"] > 0 and measured["memory_bandwidth"] > 0
+    planned = archon("plan", checkpoint, "--gpus", 1, "--tokens", 64, "--seq", 32, "--gpu", file, "--dtype", "float32")
+    assert planned.code == 0, planned.err

@@ -1,0 +1,79 @@
+"""Small models whose parts stand in the proportions of real ones, and layouts × policies to try them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from archon.hf_io import read_hf_config
+from archon.models import get_model_spec
+from archon.parallel.layout import parse_layout
+from archon.planner.memory import Memory, MemoryModel
+from archon.planner.weights import ModelWeights
+from archon.schema.config import EngineConfig
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+MOE = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+MODELS = {
+    "dense": DENSE,
+    "tied": DENSE | {"tie_word_embeddings": True},
+    # No norm over queries and keys, biases instead; fewer key heads.
+    "bias": DENSE | {"model_type": "qwen2", "num_key_value_heads": 2},
+    "moe": MOE,
+    "mixed": MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True},
+}
+FULL = {"activation_checkpoint": {"mode": "full"}}
+OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
+SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
+INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
+
+
+class Case(NamedTuple):
+    """A rank of a layout in steps on `micro_batches` of `tokens`."""
+
+    model: str
+    layout: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    rank: int = 0
+    tokens: int = 4096
+    micro_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        options = json.dumps(dict(self.options)).translate(str.maketrans("", "", '{}": ,')) if self.options else "none"
+        return f"{self.model}-{self.layout}-{options}-rank{self.rank}-{self.micro_batches}x{self.tokens}"
+
+    def config(self, folder: Path) -> EngineConfig:
+        (folder / "config.json").write_text(json.dumps(MODELS[self.model]))
+        fields = {"path": str(folder), "layout": self.layout, "dtype": "bfloat16", "init_from_scratch": True}
+        return EngineConfig.model_validate(fields | dict(self.options))
+
+    def foretold(self, config: EngineConfig) -> Memory:
+        """By the formulas, for the CPU that the traced step runs on."""
+        hf_config = read_hf_config(config.path)
+        spec = get_model_spec(hf_config["model_type"])
+        args = spec.model_args_class.from_hf_config(hf_config)
+        model = MemoryModel(args, ModelWeights.of(spec, args), "cpu")
+        return model.of_rank(config, parse_layout(self.layout), self.rank, self.tokens, self.micro_batches)

@@ -1,0 +1,62 @@
+"""Data files of hardware, and a user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from archon.flops import PEAK_BF16_FLOPS
+from archon.planner.hardware import known_hardware, read_hardware
+from archon.planner.time import Link
+from archon.schema.errors import ConfigError
+
+
+def test_every_known_name_is_a_whole_file() -> None:
+    assert known_hardware() == ["a100-80gb", "h100-80gb", "h200"]
+    for name in known_hardware():
+        assert read_hardware(name).name == name
+
+
+def test_the_peak_is_the_one_that_mfu_is_given_against() -> None:
+    for name, peak in PEAK_BF16_FLOPS.items():
+        known = read_hardware({"H100": "h100-80gb", "H200": "h200"}[name])
+        assert known.flops("bfloat16") == pytest.approx(peak, rel=1e-3)  # 989.4 rounded
+
+
+def test_a_file_of_ones_own_comes_back(tmp_path: Path) -> None:
+    file, h200 = tmp_path / "mine.yaml", read_hardware("h200")
+    file.write_text(h200.model_copy(update={"name": "mine"}).to_yaml())
+    assert read_hardware(str(file)).model_dump() == h200.model_dump() | {"name": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("- a list", "expected fields"),
+        ("{", "not YAML"),
+        ("name: x\nnode_bandwith: 1", "did you mean 'node_bandwidth'"),
+        ("name: x", "bf16_flops: field required"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        read_hardware(str(file))
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"gpu is 'h300'; expected one of a100-80gb, h100-80gb, h200"):
+        read_hardware("h300")
+
+
+def test_a_group_within_a_node_uses_the_fast_link() -> None:
+    h100 = read_hardware("h100-80gb")
+    inside, across = Link(h100, 8, 1), Link(h100, 8, 8)
+    assert inside.in_node and not across.in_node
+    assert (inside.members, across.members) == (8, 1)
+    moved = 7 / 8 * 2**30
+    assert inside.seconds(2**30, 1) == pytest.approx(1e-5 + moved / (450e9 * h100.link_efficiency))
+    assert across.seconds(2**30, 1) == pytest.approx(2e-5 + moved / (50e9 * h100.link_efficiency))
+    assert Link(h100, 1, 1).seconds(2**30, 1) == 0

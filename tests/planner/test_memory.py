@@ -1,0 +1,79 @@
+"""What is foretold of a rank's memory is what a step on tensors without memory allocates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from archon.planner.trace import trace
+from tests.planner.models import FULL, INTERLEAVED, OPS, SECOND, Case
+
+QUICK = [
+    Case("dense", "d1", {"dtype": "float32"}),
+    Case("dense", "d4"),
+    Case("dense", "d4", FULL),
+    Case("moe", "d4e4"),
+    Case("dense", "p2t2", FULL, micro_batches=4),
+]
+SLOW = [
+    Case("dense", "d1"),
+    Case("dense", "d4", tokens=512),
+    Case("dense", "d4", tokens=2048, micro_batches=2),
+    Case("dense", "d4", OPS),
+    Case("dense", "d4", SECOND),
+    Case("dense", "d8", {"gradient_reduction": "per_microbatch"}, tokens=2048, micro_batches=4),
+    Case("dense", "d4", {"reshard_after_forward": "never"}),
+    Case("dense", "d4", FULL | {"reshard_after_forward": "always"}, rank=3),
+    Case("dense", "d2r2", FULL),
+    Case("dense", "t4"),
+    Case("dense", "t4", OPS, rank=2),
+    Case("dense", "t8", FULL),
+    Case("dense", "d2c2"),
+    Case("dense", "d2c2", OPS),
+    Case("dense", "c2t2", FULL),
+    Case("bias", "d2t2"),
+    Case("bias", "t4", FULL),
+    Case("bias", "d2", OPS),
+    Case("tied", "d2t2", FULL),
+    Case("tied", "p2d2", tokens=2048, micro_batches=4),
+    Case("dense", "p4", tokens=2048, micro_batches=4),
+    Case("dense", "p4", rank=3, tokens=2048, micro_batches=4),
+    Case("dense", "p2d2", tokens=2048, micro_batches=8),
+    Case("dense", "p2d2", rank=3, tokens=2048, micro_batches=8),
+    Case("dense", "p2", INTERLEAVED, tokens=2048, micro_batches=4),
+    Case("dense", "p2", INTERLEAVED | FULL, rank=1, tokens=2048, micro_batches=4),
+    Case("moe", "d1"),
+    Case("moe", "d4", OPS),
+    Case("moe", "d4e4", FULL),
+    Case("moe", "d4e2", SECOND),
+    Case("moe", "d2t2e4", FULL),
+    Case("moe", "(attn:d2p1t2c1|ffn:d1p1t2e2)", FULL),
+    Case("mixed", "d2e2", FULL, rank=1),
+    Case("moe", "p2d2e2", OPS, tokens=2048, micro_batches=4),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: case.name
+)
+def test_memory_is_that_of_a_traced_step(case: Case, tmp_path: Path) -> None:
+    config = case.config(tmp_path)
+    traced, foretold = trace(config, case.rank, case.tokens, case.micro_batches), case.foretold(config)
+    held = traced.held
+    assert (foretold.parameters, foretold.parameters, foretold.moments) == (
+        held.parameter_bytes,
+        held.gradient_bytes,
+        held.optimizer_bytes,
+    )
+    # The project's aim for memory; activations and the head's tiles are nearly all of it in these cases.
+    assert foretold.step == pytest.approx(traced.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096])
+def test_what_grows_with_tokens_is_activations(tokens: int, tmp_path: Path) -> None:
+    case = Case("dense", "d4", FULL, tokens=tokens)
+    more = case._replace(tokens=2 * tokens)
+    one, two = (c.foretold(c.config(tmp_path)) for c in (case, more))
+    assert two.activations == pytest.approx(2 * one.activations, rel=0.05)  # the fullest moment may be another
+    assert (two.parameters, two.moments, two.gathered) == (one.parameters, one.moments, one.gathered)

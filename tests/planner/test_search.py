@@ -1,0 +1,94 @@
+"""What is proposed fits, is legal, and is the fastest that is."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from archon.hf_io import read_hf_config
+from archon.layout_check import check_layout
+from archon.models import get_model_spec, get_supported_model_types
+from archon.parallel.layout import parse_layout
+from archon.planner.describe import as_json, describe, speed
+from archon.planner.hardware import read_hardware
+from archon.planner.search import Plan, Planner, Question, layouts
+from archon.schema.errors import UserError
+
+CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
+SUPPORTED = sorted(
+    path.parent.name
+    for path in CONFIGS.glob("*/config.json")
+    if json.loads(path.read_text())["model_type"] in get_supported_model_types()
+)
+# Masters, gradients and moments of 235 billion parameters are 3.8 TB, and eight GPUs have 0.68.
+TOO_LARGE = {"Qwen3-235B-A22B"}
+
+
+@cache
+def planner(model: str, gpu: str = "h100-80gb") -> Planner:
+    hf_config = read_hf_config(CONFIGS / model)
+    spec = get_model_spec(hf_config["model_type"])
+    return Planner(spec, spec.model_args_class.from_hf_config(hf_config), read_hardware(gpu))
+
+
+def plan(model: str, gpus: int, tokens: int = 2**17, seq: int = 4096) -> Plan:
+    return planner(model).plan(Question(str(CONFIGS / model), gpus, tokens, seq))
+
+
+@pytest.mark.parametrize(
+    "model", [m if m == "Qwen3-0.6B" else pytest.param(m, marks=pytest.mark.slow) for m in SUPPORTED]
+)
+def test_every_supported_model_gets_a_layout_of_eight_gpus_or_a_reason(model: str) -> None:
+    found = plan(model, 8)
+    if model in TOO_LARGE:
+        assert not found.best and "masters, gradients and moments alone" in describe(found)[-1]
+        return
+    seconds = [placed.candidate.seconds.total for placed in found.best]
+    assert seconds == sorted(seconds)
+    for placed in found.best:
+        config = planner(model).config(found.question, placed.candidate)
+        check_layout(config, planner(model).args, parse_layout(config.layout, 8).dims("cuda"))
+        taken = placed.memory.total + found.hardware.reserve_bytes + placed.spare
+        assert taken <= found.hardware.memory_bytes
+        assert 0 < speed(found, placed.candidate)[1] < 1
+
+
+def test_what_lost_says_why() -> None:
+    found = plan("Qwen3-0.6B", 8)
+    text = "\n".join(describe(found))
+    assert all(f"\n{placed.candidate.layout} " in text for placed in found.best)
+    assert text.count(" %: ") == len(found.best) - 1, "each but the first is slower by so much, in some part"
+    assert all(placed.spare < 0 for placed in found.too_large)
+
+
+def test_the_json_has_the_same_layouts() -> None:
+    found = plan("Qwen3-0.6B", 8)
+    data = json.loads(json.dumps(as_json(found)))
+    assert [way["layout"] for way in data["best"]] == [str(placed.candidate.layout) for placed in found.best]
+    for way in data["best"]:
+        kinds = {name: size for name, size in way["memory"].items() if name not in ("total", "spare")}
+        assert sum(kinds.values()) == way["memory"]["total"]
+
+
+def test_layouts_are_those_the_rules_allow() -> None:
+    args = planner("Qwen3-30B-A3B").args
+    found = list(layouts(args, 16, 8))
+    assert len(set(found)) == len(found) and {layout.world_size for layout in found} == {16}
+    for layout in found:
+        assert parse_layout(str(layout), 16) == layout
+    assert all(layout.tp <= 8 and args.n_heads % layout.tp == 0 for layout in found)
+
+
+def test_fewer_tokens_than_a_document_are_refused() -> None:
+    with pytest.raises(UserError, match="holds no document of seq = 4096"):
+        plan("Qwen3-0.6B", 8, tokens=100)
+
+
+@pytest.mark.slow
+def test_a_thousand_gpus() -> None:
+    found = plan("Qwen3-235B-A22B", 1024, tokens=2**24)
+    assert len(found.best) == 10
+    assert all(placed.candidate.layout.world_size == 1024 for placed in found.best)
