@@ -11,9 +11,8 @@ The policy hardly learns, so that the last step has as much to do as the first. 
 Of the rest, the first and the last quarter are compared: the least memory, to which the process comes back whenever it
 gives its free pages back, may grow by 3 %; the least number seen of open files, of threads and of processes, which
 change with what is being done, and the largest of sockets, which the agents fill up to their client's limit, may not
-grow at all. Nothing may be left
-after the end: no process, and in the folder for temporary files nothing but PyTorch's cache of compiled code. The
-command ends with 1 where it is otherwise.
+grow at all. Nothing may be left after the end: no process, and in the folder for temporary files nothing but PyTorch's
+cache of compiled code. The command ends with 1 where it is otherwise.
 """
 
 from __future__ import annotations
