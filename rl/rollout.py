@@ -55,13 +55,19 @@ class Episode:
     error: BaseException | None = None
 
     @property
-    def has_spread(self) -> bool:
-        """Whether two trajectories of the group differ in reward, without which there is nothing to learn."""
+    def earned(self) -> Tensor:
+        """Float64 [T]: the reward of each trajectory of the group, one of several rows counted once."""
         if not self.trajectories:
-            return False
+            return torch.empty(0, dtype=torch.float64)
         rewards = self.trajectories["rewards"]
         one_group = torch.zeros(len(rewards), dtype=torch.int64)
-        return bool(Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).spread.any())
+        return Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).earned
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether two trajectories of the group differ in reward, without which there is nothing to learn."""
+        earned = self.earned
+        return len(earned) > 0 and bool(earned.max() > earned.min())
 
 
 @dataclass
