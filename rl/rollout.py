@@ -228,7 +228,9 @@ class Rollout:
                 episode.trajectories = checked_result(result, context, type(self.workflow).__name__)
         except ConfigError:
             raise  # a mistake in the configuration is the same for every prompt
-        except Exception as error:  # noqa: BLE001 (a workflow is a user's code: whatever it raises costs its episode)
+        except (Exception, asyncio.CancelledError) as error:  # a user's code: what it raises costs its episode
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             episode.error = error
             self._first_error = self._first_error or error
             self._failures += 1
@@ -279,6 +281,12 @@ class Rollout:
         for name, error in first.items():
             what = "samples dropped" if name.startswith("dropped/") else "episodes failed"
             self._log(f"step {step}: {batch.counts[name]} {what} ({name.partition('/')[2]}): {error}")
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task itself is to end, and not something that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def recorded_means(episodes: Sequence[Episode]) -> dict[str, float]:
