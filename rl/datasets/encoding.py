@@ -130,6 +130,8 @@ def _chat_text(tokenizer: Any, messages: Sequence[Message], where: str, options:
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns:
         raise DatasetError(f"{where}: nothing to train on: the conversation has no assistant turn")
+    if turns[0] == 0:
+        raise DatasetError(f"{where}: the conversation begins with an assistant turn, which answers nothing")
     spans = tuple(_assistant_span(tokenizer, messages, index, text, where, options) for index in turns)
     return SFTText(where, text, spans, plain=False)
 

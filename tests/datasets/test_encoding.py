@@ -146,6 +146,7 @@ def test_many_rows_are_as_one_by_one() -> None:
     ("template", "messages", "message"),
     [
         (CHATML, [USER], "here: nothing to train on: the conversation has no assistant turn"),
+        (CHATML, [answer("12"), USER, answer("30")], "here: the conversation begins with an assistant turn"),
         (NO_SYSTEM, [SYSTEM, USER, answer("12")], "here: the chat template refuses .* System role not supported"),
         (COUNTING, [USER, answer("12")], "here: the chat template changes what stands before turn 1"),
         (None, [USER, answer("12"), USER, answer("30")], "here: .* takes one response, as the last message"),
