@@ -116,6 +116,8 @@ def opened_weights(
 ) -> AbstractContextManager[Weights]:
     """The weights of a checkpoint, every key accounted for, to be read within the block; see `convert`."""
     if kind == "hf":
+        if like is not None:
+            raise ConfigError(f"{folder}: like (--like) is for dcp and megatron; hf has a config of its own")
         return _opened_hf(folder)
     if like is None and not (folder / CONFIG_FILE).is_file():
         raise ConfigError(

@@ -72,7 +72,8 @@ async def of_this_loop(
             try:
                 yield
             finally:
-                clients.pop(make, None)
+                if make in clients and clients[make][0] is client:  # and not one that has taken its place
+                    del clients[make]
                 await close(client)
 
         holder = hold()

@@ -39,16 +39,16 @@ async def evaluate(
         well_formed: a regular expression that a well-formed answer matches from end to end.
 
     Returns:
-        `reward` (mean over prompts of the mean over samples), `length` (answer tokens), `failed` (prompts that gave no
-        sample), `dropped` (samples lost), where they can be known `truncated` and `well_formed` (shares of samples),
-        and the means of what the workflow recorded.
+        `reward` (mean over prompts of the mean over trajectories), `length` (answer tokens), `failed` (prompts
+        that gave no sample), `dropped` (samples lost), where they can be known `truncated` and `well_formed`
+        (shares of samples), and the means of what the workflow recorded.
     """
     episodes = await rollout.run(prompts, is_eval=True)
     rollout.stop_if_nothing_came(episodes)
     groups = [e.trajectories for e in episodes if e.trajectories]
     lengths = torch.cat([group["loss_mask"].sum(1) for group in groups]).double()
     metrics = recorded_means(episodes) | {
-        "reward": torch.stack([group["rewards"].double().mean() for group in groups]).mean().item(),
+        "reward": torch.stack([e.earned.mean() for e in episodes if e.trajectories]).mean().item(),
         "length": lengths.mean().item(),
         "failed": float(sum(not e.trajectories for e in episodes)),
         "dropped": float(sum(e.context.drops.total() for e in episodes)),

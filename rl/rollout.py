@@ -55,13 +55,19 @@ class Episode:
     error: BaseException | None = None
 
     @property
-    def has_spread(self) -> bool:
-        """Whether two trajectories of the group differ in reward, without which there is nothing to learn."""
+    def earned(self) -> Tensor:
+        """Float64 [T]: the reward of each trajectory of the group, one of several rows counted once."""
         if not self.trajectories:
-            return False
+            return torch.empty(0, dtype=torch.float64)
         rewards = self.trajectories["rewards"]
         one_group = torch.zeros(len(rewards), dtype=torch.int64)
-        return bool(Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).spread.any())
+        return Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).earned
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether two trajectories of the group differ in reward, without which there is nothing to learn."""
+        earned = self.earned
+        return len(earned) > 0 and bool(earned.max() > earned.min())
 
 
 @dataclass
@@ -222,7 +228,9 @@ class Rollout:
                 episode.trajectories = checked_result(result, context, type(self.workflow).__name__)
         except ConfigError:
             raise  # a mistake in the configuration is the same for every prompt
-        except Exception as error:  # noqa: BLE001 (a workflow is a user's code: whatever it raises costs its episode)
+        except (Exception, asyncio.CancelledError) as error:  # a user's code: what it raises costs its episode
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             episode.error = error
             self._first_error = self._first_error or error
             self._failures += 1
@@ -273,6 +281,12 @@ class Rollout:
         for name, error in first.items():
             what = "samples dropped" if name.startswith("dropped/") else "episodes failed"
             self._log(f"step {step}: {batch.counts[name]} {what} ({name.partition('/')[2]}): {error}")
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task itself is to end, and not something that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def recorded_means(episodes: Sequence[Episode]) -> dict[str, float]:

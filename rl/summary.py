@@ -156,5 +156,5 @@ def gains(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"held-out reward, {what}: {rewards[0][name]:.3f} before, {rewards[-1][name]:.3f} after"
         for name, what in kinds
-        if len(rewards) > 1 and name in rewards[0]
+        if len(rewards) > 1 and name in rewards[0] and name in rewards[-1]
     ]

@@ -58,7 +58,7 @@ async def answer(
 
     Closing the generator, or cancelling who iterates, aborts what is unfinished. Raises the first failure.
     """
-    asker.admit()
+    asker.admit(len(call.prompts) * call.gconfig.n_samples)
     items: asyncio.Queue[Piece | Choice | Exception] = asyncio.Queue()
     one = call.gconfig.model_copy(update={"n_samples": 1})
     tasks = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,13 +36,19 @@ class Piece:
 
 
 def load_json(text: str | bytes) -> Any:
-    """JSON as its standard has it: no NaN, no Infinity. Raises ValueError, also for what is nested too deeply."""
+    """JSON as its standard has it: no NaN, no Infinity, no number so large that it becomes one. Raises ValueError,
+    also for what is nested too deeply."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
 
+    def finite(number: str) -> float:
+        if math.isinf(value := float(number)):
+            raise ValueError(f"{number:.20} is too large a number")
+        return value
+
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, parse_float=finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -173,7 +180,7 @@ def parse_tool_call(body: str) -> ToolCall | None:
         return None
     try:
         return ToolCall(data["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-    except (ValueError, RecursionError):  # 1e999 is JSON, and no number that can be written again
+    except RecursionError:
         return None
 
 

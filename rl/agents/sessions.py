@@ -35,8 +35,8 @@ class Asker:
         """Random stream of the next answer; None leaves it to the engine."""
         return None
 
-    def admit(self) -> None:
-        """Raise `LimitError` where no further call is allowed."""
+    def admit(self, answers: int) -> None:
+        """Raise `LimitError` where not so many further answers are allowed."""
 
     def record(self, completion: str, choice: int, response: ModelResponse) -> None:
         """Take note of an answer; raises `UnusableAnswerError` for one that cannot be relied on."""
@@ -109,12 +109,16 @@ class Session(Asker):
         self._asked += 1
         return None if self._seed is None else derive_seed(self._seed, self._asked - 1)
 
-    def admit(self) -> None:
-        if len(self.interactions) >= self._max_calls:
-            raise LimitError(f"this session has its {self._max_calls} answers; export it and open another")
+    def admit(self, answers: int) -> None:
+        if len(self.interactions) + answers > self._max_calls:
+            raise LimitError(
+                f"this session has {len(self.interactions)} of its {self._max_calls} answers, and {answers} more "
+                "are too many; export it and open another"
+            )
 
     def record(self, completion: str, choice: int, response: ModelResponse) -> None:
         super().record(completion, choice, response)
+        self.admit(1)  # again: others that were asked for at the same time may have come first
         parent = self._parent_of(response.input_tokens)
         interaction = Interaction(completion, choice, response, parent)
         if parent is not None:
@@ -164,7 +168,7 @@ class Session(Asker):
         Σ turn_discount^k · (own reward of the k-th). Branches that part share their beginning, which stands in each.
 
         Rows without any reward are left out, for no reward is not a reward of 0. Raises `RolloutError` when none is
-        left.
+        left, `RewardInvalid` where rewards add up to no finite number.
         """
         if style not in ("individual", "concat") or not 0 < turn_discount <= 1:
             raise RolloutError(
@@ -177,6 +181,8 @@ class Session(Asker):
             raise RolloutError(
                 f"none of the session's {len(self.interactions)} answers has a reward; set one before exporting"
             )
+        for row in found:
+            finite_reward(row.reward)
         return found
 
     def _answers(self, discount: float) -> Iterator[Trajectory]:

@@ -110,8 +110,10 @@ def sft_text(
         plain_end: What plain text has between the prompt and the response.
         tools: Functions for the chat template, each as OpenAI describes it.
     """
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DatasetError(f"{where}: 'tools' must be a list of objects {{'type': 'function', 'function': …}}")
     if has_chat_template(tokenizer):
-        return _chat_text(tokenizer, messages, where, {"tools": list(tools)} if tools else {})
+        return _chat_text(tokenizer, messages, where, {"tools": tools} if tools else {})
     if tools:
         raise DatasetError(f"{where}: it has tools, and the tokenizer has no chat template to put them in")
     if len(messages) < 2 or any((message["role"] == "assistant") != (message is messages[-1]) for message in messages):
@@ -123,9 +125,13 @@ def sft_text(
 
 def _chat_text(tokenizer: Any, messages: Sequence[Message], where: str, options: dict[str, Any]) -> SFTText:
     text = render(tokenizer, messages, where, **options)
+    if options and text == render(tokenizer, messages, where):
+        raise DatasetError(f"{where}: it has tools, and the chat template has no place for them")
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns:
         raise DatasetError(f"{where}: nothing to train on: the conversation has no assistant turn")
+    if turns[0] == 0:
+        raise DatasetError(f"{where}: the conversation begins with an assistant turn, which answers nothing")
     spans = tuple(_assistant_span(tokenizer, messages, index, text, where, options) for index in turns)
     return SFTText(where, text, spans, plain=False)
 
@@ -136,7 +142,8 @@ def _assistant_span(
     """Where turn `index` stands in `text`: from the end of its generation prompt to the end of its closing token.
 
     Templates may render an earlier turn otherwise than the last one (Qwen3 drops its thinking); then the turn is found
-    by its content, and its end by the closing text that follows the content where the turn stands last.
+    by its content, and its end by the closing text that follows the content where the turn stands last; one that
+    only calls tools has no content, and is found by what follows its thinking there.
     """
     before = render(tokenizer, messages[:index], where, add_generation_prompt=True, **options)
     if not text.startswith(before):
@@ -148,11 +155,11 @@ def _assistant_span(
     if text.startswith(until_here):
         return start, len(until_here.rstrip())
     content = str(messages[index]["content"]).rpartition("</think>")[2].strip()
-    closing = until_here.rpartition(content)[2].rstrip()
-    found = text.find(content + closing, start)
+    turn = (content + until_here.rpartition(content or "</think>")[2]).strip()
+    found = text.find(turn, start)
     if found < 0:
         raise DatasetError(f"{where}: cannot find turn {index} in what the chat template makes of the conversation")
-    return start, found + len(content) + len(closing)
+    return start, found + len(turn)
 
 
 def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, list[int]]]:

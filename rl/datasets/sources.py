@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,8 +80,12 @@ def data_folder(name: str, explicit: str | Path | None = None) -> Path:
 
 def _call(path: str, split: str) -> list[SourceRow]:
     """The rows of a user's own function, whose errors are the user's to see."""
+    function = import_dotted(path.removeprefix(_FUNCTION), "dataset function")
+    given = function(split) if callable(function) else None
+    if not isinstance(given, Iterable):
+        raise DatasetError(f"{path}: expected a function that gives the rows of a split, dictionaries")
     rows = []
-    for number, row in enumerate(import_dotted(path.removeprefix(_FUNCTION), "dataset function")(split), start=1):
+    for number, row in enumerate(given, start=1):
         if not isinstance(row, dict):
             raise DatasetError(f"{path}: row {number} is a {type(row).__name__}, expected a dictionary")
         rows.append(SourceRow(f"{path}:{number}", row))

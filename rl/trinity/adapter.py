@@ -107,13 +107,14 @@ class TrinityWorkflow(RolloutWorkflow):
         self, engine: InferenceEngine, data: dict[str, Any], endpoint: Endpoint | None
     ) -> dict[str, Tensor] | None:
         n, samples, lost = self.gconfig.n_samples, list[Sample](), list[BaseException]()
+        run_of: list[int] = []  # each sample
         context = workflow_context.get()
 
         async def gathered(runs: range, each: int) -> None:
             outcomes = await asyncio.gather(
                 *(self._run(engine, data, run, each, endpoint) for run in runs), return_exceptions=True
             )
-            for outcome in outcomes:
+            for run, outcome in zip(runs, outcomes, strict=True):
                 if isinstance(outcome, RewardFailure | UnusableAnswerError) and len(runs) > 1:
                     lost.append(outcome)
                     if all(outcome is not error for error in context.first_errors.values()):  # not counted yet
@@ -123,6 +124,7 @@ class TrinityWorkflow(RolloutWorkflow):
                     raise outcome
                 else:
                     samples.extend(outcome)
+                    run_of.extend([run] * len(outcome))
 
         if self.kind.can_repeat is False and not hasattr(self.kind, "repeatable"):
             await gathered(range(n), 1)
@@ -134,7 +136,9 @@ class TrinityWorkflow(RolloutWorkflow):
             raise lost[0]
         if not samples:
             return None
-        return trajectory_tensors([record for record, _ in samples], [reward for _, reward in samples])
+        records, rewards = [record for record, _ in samples], [reward for _, reward in samples]
+        # What one of several runs returned is one trajectory in parts; a single run returns a group of them.
+        return trajectory_tensors(records, rewards, run_of if len(set(run_of)) > 1 else None)
 
     async def _run(
         self, engine: InferenceEngine, data: dict[str, Any], run: int, n: int, endpoint: Endpoint | None

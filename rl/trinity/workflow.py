@@ -68,9 +68,9 @@ class Workflow:
     """One task in, experiences out. Overrides `run`, or `run_async` with `is_async = True`.
 
     A synchronous `run` has a thread of its own, where it may block. The experiences of all runs of a task are one
-    group. `can_repeat` says how a group of n comes about: True, one run that `set_repeat_times` has told n; False, n
-    runs at once; not set, one run, which may read n in `task.rollout_args.n`, and n − 1 more of it where it returned a
-    single experience.
+    group; of several runs those of one are parts of one trajectory. `can_repeat` says how a group of n comes
+    about: True, one run that `set_repeat_times` has told n; False, n runs at once; not set, one run, which may read
+    n in `task.rollout_args.n`, and n − 1 more of it where it returned a single experience.
 
     `resettable`, `repeatable` and `asynchronous`, as methods or properties, are understood too.
     """

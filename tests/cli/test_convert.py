@@ -38,6 +38,7 @@ def test_an_export_in_another_dtype(archon, checkpoint, tmp_path):
         ("--to dcp --spec te", "--spec belongs to --to megatron; here it is dcp"),
         ("--to dcp --dtype bfloat16", "--dtype belongs to --to hf; here it is dcp"),
         ("--to dcp --drop-padding", "--drop-padding belongs to --from megatron; here it is hf"),
+        ("--to dcp --like elsewhere", "like (--like) is for dcp and megatron"),
         ("--to dcp --from dcp", "holds no step-* folder"),
         ("--to hf --from megatron", "it holds no mp_rank_* folder"),
     ],

@@ -62,9 +62,30 @@ def test_the_tools_of_a_conversation_stand_in_its_prompt_and_its_calls_are_train
     assert whole.startswith(prompt)
 
 
-def test_tools_need_a_chat_template() -> None:
-    with pytest.raises(DatasetError, match=r"here: it has tools, and the tokenizer has no chat template"):
-        sft_text(toy_tokenizer(None), [USER, answer("12")], "here", tools=[{"type": "function"}])
+@pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
+def test_a_call_without_words_is_found_where_it_is_rendered_otherwise_when_it_is_last(thought: str) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calling = {"role": "assistant", "content": thought, "tool_calls": [call]}
+    talk = [USER, calling, {"role": "tool", "content": "3"}, answer("It is 3.")]
+    assert trained_text(toy_tokenizer(THINKING), talk) == [
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nIt is 3.<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "message"),
+    [
+        (None, [{"type": "function"}], "it has tools, and the tokenizer has no chat template to put them in"),
+        (CHATML, [{"type": "function"}], "it has tools, and the chat template has no place for them"),
+        (THINKING, '[{"type": "function"}]', "'tools' must be a list of objects"),
+        (THINKING, {"type": "function"}, "'tools' must be a list of objects"),
+        (THINKING, ["add"], "'tools' must be a list of objects"),
+    ],
+)
+def test_tools_that_would_not_be_in_the_prompt_are_an_error(template: str, tools: Any, message: str) -> None:
+    with pytest.raises(DatasetError, match=f"here: {message}"):
+        sft_text(toy_tokenizer(template), [USER, answer("12")], "here", tools=tools)
 
 
 def test_a_template_that_drops_earlier_thoughts_is_masked_as_it_renders() -> None:
@@ -125,6 +146,7 @@ def test_many_rows_are_as_one_by_one() -> None:
     ("template", "messages", "message"),
     [
         (CHATML, [USER], "here: nothing to train on: the conversation has no assistant turn"),
+        (CHATML, [answer("12"), USER, answer("30")], "here: the conversation begins with an assistant turn"),
         (NO_SYSTEM, [SYSTEM, USER, answer("12")], "here: the chat template refuses .* System role not supported"),
         (COUNTING, [USER, answer("12")], "here: the chat template changes what stands before turn 1"),
         (None, [USER, answer("12"), USER, answer("30")], "here: .* takes one response, as the last message"),

@@ -16,12 +16,15 @@ CHATML = (
 )
 # As Qwen3's: the last turn has a (possibly empty) thought, earlier turns lose theirs.
 THINKING = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for message in messages %}{% set body = message.content.split('</think>')[-1].lstrip('\n') %}"
     "<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' and loop.last %}"
     "{% set thought = message.content.split('</think>')[0] if '</think>' in message.content else '' %}"
     "<think>\n{{ thought.split('<think>')[-1].strip('\n') }}"
-    "\n</think>\n\n{{ body }}{% else %}{{ body }}{% endif %}<|im_end|>\n{% endfor %}"
+    "\n</think>\n\n{{ body }}{% else %}{{ body }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Puts a count of the turns in front, so that no shorter conversation is the beginning of a longer one.

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from archon.rl import RLVRWorkflow
+from archon.rl import RLVRWorkflow, RolloutWorkflow
 from archon.rl.context import workflow_context
 from archon.rl.evaluation import answers, evaluate
 from archon.rl.generation import InProcessEngine
 from archon.rl.rollout import Prompt, Rollout, WorkflowError
-from archon.rl.types import GenerationHyperparameters
+from archon.rl.types import GenerationHyperparameters, ModelResponse
+from archon.rl.workflows.trajectory import trajectory_tensors
 from tests.rl import rewards_for_tests as rewards
 
 PROMPTS = [Prompt(i, {"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(12)]
@@ -34,6 +35,15 @@ def test_evaluation_is_the_mean_over_prompts_of_real_samples(engine: InProcessEn
     assert measured["length"] == pytest.approx(lengths.double().mean().item())
     assert 0 < measured["truncated"] < 1
     assert (measured["failed"], measured["dropped"]) == (0, 0)
+
+
+def test_a_trajectory_of_several_rows_counts_once(engine: InProcessEngine) -> None:
+    class Parts(RolloutWorkflow):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            answer = ModelResponse([3], [4], [-0.5], [0])
+            return trajectory_tensors([answer] * 4, [1.0, 0.0, 0.0, 0.0], [0, 1, 1, 1])
+
+    assert asyncio.run(evaluate(Rollout(engine, Parts()), PROMPTS))["reward"] == 0.5
 
 
 def test_lost_samples_are_left_out_of_the_mean_and_counted(engine: InProcessEngine, tokenizer: Any) -> None:

@@ -115,6 +115,20 @@ def test_workflow_that_raises_sometimes_costs_those_prompts_and_is_counted(
     assert log == ["step 0: 3 episodes failed (KeyError): 'prompt 1'"]
 
 
+def test_a_workflow_that_awaits_what_is_cancelled_fails(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+    class Cancelling(Wrapped):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+            if workflow_context.get().task_id == 2:
+                asked = asyncio.ensure_future(asyncio.sleep(60))
+                asked.cancel()
+                await asked
+            return await super().arun_episode(engine, data)
+
+    batch, _, _ = collect(engine, Cancelling(rlvr), n=4)
+    assert [prompt.index for prompt in batch.prompts] == [0, 1, 3]
+    assert batch.counts["failed/CancelledError"] == 1
+
+
 def test_workflow_that_always_fails_stops_the_run_within_seconds_with_the_first_traceback(
     engine: InProcessEngine, rlvr: RLVRWorkflow
 ) -> None:

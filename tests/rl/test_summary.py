@@ -11,7 +11,7 @@ import torch
 
 from archon.metrics import TrajectoryWriter, read_jsonl
 from archon.rl.rollout import Prompt, RolloutBatch
-from archon.rl.summary import NO_FAILURES, batch_metrics, staleness, write_groups
+from archon.rl.summary import NO_FAILURES, batch_metrics, gains, staleness, write_groups
 from archon.rl.types import ModelResponse
 from archon.rl.workflows.trajectory import TokenRecord, trajectory_tensors
 
@@ -99,3 +99,10 @@ def test_the_dump_of_a_plain_answer_is_what_it_was(batch: RolloutBatch, tokenize
     assert (short["tokens"], short["logprobs"], short["version"]) == (["4"], [-0.25], 6)
     assert (short["completion"], short["length"], short["stop_reason"]) == ("4", 1, "stop")
     assert "turn_ids" not in short and "versions" not in short
+
+
+def test_gains_are_of_what_was_measured_both_before_and_after() -> None:
+    """A resumed run may measure otherwise than the one it goes on from."""
+    before, after = {"eval/reward": 0.25, "eval/greedy_reward": 0.5}, {"eval/reward": 0.75}
+    assert gains([before, {"loss": 1.0}, after]) == ["held-out reward, sampled: 0.250 before, 0.750 after"]
+    assert len(gains([before, before])) == 2

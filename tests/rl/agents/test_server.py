@@ -272,7 +272,7 @@ async def test_more_at_a_time_than_allowed_is_429(serve: Start, client: httpx.As
     own = {"Authorization": f"Bearer {session['api_key']}"}
     assert (await client.post(f"{url}/chat/completions", json=CHAT, headers=own)).status_code == 200
     full = await client.post(f"{url}/completions", json=GOOD["/completions"], headers=own)
-    assert "has its 1 answers" in check_error(full, 429)
+    assert "has 1 of its 1 answers" in check_error(full, 429)
 
 
 @pytest.mark.parametrize("stream", [False, True])

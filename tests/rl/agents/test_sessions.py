@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
+from archon.rl.agents import Limits
 from archon.rl.agents.sessions import LimitError, Session, Sessions
+from archon.rl.generation import InProcessEngine
 from archon.rl.rewards import RewardInvalid
 from archon.rl.types import GenerationHyperparameters, ModelResponse
 from archon.rl.workflows.trajectory import UnusableAnswerError, trajectory_tensors
 from archon.schema.errors import RolloutError
+from tests.rl.agents.scripted import Start
 
 ENGINE: Any = None  # a session hands it on, and asks it nothing
 
@@ -142,6 +147,15 @@ def test_an_export_of_another_kind_is_refused(options: dict[str, Any]) -> None:
         session.export(**options)
 
 
+@pytest.mark.parametrize("style", ["individual", "concat"])
+def test_rewards_that_add_up_to_infinity_are_not_exported(style: Any) -> None:
+    session = tree()
+    for name in "abd":
+        session.set_reward(1e308, name)
+    with pytest.raises(RewardInvalid, match="a reward must be a finite number, got inf"):
+        session.export(style)
+
+
 def test_an_answer_without_its_logprobs_is_not_recorded() -> None:
     session = session_of()
     broken = answered([1], [2, 3])
@@ -156,13 +170,26 @@ def test_sessions_and_their_calls_are_limited() -> None:
     first, _ = (sessions.open(ENGINE, GenerationHyperparameters()) for _ in range(2))
     with pytest.raises(LimitError, match="2 sessions are open"):
         sessions.open(ENGINE, GenerationHyperparameters())
-    first.admit()
+    first.admit(1)
     first.record("a", 0, answered([1], [2]))
-    with pytest.raises(LimitError, match="has its 1 answers"):
-        first.admit()
+    with pytest.raises(LimitError, match="has 1 of its 1 answers, and 1 more are too many"):
+        first.admit(1)
     sessions.close(first)
     assert sessions.of_key(first.key) is None and sessions.of_id(first.id) is None
     sessions.open(ENGINE, GenerationHyperparameters())
+
+
+async def test_a_session_never_has_more_answers_than_it_may(serve: Start, engine: InProcessEngine) -> None:
+    server, url = await serve(limits=Limits(calls_per_session=3))
+    session = server.sessions.open(engine, GenerationHyperparameters())
+    chat = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 3}
+    own = {"Authorization": f"Bearer {session.key}"}
+    async with httpx.AsyncClient(trust_env=False, timeout=None, headers=own) as client:
+        many = await client.post(f"{url}/chat/completions", json=chat | {"n": 4})
+        assert many.status_code == 429 and "has 0 of its 3 answers, and 4 more are too many" in many.text
+        answers = await asyncio.gather(*(client.post(f"{url}/chat/completions", json=chat) for _ in range(5)))
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429]
+    assert len(session.interactions) == 3
 
 
 def test_a_session_is_not_idle_while_it_is_answered() -> None:

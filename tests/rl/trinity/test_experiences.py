@@ -115,6 +115,13 @@ def test_a_reward_that_is_no_number_costs_its_sample_and_is_counted(adapted, run
     assert context.drops == {"reward_not_finite": 4}
 
 
+def test_what_one_of_several_runs_returns_is_one_trajectory_to_the_group(adapted, run_episode) -> None:
+    """Group statistics are per trajectory, never per turn."""
+    steps = returning(lambda _, a: [experience(a, reward=0.0), experience(a)])
+    result, _ = run_episode(adapted(steps))
+    assert result["trajectory_ids"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_an_empty_list_rejects_the_task(adapted, run_episode) -> None:
     result, context = run_episode(adapted(returning(lambda *_: [])))
     assert result is None and not context.drops
