@@ -40,6 +40,9 @@ class Record(StrictModel):
     checks: list[Check] = Field(default_factory=list)
     sides: dict[str, Spread] = Field(default_factory=dict)
     ratios: dict[str, Ratio] = Field(default_factory=dict)
+    profiles: dict[str, dict[str, float]] = Field(
+        default_factory=dict, description="seconds of a step by kind, of archon and of peers where it missed an aim"
+    )
     missing: dict[str, str] = Field(default_factory=dict, description="peers that could not run, and why")
     notes: list[str] = Field(default_factory=list)
 
