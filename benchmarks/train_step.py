@@ -38,8 +38,7 @@ RAGGED_AIMS = {
     "transformers (one document at a time)": ">= 1.15",
 }
 CPU_CASES = {"even": EVEN_AIMS, "ragged": RAGGED_AIMS, "even-two-ranks": TWO_RANKS_AIMS}
-# Tokens of a micro-batch of archon on a CPU: a rank's whole even batch, and parts of the ragged one that stay in the
-# cache.
+# Tokens of archon's micro-batches on a CPU: a rank's whole even batch; of the ragged one what stays cached.
 CPU_TOKENS = {"even": 2048, "ragged": 1024, "even-two-ranks": 1024}
 EAGER, COMPILED = "archon (eager)", "archon (compiled)"
 MFU_AIM = ">= 0.5"
