@@ -10,7 +10,7 @@ OTHER, OUTSIDE = "other operators", "outside operators"
 # The first kind with a part in an operator's name has it.
 KINDS: dict[str, tuple[str, ...]] = {
     "collectives": ("archon:", "c10d", "fsdp::", "FSDP::", "record_param_comms"),
-    "attention": ("scaled_dot_product", "flash_attention"),
+    "fused attention": ("scaled_dot_product", "flash_attention"),
     "softmax and loss": ("softmax", "logsumexp", "nll_loss"),
     "optimizer and clipping": ("adam", "_foreach_", "vector_norm"),
     "matrix products": ("aten::mm", "addmm", "bmm", "mkldnn::_linear"),

@@ -112,7 +112,7 @@ def test_a_missed_aim_comes_with_the_profile_of_both_sides(run: tuple[Record, st
     assert record.ratios["archon / transformers"].aim_met is False
     assert list(record.profiles) == ["archon", "transformers"]
     for side, profile in record.profiles.items():
-        assert profile["matrix products"] > 0 and profile["attention"] > 0
+        assert profile["matrix products"] > 0 and profile[profiles.OUTSIDE] > 0
         assert f"{side}, a profiled step: " in screen
     text = readme.section(record)
     assert "| a step's time | archon | transformers |" in text and "| matrix products | " in text
@@ -130,7 +130,7 @@ def test_the_time_of_a_step_is_that_of_its_parts() -> None:
     ("name", "kind"),
     [
         ("mkldnn::_linear_pointwise", "matrix products"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "fused attention"),
         ("aten::_fused_adamw_", "optimizer and clipping"),
         ("archon:all_gather", "collectives"),
         ("c10d::_reduce_scatter_base_", "collectives"),
