@@ -8,6 +8,7 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -107,7 +108,8 @@ class Worker:
         """End the process; idempotent."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # what a process that has ended was still to be asked
+                    stream.close()
         for end in (self._process.terminate, self._process.kill):
             try:
                 self._process.wait(timeout=END_S)
