@@ -8,6 +8,7 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +26,10 @@ from archon.bench.origin import Check, origin, relative_difference
 from benchmarks.record import Ratio, Record
 
 ROOT = Path(__file__).resolve().parents[1]
+# Options reach every rank of a worker in its environment; requests reach rank 0 through its standard input.
+OPTIONS = "ARCHON_BENCHMARK_OPTIONS"
+# Seconds that a worker has to end once nobody asks it any more, and torchrun to end its ranks once it is told to.
+END_S = 20
 
 
 class BenchmarkError(RuntimeError):
@@ -37,7 +42,8 @@ class Worker:
     Args:
         module: the benchmark, as `benchmarks.train_step`; it is run with `--worker SIDE`.
         side: name of the side.
-        options: whatever its `prepare` needs, JSON-able.
+        options: whatever its `prepare` needs, JSON-able. Of `ranks` above 1 the side is that many processes, under
+            torchrun, which share its `threads`.
 
     After the constructor exactly one of `facts` (what the side says of itself, for the checks) and `missing` (why it
     cannot run) is set.
@@ -47,12 +53,15 @@ class Worker:
         self.side = side
         self.facts: dict[str, Any] | None = None
         self.missing: str | None = None
+        ranks = options.get("ranks", 1)
         # Read by OpenMP and MKL when they are loaded, and by torch from them.
-        threads = str(options["threads"])
+        threads = str(max(1, options["threads"] // ranks))
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+        environment[OPTIONS] = json.dumps(dict(options))
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, "--worker", side],
+            [sys.executable, "-m", *(torchrun if ranks > 1 else []), module, "--worker", side],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -62,7 +71,7 @@ class Worker:
         )
         self._complaints: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
-        answer = self._ask(dict(options))
+        answer = self._hear()
         if "ready" in answer:
             self.facts = answer["ready"]
         else:
@@ -99,12 +108,15 @@ class Worker:
         """End the process; idempotent."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                stream.close()
-        try:
-            self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+                with contextlib.suppress(BrokenPipeError):  # what a process that has ended was still to be asked
+                    stream.close()
+        for end in (self._process.terminate, self._process.kill):
+            try:
+                self._process.wait(timeout=END_S)
+                return
+            except subprocess.TimeoutExpired:
+                end()
+        self._process.wait()
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
@@ -113,13 +125,17 @@ class Worker:
             del self._complaints[:-40]
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
         except BrokenPipeError:
-            line = ""
+            pass  # it has ended, and what it said last is still to be read
+        return self._hear()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if line:
             return json.loads(line)
         code = self._process.wait()
@@ -203,26 +219,35 @@ def serve(
     """The worker's end: read options, prepare the side, then run it whenever a line asks.
 
     `prepare(side, options)` gives facts for the parent's checks, and a function that does one run and returns what to
-    report beside seconds and memory. Seconds it returns itself win over those of the whole call.
+    report beside seconds and memory. Seconds it returns itself win over those of the whole call. Of several ranks
+    the first answers, with the slowest one's seconds and the sum of their memory.
     """
     from archon.bench.memory import MemoryMeter, give_back_free_memory
 
     # Whatever a library prints must not land among the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    options = json.loads(os.environ[OPTIONS])
+    ranks = options.get("ranks", 1)
+    speaks = ranks == 1 or os.environ["RANK"] == "0"
 
     def answer(message: Mapping[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    options = json.loads(sys.stdin.readline())
+    def fail(error: Exception) -> None:
+        answer({"error": one_line(error)})
+        if ranks > 1:
+            os._exit(1)  # at once: the other ranks may be waiting in a collective, and torchrun ends them
+
     try:
         facts, run = prepare(side, options)
     except Exception as error:
-        return answer({"error": one_line(error)})
+        return fail(error)
     give_back_free_memory()
-    answer({"ready": facts})
-    for line in sys.stdin:
+    if speaks:
+        answer({"ready": facts})
+    for line in _requests(ranks):
         request = json.loads(line)
         request.pop("run")
         meter = MemoryMeter()
@@ -230,13 +255,38 @@ def serve(
         try:
             result = run(**request)
             meter.synchronize()
-            seconds = time.perf_counter() - start
-            memory = meter.read()
+            measured = {"seconds": time.perf_counter() - start, "memory": meter.read()}
+            measured = measured if ranks == 1 else _of_all_ranks(measured)
             give_back_free_memory()  # so that the next run, and who watches it from outside, start from what is in use
-            answer({"seconds": seconds, "memory": memory, **result})
+            if speaks:
+                answer({**measured, **result})
         except Exception as error:
-            answer({"error": one_line(error)})
+            fail(error)
     return None
+
+
+def _requests(ranks: int) -> Iterator[str]:
+    """The lines of the standard input, on every rank."""
+    if ranks == 1:
+        yield from sys.stdin
+        return
+    from archon.world import World
+
+    world = World.now()  # which `prepare` has joined
+    while line := world.tell(sys.stdin.readline):
+        yield line
+
+
+def _of_all_ranks(measured: dict[str, Any]) -> dict[str, Any]:
+    """The slowest rank's seconds, and the sum of memory by kind."""
+    from archon.world import World
+
+    everyone = [json.loads(data) for data in World.now().gather(json.dumps(measured).encode())]
+    kinds = measured["memory"]
+    return {
+        "seconds": max(rank["seconds"] for rank in everyone),
+        "memory": {kind: sum(rank["memory"][kind] for rank in everyone) for kind in kinds},
+    }
 
 
 def one_line(error: BaseException) -> str:
@@ -309,6 +359,9 @@ def finish(record: Record, keep: bool) -> None:
     for name, value in record.ratios.items():
         aim = "" if value.aim is None else f", aim {value.aim}: {'met' if value.aim_met else 'MISSED'}"
         say(f"  {name}: {value.value:.3g} (rounds {value.min:.3g} to {value.max:.3g}{aim})")
+    for name, profile in record.profiles.items():
+        parts = sorted(profile.items(), key=lambda part: -part[1])
+        say(f"  {name}, a profiled step: {', '.join(f'{kind} {seconds:.3g} s' for kind, seconds in parts)}")
     for name, reason in record.missing.items():
         say(f"  {name}: MISSING, {reason}")
     if keep:

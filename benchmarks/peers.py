@@ -1,4 +1,4 @@
-"""The peers' models with the weights of a Hugging Face checkpoint, for one process.
+"""The peers' models with the weights of a Hugging Face checkpoint, for one process or as one rank of several.
 
 Each function loads `path` and returns the module; what has to be changed for a CPU is said and done here and nowhere
 else. Each runs in a process of its own (see `benchmarks.harness`), so that its changes stay there.
@@ -11,12 +11,14 @@ import json
 import os
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from archon.convert import opened_weights
 from archon.megatron_config import megatron_arguments
@@ -46,6 +48,35 @@ def transformers_model(path: str, *, device: str = "cpu", dtype: str = "float32"
     return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention).to(
         device
     )
+
+
+def fsdp2_model(path: str) -> Any:
+    """transformers' model under PyTorch's FSDP2, on all ranks that torchrun has started: each layer is sharded,
+    then what is left; gloo as PyTorch sets it up."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = transformers_model(path).train()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def mean_of_ranks(value: Tensor) -> float:
+    """The mean of the ranks' numbers [], where there are several."""
+    if not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
+        return float(value)
+    torch.distributed.all_reduce(value)
+    return float(value) / torch.distributed.get_world_size()
+
+
+def whole_number(value: Tensor) -> float:
+    """A number [] that may be spread over ranks."""
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def torchtitan_model(path: str) -> nn.Module:
@@ -188,3 +219,20 @@ def _installed(name: str) -> bool:
     from importlib.util import find_spec
 
     return find_spec(name) is not None
+
+
+# By side: what makes its model, and how the peer is installed.
+MODELS: dict[str, tuple[Callable[[str], nn.Module], str]] = {
+    "transformers (FSDP2)": (fsdp2_model, "pip install -e ."),
+    "torchtitan": (torchtitan_model, "pip install -e '.[bench]' and pip install --no-deps torchtitan"),
+    "megatron-core": (megatron_model, "pip install -e '.[bench]'"),
+}
+
+
+def peer_model(side: str, path: str) -> nn.Module:
+    """The model of a side; ModuleNotFoundError, which says how to install it, where the peer is not installed."""
+    make, installation = MODELS[side]
+    try:
+        return make(path)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error} (to install it: {installation})", name=error.name) from error

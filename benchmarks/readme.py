@@ -34,6 +34,7 @@ Every comparison is a ratio measured in one run on one machine. Each side lives 
 is timed both must have computed the same (loss and gradient norm, greedy tokens, weights, prompts). Then the sides run
 in turn, after a warm-up; numbers are medians, with minimum and maximum in brackets. A ratio is that of two medians, its
 brackets the smallest and largest of a single round. A peer that is not installed or fails is listed with its reason.
+Where a training step misses an aim, a step of both sides under the profiler shows where the time goes.
 Absolute times of a CPU say little elsewhere; an aim is what the project set itself.
 
 ```
@@ -79,6 +80,15 @@ def memory(value: Spread) -> str:
     return ", ".join(f"{names.get(kind, kind)} {size / 1e9:.2f} GB" for kind, size in value.memory_bytes.items())
 
 
+def profile_table(record: Record) -> str:
+    """Seconds by kind of operator, the longest of archon's first."""
+    sides = record.profiles
+    kinds = dict.fromkeys(kind for side in sides.values() for kind in sorted(side, key=lambda kind: -side[kind]))
+    rows = [[kind, *(f"{number(side.get(kind, 0.0))} s" for side in sides.values())] for kind in kinds]
+    total = ["in all", *(f"{number(sum(side.values()))} s" for side in sides.values())]
+    return table(["a step's time", *sides], [*rows, total])
+
+
 def section(record: Record) -> str:
     """One record in full."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
@@ -101,6 +111,8 @@ def section(record: Record) -> str:
             worst[check.what] = max(worst.get(check.what, (0.0, 0.0)), (check.difference, check.tolerance))
         said = (f"{what} equal" if not limit else f"{what} within {seen:.0e}" for what, (seen, limit) in worst.items())
         parts.append(f"Checked before timing: {'; '.join(said)}.")
+    if record.profiles:
+        parts += ["One step under the profiler:", profile_table(record)]
     parts += [f"Missing: {peer} ({reason})." for peer, reason in record.missing.items()]
     parts += [f"{note[0].upper()}{note[1:]}." for note in record.notes]
     return "\n\n".join(parts)

@@ -40,6 +40,9 @@ class Record(StrictModel):
     checks: list[Check] = Field(default_factory=list)
     sides: dict[str, Spread] = Field(default_factory=dict)
     ratios: dict[str, Ratio] = Field(default_factory=dict)
+    profiles: dict[str, dict[str, float]] = Field(
+        default_factory=dict, description="where an aim is missed: seconds of a side's step by kind"
+    )
     missing: dict[str, str] = Field(default_factory=dict, description="peers that could not run, and why")
     notes: list[str] = Field(default_factory=list)
 

@@ -1,37 +1,45 @@
 """A whole training step, side by side: forward, cross-entropy, backward, clipping and AdamW.
 
-On a CPU: a Qwen3 of 26 million parameters in float32; an even batch (4 × 512 tokens) against transformers, torchtitan
-and megatron-core, and a ragged one (16 documents, 3,580 tokens) against transformers' three ways of taking it. On a
-GPU: the shapes of Qwen3-0.6B, 1.7B and 4B in bfloat16 with float32 masters, packed 4,096-token documents, with both
-MFUs.
+On a CPU: a Qwen3 of 26 million parameters in float32; an even batch (4 × 512 tokens) against transformers,
+torchtitan and megatron-core; a ragged one (16 documents, 3,580 tokens) against transformers' three ways of taking
+it; and the even one on two ranks against transformers under FSDP2. Where an aim is missed, a step of both sides is
+profiled. On a GPU: the shapes of Qwen3-0.6B, 1.7B and 4B in bfloat16 with float32 masters, packed 4,096-token
+documents, with both MFUs.
 
-    python -m benchmarks.train_step                     # both CPU cases, or the GPU cases where there is a GPU
-    python -m benchmarks.train_step --case even --quick
+    python -m benchmarks.train_step                     # the CPU cases, or the GPU cases where there is a GPU
+    python -m benchmarks.train_step --case even --quick --profile
     python -m benchmarks.train_step --case 4B --alone   # on a GPU, archon only
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from archon.bench.origin import spread
+from archon.bench.origin import Check, spread
 from benchmarks import harness
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
+from benchmarks.profiles import operator_seconds
+from benchmarks.record import Record
 
 RAGGED_LENGTHS = (241, 24, 512, 94, 307, 160, 47, 448, 186, 73, 352, 117, 213, 391, 139, 276)  # 3,580 in all
 GPU_CASES = {"0.6B": 8, "1.7B": 4, "4B": 2}  # documents of 4,096 tokens a step
 EVEN_AIMS = {"transformers": ">= 1.05", "torchtitan": ">= 1.05", "megatron-core": ">= 1.5"}
-# Tokens of a micro-batch of archon on a CPU: the whole even batch; the ragged one in parts that stay in the cache.
-CPU_TOKENS = {"even": 2048, "ragged": 1024}
+FSDP2 = "transformers (FSDP2)"
+# What is aimed for against transformers on one process is aimed for on two.
+TWO_RANKS_AIMS = {FSDP2: EVEN_AIMS["transformers"]}
 RAGGED_AIMS = {
     "transformers (padded)": ">= 2.5",
     "transformers (packed)": ">= 2",
     "transformers (one document at a time)": ">= 1.15",
 }
+CPU_CASES = {"even": EVEN_AIMS, "ragged": RAGGED_AIMS, "even-two-ranks": TWO_RANKS_AIMS}
+# Tokens of archon's micro-batches on a CPU: a rank's whole even batch; of the ragged one what stays cached.
+CPU_TOKENS = {"even": 2048, "ragged": 1024, "even-two-ranks": 1024}
 EAGER, COMPILED = "archon (eager)", "archon (compiled)"
 MFU_AIM = ">= 0.5"
 # The optimiser of every side. Without weight decay, since the sides decay different parameters by default.
@@ -45,35 +53,33 @@ Step = Callable[[], dict[str, float]]
 
 
 def documents(options: dict[str, Any]) -> list[Any]:
-    """The batch, the same for every side: one int64 tensor a document."""
+    """The batch, the same for every side: one int64 tensor a document; of several ranks, this one's documents."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
     vocab = shape(options["model"])["vocab_size"]
-    return [torch.randint(vocab, (length,), generator=generator) for length in options["lengths"]]
+    docs = [torch.randint(vocab, (length,), generator=generator) for length in options["lengths"]]
+    ranks = options.get("ranks", 1)
+    return docs if ranks == 1 else docs[int(os.environ["RANK"]) :: ranks]
 
 
-def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
     """Load the checkpoint into a side and take its first two steps, whose losses the parent compares."""
     step = (archon_step if side.startswith("archon") else peer_step)(side, options)
     first, second = step(), step()
     facts = {"loss": first["loss"], "grad_norm": first["grad_norm"], "loss_after_one_step": second["loss"]}
-    return facts, lambda: dict(step())
 
+    def run(profile: bool = False) -> dict[str, Any]:
+        return {"profile": operator_seconds(step)} if profile else dict(step())
 
-def padded(docs: list[Any]) -> tuple[Any, Any]:
-    """input_ids and attention_mask [B, S], padded on the right."""
-    from torch.nn.utils.rnn import pad_sequence
-
-    ids = pad_sequence(docs, batch_first=True)
-    mask = pad_sequence([doc.new_ones(len(doc)) for doc in docs], batch_first=True)
-    return ids, mask
+    return facts, run
 
 
 def archon_step(side: str, options: dict[str, Any]) -> Step:
     """`ArchonEngine.train_batch`, from the padded batch at its door."""
     from archon import ArchonEngine, EngineConfig
     from archon.loss import CrossEntropyLoss, loss_token_count
+    from benchmarks.peer_losses import padded
 
     betas = ADAMW["betas"]
     config = EngineConfig(
@@ -82,6 +88,7 @@ def archon_step(side: str, options: dict[str, Any]) -> Step:
         dtype=options["dtype"],
         max_tokens_per_mb=options["max_tokens_per_mb"],
         compile="compiled" in side,
+        layout=f"d{options.get('ranks', 1)}",
         optimizer={"lr": ADAMW["lr"], "beta1": betas[0], "beta2": betas[1], "eps": ADAMW["eps"], "weight_decay": 0.0},
     )
     engine = ArchonEngine(config)
@@ -99,16 +106,15 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
     import torch
 
     from benchmarks import peers
+    from benchmarks.peer_losses import LOSSES
 
     device = options["device"]
-    if side.startswith("transformers"):
+    if side == "transformers" or side in RAGGED_AIMS:
         model = peers.transformers_model(options["checkpoint"], device=device).train()
         # transformers' Trainer does this too: masters in float32, matrix products in bfloat16.
         autocast = torch.autocast(device, torch.bfloat16, enabled=options["dtype"] == "bfloat16")
     else:
-        model = {"torchtitan": peers.torchtitan_model, "megatron-core": peers.megatron_model}[side](
-            options["checkpoint"]
-        )
+        model = peers.peer_model(side, options["checkpoint"])
         autocast = torch.autocast("cpu", enabled=False)
     parts = LOSSES[side](model, [doc.to(device) for doc in documents(options)])
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
@@ -121,7 +127,7 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"loss": float(total), "grad_norm": float(norm)}
+        return {"loss": peers.mean_of_ranks(total), "grad_norm": peers.whole_number(norm)}
 
     return step
 
@@ -136,110 +142,42 @@ def autocast_each(parts: Iterator[Any], autocast: Any) -> Iterator[Any]:
         yield part
 
 
-def transformers_padded(model: Any, docs: list[Any]) -> Callable[[], Iterator[Any]]:
-    """[B, S] with an attention mask where documents differ in length."""
-    ids, mask = padded(docs)
-    labels = ids.masked_fill(mask == 0, -100)
-    given = {} if bool(mask.all()) else {"attention_mask": mask}
-
-    def parts() -> Iterator[Any]:
-        yield model(input_ids=ids, labels=labels, use_cache=False, **given).loss
-
-    return parts
+def compare(facts: Mapping[str, dict[str, Any]], dtype: str) -> list[Check]:
+    """Every side's first two steps against archon's. BenchmarkError where a side computed something else."""
+    checks = []
+    for what in ("loss", "grad_norm", "loss_after_one_step"):
+        tolerance = (TOLERANCE_AFTER_STEP if what == "loss_after_one_step" else TOLERANCE)[dtype]
+        theirs = {peer: found[what] for peer, found in facts.items() if peer != "archon"}
+        checks += harness.check_close(what, facts["archon"][what], theirs, tolerance)
+    return checks
 
 
-def transformers_packed(model: Any, docs: list[Any]) -> Callable[[], Iterator[Any]]:
-    """[1, T] with position ids that restart, from which transformers makes its block-diagonal mask."""
-    import torch
-
-    ids = torch.cat(docs)[None]
-    positions = torch.cat([torch.arange(len(doc), device=doc.device) for doc in docs])[None]
-    labels = ids.masked_fill(positions == 0, -100)
-
-    def parts() -> Iterator[Any]:
-        yield model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss
-
-    return parts
-
-
-def transformers_one_by_one(model: Any, docs: list[Any]) -> Callable[[], Iterator[Any]]:
-    """One forward and backward a document, gradients accumulated."""
-    total = sum(len(doc) - 1 for doc in docs)
-
-    def parts() -> Iterator[Any]:
-        for doc in docs:
-            yield model(input_ids=doc[None], labels=doc[None], use_cache=False, num_items_in_batch=total).loss
-
-    return parts
-
-
-def torchtitan_even(model: Any, docs: list[Any]) -> Callable[[], Iterator[Any]]:
-    """torchtitan's Decoder, and cross-entropy as its loss has it."""
-    import torch
-    import torch.nn.functional as F
-
-    ids = torch.stack(docs)
-    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
-
-    def parts() -> Iterator[Any]:
-        logits = model(ids)
-        yield F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
-
-    return parts
-
-
-def megatron_even(model: Any, docs: list[Any]) -> Callable[[], Iterator[Any]]:
-    """GPTModel's own loss of each token, averaged over those that predict."""
-    import torch
-    import torch.nn.functional as F
-
-    from benchmarks.peers import causal_mask
-
-    ids = torch.stack(docs)
-    labels, loss_mask = F.pad(ids[:, 1:], (0, 1)), F.pad(torch.ones_like(ids[:, 1:]), (0, 1)).float()
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    mask = causal_mask(ids.shape[1])
-
-    def parts() -> Iterator[Any]:
-        losses = model(ids, positions, mask, labels=labels)
-        yield (losses * loss_mask).sum() / loss_mask.sum()
-
-    return parts
-
-
-LOSSES: dict[str, Callable[[Any, list[Any]], Callable[[], Iterator[Any]]]] = {
-    "transformers": transformers_padded,
-    "transformers (padded)": transformers_padded,
-    "transformers (packed)": transformers_packed,
-    "transformers (one document at a time)": transformers_one_by_one,
-    "torchtitan": torchtitan_even,
-    "megatron-core": megatron_even,
-}
-
-
-def measure(case: str, options: dict[str, Any], aims: dict[str, str], rounds: int, keep: bool) -> None:
-    """One CPU case: check that losses and gradient norms agree, then time."""
-    tokens, dtype = sum(options["lengths"]), options["dtype"]
+def measure(
+    case: str, options: dict[str, Any], aims: dict[str, str], rounds: int, keep: bool, profile: bool = False
+) -> Record:
+    """One CPU case: check that losses and gradient norms agree, then time. Archon and the peers against which it
+    misses an aim (with `profile`, all) are profiled at the end."""
+    tokens, dtype, ranks = sum(options["lengths"]), options["dtype"], options.get("ranks", 1)
     say(f"train_step.{case}: {options['model']}, {len(options['lengths'])} documents, {tokens} tokens, {dtype}")
-    record = harness.new_record("train_step", case, options["threads"])
+    layout = "one process" if ranks == 1 else f"shared by {ranks} ranks on gloo, the weights sharded"
+    record = harness.new_record("train_step", case, options["threads"], layout)
     record.setup = {"model": shape(options["model"]), "lengths": options["lengths"], "dtype": dtype}
     record.setup["max_tokens_per_mb of archon"] = options["max_tokens_per_mb"]
     with Sides("benchmarks.train_step", ["archon", *aims], options) as sides:
-        for what, tolerance in (
-            ("loss", TOLERANCE),
-            ("grad_norm", TOLERANCE),
-            ("loss_after_one_step", TOLERANCE_AFTER_STEP),
-        ):
-            theirs = {peer: sides.facts(peer)[what] for peer in sides.workers if peer != "archon"}
-            record.checks += harness.check_close(what, sides.facts("archon")[what], theirs, tolerance[dtype])
+        record.checks = compare({side: sides.facts(side) for side in sides.workers}, dtype)
         runs = sides.alternate(rounds)
-    rates = {side: [tokens / run["seconds"] for run in results] for side, results in runs.items()}
-    for side, values in rates.items():
-        record.sides[side] = spread(values, "tok/s", runs[side])
-        if side != "archon":
-            record.ratios[f"archon / {side}"] = harness.ratio(rates["archon"], values, aims[side])
+        rates = {side: [tokens / run["seconds"] for run in results] for side, results in runs.items()}
+        for side, values in rates.items():
+            record.sides[side] = spread(values, "tok/s", runs[side])
+            if side != "archon":
+                record.ratios[f"archon / {side}"] = harness.ratio(rates["archon"], values, aims[side])
+        peers = [side for side in rates if side != "archon"]
+        missed = [side for side in peers if profile or record.ratios[f"archon / {side}"].aim_met is False]
+        for side in ["archon", *missed] if missed else []:
+            record.profiles[side] = sides.workers[side].run(profile=True)["profile"]
     record.missing = sides.missing
     harness.finish(record, keep)
+    return record
 
 
 def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, keep: bool) -> None:
@@ -287,7 +225,8 @@ def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, ke
 def main() -> None:
     """Parse, make the checkpoint, measure."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--case", choices=["even", "ragged", *GPU_CASES], help="one case only")
+    parser.add_argument("--case", choices=[*CPU_CASES, *GPU_CASES], help="one case only")
+    parser.add_argument("--profile", action="store_true", help="on a CPU: profile also where no aim is missed")
     parser.add_argument("--alone", action="store_true", help="on a GPU: without transformers")
     arguments = parser.parse_args()
     if arguments.worker:
@@ -297,7 +236,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     keep = not (arguments.quick or arguments.no_record)
     options: dict[str, Any] = {"threads": arguments.threads}
-    for case in [arguments.case] if arguments.case else list(GPU_CASES) if on_gpu else ["even", "ragged"]:
+    for case in [arguments.case] if arguments.case else list(GPU_CASES if on_gpu else CPU_CASES):
         with tempfile.TemporaryDirectory() as folder:
             if case in GPU_CASES:
                 made = make_checkpoint(Path(folder), case, dtype="bfloat16", device="cuda")
@@ -317,13 +256,12 @@ def main() -> None:
                 continue
             model = "tiny" if arguments.quick else "26M"
             made = make_checkpoint(Path(folder), model)
-            lengths = [512] * 4 if case == "even" else list(RAGGED_LENGTHS)
+            lengths = list(RAGGED_LENGTHS) if case == "ragged" else [512] * 4
             if arguments.quick:
                 lengths = [length // 4 for length in lengths]
             chosen = {"checkpoint": str(made), "model": model, "device": "cpu", "dtype": "float32", "lengths": lengths}
-            aims = EVEN_AIMS if case == "even" else RAGGED_AIMS
-            chosen["max_tokens_per_mb"] = CPU_TOKENS[case]
-            measure(case, {**options, **chosen}, aims, arguments.rounds, keep)
+            chosen |= {"max_tokens_per_mb": CPU_TOKENS[case], "ranks": 2 if case == "even-two-ranks" else 1}
+            measure(case, {**options, **chosen}, CPU_CASES[case], arguments.rounds, keep, arguments.profile)
     return None
 
 

@@ -43,7 +43,7 @@ def profiled(step: Callable[[], Any], model: nn.Module, device: torch.device) ->
     """The profile of one call of `step`, which is to end with the device's work done, and its seconds by the clock."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler, listening(labelled), _head_labelled(model), _waits_labelled():
+    with profile(activities=activities) as profiler, listening(labelled), _head_labelled(model), waits_labelled():
         start = time.perf_counter()
         with labelled(STEP):
             step()
@@ -79,7 +79,7 @@ def _head_labelled(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _waits_labelled() -> Iterator[None]:
+def waits_labelled() -> Iterator[None]:
     """Label what Python waits for in a collective, which no operator tells of."""
     waiting: Any = dist.Work
     wait = waiting.wait

@@ -34,6 +34,17 @@ def test_sides_run_in_turn_and_a_missing_or_failing_peer_is_reported(capfd):
     assert runs["peer"][-1]["memory"]["rss_above_start"] < OPTIONS["bytes"] / 10
 
 
+def test_the_ranks_of_a_side_answer_as_one():
+    options = {**OPTIONS, "threads": 2, "ranks": 2, "rank_seconds": 0.5}
+    with Sides(MODULE, ["archon", "one rank fails"], options) as sides:
+        runs = sides.alternate(rounds=2, warmup=0, touch="read")
+    assert [run["request"] for run in runs["archon"]] == [{"touch": "read"}] * 2
+    assert all(run["seconds"] >= 0.5 for run in runs["archon"])  # the slower rank's
+    memory = runs["archon"][-1]["memory"]
+    assert memory["rss_above_start"] == pytest.approx(2 * OPTIONS["bytes"], rel=HELD_MEMORY)
+    assert sides.missing == {"one rank fails": "one rank fails: ValueError: out of ideas"}
+
+
 def test_a_benchmark_ends_when_archon_cannot_run():
     with pytest.raises(BenchmarkError, match="archon cannot run: KeyError: 'answer'"):
         Sides(MODULE, ["archon"], {"threads": 1})
