@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from archon.metrics import read_jsonl
-from benchmarks.harness import ROOT, say
+from benchmarks.harness import ROOT, BenchmarkError, say
 
 CONFIG = ROOT / "benchmarks" / "learning" / "calculator.yaml"
 CHANGES = (
@@ -106,7 +106,13 @@ def soak(folder: Path, seconds: float) -> dict[str, Any]:
             samples.append(seen)
     children = descendants(process.pid) if process.poll() is None else []
     process.send_signal(signal.SIGINT)
-    code = process.wait(120)
+    try:
+        code = process.wait(120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise BenchmarkError("the run did not end within two minutes of its interruption") from None
+    if not samples:
+        raise BenchmarkError(f"the run ended with {code} before anything was seen of it")
     left = [child for child in children if Path(f"/proc/{child}").exists()]
     steps = read_jsonl(run_dir / "metrics.jsonl")
     return {
