@@ -1,7 +1,8 @@
-"""Free memory that the C library keeps: steps on batches of ever other shapes leave its heap full of holes.
+"""Memory that grows without being used, where every batch has another shape.
 
-glibc gives back what is free at the heap's end alone. Where every batch has another shape, the holes of a day are
-several times what a step needs.
+glibc gives back what is free at its heap's end alone, and so many tensors of so many sizes leave holes before it. And
+oneDNN, which multiplies matrices in bfloat16 on a CPU, keeps what it made ready for each shape that it met, a thousand
+of them, some half a mebibyte each, and PyTorch as many again for each thread.
 """
 
 from __future__ import annotations
@@ -9,14 +10,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 # A process may hold so much more than after the last time, before its holes are given back again. Looking takes some
 # microseconds, giving back some tens of milliseconds, and as long again until the pages have been provided anew.
 GROWTH, LEAST_BYTES = 1.25, 64 << 20
+# Products that are kept ready: those of some ten shapes of batches, forward and backward.
+KEPT_READY = 128
 
 _allowed = 0.0
+
+
+def bound_kernel_caches() -> None:
+    """Have oneDNN and PyTorch keep `KEPT_READY` products ready, unless the environment says otherwise; both look when
+    they are first used."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KEPT_READY))
 
 
 def give_back() -> bool:

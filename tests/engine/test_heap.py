@@ -1,7 +1,10 @@
-"""The holes that freed tensors leave in the C library's heap go back to the system."""
+"""Holes that freed tensors leave in the C library's heap go back to the system; caches of kernels are bounded."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +47,29 @@ def test_another_c_library_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_malloc_trim", lambda: None)
     monkeypatch.setattr(heap, "_allowed", 0.0)
     assert not give_back()
+
+
+RAGGED = """
+import archon
+import torch
+from archon.heap import _resident_bytes
+
+torch.set_num_threads(1)
+weight = torch.randn(384, 128, dtype=torch.bfloat16, requires_grad=True)
+start = _resident_bytes()
+for rows in range(16, 266):
+    inputs = torch.randn(rows, 128, dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.functional.linear(inputs, weight).sum().backward()
+print((_resident_bytes() - start) >> 20)
+"""
+
+
+def test_products_of_ever_other_shapes_hold_a_bounded_memory() -> None:
+    done = subprocess.run([sys.executable, "-c", RAGGED], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 240  # MiB; some 160 here, and 330 without a bound, which ends at 1060
+
+
+def test_what_the_environment_says_of_the_caches_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    heap.bound_kernel_caches()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
