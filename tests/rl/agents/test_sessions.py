@@ -150,7 +150,7 @@ def test_an_export_of_another_kind_is_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("style", ["individual", "concat"])
 def test_rewards_that_add_up_to_infinity_are_not_exported(style: Any) -> None:
     session = tree()
-    for name in "abd":
+    for name in ("a", "b", "d"):
         session.set_reward(1e308, name)
     with pytest.raises(RewardInvalid, match="a reward must be a finite number, got inf"):
         session.export(style)
