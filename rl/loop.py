@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from archon.checkpoint import agreed_latest, model_fingerprint, opened_state
@@ -14,13 +15,14 @@ from archon.engine_build import resolve_device
 from archon.parallel.layout import parse_layout
 from archon.ranks import join_process_group
 from archon.rl.datasets import RowLoader
-from archon.runner import Runner
+from archon.runner import Runner, StoppedError
 from archon.schema.config import EngineConfig, StrictModel
 from archon.schema.errors import CheckpointError
 from archon.state_file import read_whole
 from archon.world import World
 
 Config = TypeVar("Config", bound=StrictModel)
+Result = TypeVar("Result")
 
 
 def join(config: Config, model: EngineConfig) -> Config:
@@ -85,6 +87,24 @@ def long_lived_objects_frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def run_until_stopped(
+    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result], runner: Runner | None
+) -> Result:
+    """Run `work` on the loop to its end, or raise `StoppedError` when a signal asks the runner to stop."""
+    task = loop.create_task(work)
+
+    def cancel() -> None:
+        loop.call_soon_threadsafe(task.cancel)
+
+    with runner.cut_short(cancel) if runner else nullcontext():
+        try:
+            return loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            if runner is None or not runner.stop_number:
+                raise
+            raise StoppedError from None
 
 
 def load_newest(

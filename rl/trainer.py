@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from archon.rl.loop import (
     load_newest,
     long_lived_objects_frozen,
     require_same_rows,
+    run_until_stopped,
     save_newest,
     saved_at_the_end,
     timed,
@@ -46,16 +47,8 @@ from archon.world import World
 
 Result = TypeVar("Result")
 
-COLUMNS = (
-    "reward",
-    "eval/reward",
-    "eval/greedy_reward",
-    "loss",
-    "grad_norm",
-    "entropy",
-    "length",
-    "samples_per_second",
-)
+COLUMNS: tuple[str, ...] = ("reward", "eval/reward", "eval/greedy_reward", "loss", "grad_norm", "entropy", "length")
+COLUMNS += ("samples_per_second",)
 
 
 class RLTrainer:
@@ -377,19 +370,7 @@ class RLTrainer:
         return self.prompts.state_dict(self.ahead.ahead if self.ahead else ())
 
     def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run to its end, or raise `StoppedError` when a signal asks the run to stop."""
-        task = self._loop.create_task(work)
-
-        def cancel() -> None:
-            self._loop.call_soon_threadsafe(task.cancel)
-
-        with self.runner.cut_short(cancel) if self.runner else nullcontext():
-            try:
-                return self._loop.run_until_complete(task)
-            except asyncio.CancelledError:
-                if self.runner is None or not self.runner.stop_number:
-                    raise
-                raise StoppedError from None
+        return run_until_stopped(self._loop, work, self.runner)
 
     def _beside(self, work: Callable[[], Result]) -> Result:
         """Do this; while rollouts run ahead, in a thread, so that they go on."""
