@@ -8,8 +8,13 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
+import httpx
 import pytest
+
+from archon.cli.serve import make_server
+from archon.cli.serve_config import ServeConfig
 
 
 def test_serve_answers_until_it_is_interrupted(checkpoint):
@@ -50,3 +55,27 @@ def test_a_folder_without_a_checkpoint_is_one_line(archon, tmp_path):
 
 def test_unknown_fields_are_named(archon, checkpoint):
     assert "did you mean 'max_slots'" in archon("serve", checkpoint, "max_slot=3").complaint
+
+
+async def test_a_checkpoints_generation_defaults_do_not_change_answers(checkpoint: Path) -> None:
+    """Where a request sets nothing, sampling is at temperature 1 from the whole distribution, whatever
+    generation_config.json says; a request's own values count."""
+    body = {"messages": [{"role": "user", "content": "1+2="}], "seed": 3, "return_token_ids": True}
+
+    async def tokens(**changes: float) -> list[int]:
+        server = make_server(checkpoint, ServeConfig(max_new_tokens=32), None)
+        try:
+            async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+                response = await client.post(f"{await server.start()}/chat/completions", json=body | changes)
+        finally:
+            await server.close()
+        answer: list[int] = response.json()["choices"][0]["token_ids"]
+        return answer
+
+    (checkpoint / "generation_config.json").unlink(missing_ok=True)
+    plain, greedy = await tokens(), await tokens(temperature=0)
+    defaults = {"do_sample": True, "temperature": 0.01, "top_k": 1, "top_p": 0.1, "max_new_tokens": 2}
+    (checkpoint / "generation_config.json").write_text(json.dumps(defaults))
+    assert await tokens() == plain != greedy
+    assert len(plain) > 2
+    assert await tokens(temperature=0) == greedy
