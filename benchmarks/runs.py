@@ -59,13 +59,31 @@ def _soak(lines: Sequence[Line]) -> list[list[str]]:
         [
             f"{line['seconds'] / 60:.0f} min",
             f"{line['steps']:,}",
-            *(f"{line['after_warm_up'][name]:.0f} → {line['at_the_end'][name]:.0f}" for name in _HELD),
+            *_held(line),
             "✓" if line["passed"] else "✗ missed",
         ]
         for line in lines
     ]
 
 
+def _serve_load(lines: Sequence[Line]) -> list[list[str]]:
+    *_, outcome = lines
+    return [
+        [
+            f"{outcome['seconds'] / 60:.1f} min",
+            *(f"{outcome[name]:,}" for name in ("answers", "errors", "lost")),
+            f"{outcome['ratio']:.2f}×",
+            *_held(outcome),
+            "✓" if outcome["passed"] else "✗ missed",
+        ]
+    ]
+
+
+def _held(line: Line) -> list[str]:
+    return [f"{line['after_warm_up'][name]:.0f} → {line['at_the_end'][name]:.0f}" for name in _HELD]
+
+
+_HEADS = ("MiB", "files", "sockets", "threads", "processes")
 _HELD = ("mib", "files", "sockets", "threads", "processes")
 _TABLES = {
     "learning": (
@@ -83,7 +101,13 @@ _TABLES = {
     "soak": (
         "Does it last",
         "make test-soak",
-        ("asynchronous RL of an agent", "steps", "MiB", "files", "sockets", "threads", "processes", ""),
+        ("asynchronous RL of an agent", "steps", *_HEADS, ""),
         _soak,
+    ),
+    "serve_load": (
+        "A server under load",
+        "make test-serve-load",
+        ("64 agents", "answers", "errors", "lost", "the bare generator's speed", *_HEADS, ""),
+        _serve_load,
     ),
 }

@@ -7,12 +7,9 @@ threads and child processes are read from /proc. Then it is interrupted, as by C
     python -m benchmarks.soak --record benchmarks/records/soak.jsonl
     python -m benchmarks.soak --record trial.jsonl --minutes 2
 
-The policy hardly learns, so that the last step has as much to do as the first. The first third of the time is warm-up.
-Of the rest, the first and the last quarter are compared: the least memory, to which the process comes back whenever it
-gives its free pages back, may grow by 3 %; the least number seen of open files, of threads and of processes, which
-change with what is being done, and the largest of sockets, which the agents fill up to their client's limit, may not
-grow at all. Nothing may be left after the end: no process, and in the folder for temporary files nothing but PyTorch's
-cache of compiled code. The command ends with 1 where it is otherwise.
+The policy hardly learns, so that the last step has as much to do as the first. What may grow, `benchmarks.watch` says.
+Nothing may be left after the end: no process, and in the folder for temporary files nothing but PyTorch's cache of
+compiled code. The command ends with 1 where it is otherwise.
 """
 
 from __future__ import annotations
@@ -25,66 +22,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from archon.metrics import read_jsonl
 from benchmarks.harness import ROOT, BenchmarkError, say
+from benchmarks.watch import EVERY, Watch, descendants, verdict
 
 CONFIG = ROOT / "benchmarks" / "learning" / "calculator.yaml"
 CHANGES = (
     *("total_steps=1000000", "rollout.max_staleness=2", "checkpoint.every=25", "evaluation.every=100"),
     *("evaluation.max_prompts=50", "actor.optimizer.lr=1.0e-8", "rollout.dump_groups=2"),
 )
-EVERY, GROWTH = 5.0, 1.03
-SEEN = {"mib": min, "files": min, "threads": min, "processes": min, "sockets": max}
 COMPILED = "torchinductor_"
-
-Sample = dict[str, float]
-
-
-def descendants(pid: int) -> list[int]:
-    """Child processes, and theirs."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
-def resident(pid: int) -> int:
-    """Private and shared memory of a process, in bytes; what several share counts once for them all."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-
-
-def sample(pid: int) -> Sample | None:
-    """What a run holds now; None where a process of it ended while it was read."""
-    try:
-        children = descendants(pid)
-        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        return {
-            "mib": sum(map(resident, [pid, *children])) / 2**20,
-            "sockets": sum(link.startswith("socket:") for link in links),
-            "files": sum(not link.startswith("socket:") for link in links),
-            "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
-            "processes": len(children),
-        }
-    except (FileNotFoundError, ProcessLookupError, StopIteration):
-        return None
-
-
-def verdict(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The first and the last quarter after the warm-up, and whether these are alike."""
-    settled = samples[len(samples) // 3 :]
-    quarter = max(1, len(settled) // 4)
-    then, now = (
-        {name: of(s[name] for s in part) for name, of in SEEN.items()}
-        for part in (settled[:quarter], settled[-quarter:])
-    )
-    flat = all(now[name] <= (GROWTH if name == "mib" else 1.0) * then[name] for name in SEEN)
-    return {"after_warm_up": then, "at_the_end": now, "flat": flat}
 
 
 def soak(folder: Path, seconds: float) -> dict[str, Any]:
@@ -98,12 +48,11 @@ def soak(folder: Path, seconds: float) -> dict[str, Any]:
     )
     while process.poll() is None and not (run_dir / "checkpoints").exists():
         time.sleep(EVERY)
-    samples: list[Sample] = []
     until = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < until:
-        time.sleep(EVERY)
-        if (seen := sample(process.pid)) is not None:
-            samples.append(seen)
+    with Watch(process.pid) as watch:
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(EVERY)
+    samples = watch.samples
     children = descendants(process.pid) if process.poll() is None else []
     process.send_signal(signal.SIGINT)
     try:
@@ -118,7 +67,7 @@ def soak(folder: Path, seconds: float) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "samples": len(samples),
-        "mib_by_minute": [round(s["mib"]) for s in samples[:: round(60 / EVERY)]],
+        "mib_by_minute": watch.mib_by_minute(),
         "code": code,
         "steps": steps[-1]["step"],
         "failed": sum(value for row in steps for name, value in row.items() if name.startswith("rollout/dropped/")),

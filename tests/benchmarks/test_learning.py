@@ -14,7 +14,7 @@ from archon.metrics import read_jsonl
 from archon.rl.config import PreferenceConfig, RLConfig
 from benchmarks.learning import calculator, preferences, walking
 from benchmarks.learning.__main__ import TASKS, run
-from benchmarks.soak import verdict
+from benchmarks.watch import verdict
 
 
 def fields(config: dict[str, Any]) -> list[tuple[str, str]]:
