@@ -25,7 +25,10 @@ TITLES = {
     "generate": "Generation",
     "load": "Loading a checkpoint",
     "time_to_reward": "Time to reward",
+    "speed": "What each device for speed brings",
 }
+# Many small cases of one kind: a line each.
+COMPACT = {"speed"}
 INTRODUCTION = f"""# Benchmarks
 
 Made by `python -m benchmarks.readme` from the files in `records/`; a test fails when the two differ.
@@ -118,6 +121,22 @@ def section(record: Record) -> str:
     return "\n\n".join(parts)
 
 
+def lines(records: Sequence[Record]) -> str:
+    """Records in short."""
+    rows = [
+        [
+            record.case,
+            name,
+            ratio(value),
+            *map(spread, record.sides.values()),
+            f"{record.commit}, {record.threads} threads",
+        ]
+        for record in records
+        for name, value in record.ratios.items()
+    ]
+    return table(["case", "ratio", "measured", "with", "without", "commit"], rows)
+
+
 def summary(records: Sequence[Record]) -> str:
     """One line for each ratio that has an aim."""
     rows = [
@@ -137,7 +156,7 @@ def readme(records: Sequence[Record]) -> str:
     for name, title in TITLES.items():
         of_this = [record for record in records if record.benchmark == name]
         if of_this:
-            parts += [f"## {title}", *(section(record) for record in of_this)]
+            parts += [f"## {title}", *([lines(of_this)] if name in COMPACT else map(section, of_this))]
     for title, how, head, rows in run_tables():
         parts += [f"## {title}", f"`{how}`", table(head, rows)]
     return "\n\n".join(parts) + "\n"

@@ -75,11 +75,9 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
     return facts, run
 
 
-def archon_step(side: str, options: dict[str, Any]) -> Step:
-    """`ArchonEngine.train_batch`, from the padded batch at its door."""
+def archon_engine(options: dict[str, Any], compiled: bool = False) -> Any:
+    """The engine of archon's side, initialised."""
     from archon import ArchonEngine, EngineConfig
-    from archon.loss import CrossEntropyLoss, loss_token_count
-    from benchmarks.peer_losses import padded
 
     betas = ADAMW["betas"]
     config = EngineConfig(
@@ -87,18 +85,31 @@ def archon_step(side: str, options: dict[str, Any]) -> Step:
         device=options["device"],
         dtype=options["dtype"],
         max_tokens_per_mb=options["max_tokens_per_mb"],
-        compile="compiled" in side,
+        compile=compiled,
         layout=f"d{options.get('ranks', 1)}",
         optimizer={"lr": ADAMW["lr"], "beta1": betas[0], "beta2": betas[1], "eps": ADAMW["eps"], "weight_decay": 0.0},
     )
     engine = ArchonEngine(config)
     engine.initialize()
-    ids, mask = padded(documents(options))
+    return engine
+
+
+def step_of(engine: Any, docs: list[Any]) -> Step:
+    """`ArchonEngine.train_batch`, from the padded batch at its door."""
+    from archon.loss import CrossEntropyLoss, loss_token_count
+    from benchmarks.peer_losses import padded
+
+    ids, mask = padded(docs)
     loss_mask = mask.clone()
     loss_mask[:, 0] = 0  # nothing predicts a document's first token
     batch = {"input_ids": ids, "attention_mask": mask.bool(), "loss_mask": loss_mask}
     loss_fn = CrossEntropyLoss()
     return lambda: engine.train_batch(batch, loss_fn, loss_token_count)
+
+
+def archon_step(side: str, options: dict[str, Any]) -> Step:
+    """archon's step on this side's documents."""
+    return step_of(archon_engine(options, "compiled" in side), documents(options))
 
 
 def peer_step(side: str, options: dict[str, Any]) -> Step:
