@@ -13,7 +13,7 @@ MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
-	@echo "make test       every test that takes less than 20 s"
+	@echo "make test       every test that takes less than 10 s"
 	@echo "make test-all   every test"
 	@echo "make test-kill  all kill tests, with their record"
 	@echo "make test-matrix  the gradient matrix, with its record and its table in parallel/README.md"

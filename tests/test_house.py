@@ -134,7 +134,7 @@ def run_tests(tmp_path, body, *arguments, ci=None):
     )
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_any_other_skip_fails_the_run(workers, tmp_path):
     done = run_tests(tmp_path, SKIPS, *workers)
     assert done.returncode == 1, done.stdout

@@ -34,6 +34,7 @@ def test_sides_run_in_turn_and_a_missing_or_failing_peer_is_reported(capfd):
     assert runs["peer"][-1]["memory"]["rss_above_start"] < OPTIONS["bytes"] / 10
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_side_answer_as_one():
     options = {**OPTIONS, "threads": 2, "ranks": 2, "rank_seconds": 0.5}
     with Sides(MODULE, ["archon", "one rank fails"], options) as sides:

@@ -35,6 +35,7 @@ def ours(options: dict[str, Any]) -> dict[str, Any]:
     return train_step.prepare("archon", options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", train_step.EVEN_AIMS)
 def test_a_peer_computes_what_archon_does(peer: str, options: dict[str, Any], ours: dict[str, Any]) -> None:
     worker = Worker(MODULE, peer, options)
@@ -63,6 +64,7 @@ def test_two_ranks_compute_what_one_process_does(options: dict[str, Any], ours: 
             assert worker.run(profile=True)["profile"]["collectives"] > 0
 
 
+@pytest.mark.slow
 def test_another_result_is_refused_before_anything_is_timed(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +100,7 @@ def run(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tu
     return record, screen.getvalue()
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_installed_is_reported(run: tuple[Record, str]) -> None:
     record, screen = run
     assert list(record.sides) == ["archon", "transformers"]
@@ -107,6 +110,7 @@ def test_a_peer_that_is_not_installed_is_reported(run: tuple[Record, str]) -> No
     assert f"Missing: torchtitan ({reason})." in readme.section(record)
 
 
+@pytest.mark.slow
 def test_a_missed_aim_comes_with_the_profile_of_both_sides(run: tuple[Record, str]) -> None:
     record, screen = run
     assert record.ratios["archon / transformers"].aim_met is False

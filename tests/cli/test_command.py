@@ -178,6 +178,7 @@ def test_a_dry_run_finds_what_the_run_would_stumble_over(archon, rl_overrides, c
     assert complaint in archon("rl", *rl_overrides, change, "--dry-run").complaint
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves_and_the_run_goes_on(archon, rl_overrides, tmp_path):
     arguments = [sys.executable, "-m", "archon", "rl", *rl_overrides, "evaluation.every=0"]
     process = subprocess.Popen(

@@ -32,8 +32,9 @@ ZBV = Case("p2", "tied", config={"pipeline": {"schedule": "zbv"}})
 E2, T2_MOE, E4 = (Case(layout, "moe") for layout in ("d2e2", "t2", "d2t2e4"))
 ETP = Case("(attn:d2t2|ffn:d1t2e2)", "moe")
 STAGED_E2 = Case("d2p2e2", "moe", config={"pipeline": {"schedule": "zbv"}})
-QUICK = [(ONE, D2), (D2, T2), (T2, P2), (P2, ZBV), (ZBV, ONE), (ONE_MOE, E2), (E2, T2_MOE), (D2P2, D2T2)]
+QUICK = [(ONE, D2), (D2, T2), (T2, P2), (P2, ZBV), (ZBV, ONE), (ONE_MOE, E2), (E2, T2_MOE)]
 FURTHER = [
+    (D2P2, D2T2),
     *[(D2, C2), (C2, R2), (R2, ZBV), (ONE, T4), (T4, D2P2), (D2T2, R2D2), (R2D2, D4), (D4, P2), (D2P2, ONE)],
     *[(E2, ONE_MOE), (E2, ETP), (ETP, E4), (E4, STAGED_E2), (STAGED_E2, E2), (T2_MOE, ETP), (ETP, ONE_MOE)],
 ]

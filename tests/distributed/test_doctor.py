@@ -128,6 +128,7 @@ def stall(path: str, folder: str) -> None:
     step(engine, CrossEntropyLoss())
 
 
+@pytest.mark.slow
 def test_a_step_that_stalls_leaves_every_ranks_stacks(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     ranks(2).run(stall, write_config(tmp_path / "model", "dense"), str(tmp_path / "stacks"))
     waiting, sleeping = ((tmp_path / "stacks" / f"rank{rank}.txt").read_text() for rank in (0, 1))
@@ -182,6 +183,7 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
         assert line in done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_foretells_a_rank(tmp_path: Path) -> None:
     path = write_config(tmp_path, "moe")
     done = run("archon", "doctor", path, "--layout", "d16e8", "--rank", "5", "--tokens", str(TOKENS))

@@ -55,6 +55,7 @@ def test_the_traceback_of_the_rank_that_raised_and_no_other(tmp_path: Path) -> N
     assert output.count("archon: rank") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path) -> None:
     code, output = fail(tmp_path, "kill")
     assert code == 1
@@ -88,6 +89,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_saved(tmp_path: Path) -> Non
     assert found[0] == STEP
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_processes_is_one_line_once(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     overrides = [f"run_dir={tmp_path / 'run'}", f"model.path={tmp_path / 'blank'}", f"train_data.path={tmp_path}"]

@@ -32,7 +32,7 @@ TOKENS = 192
 # layout, model, engine options, micro-batches
 CASES = [
     pytest.param("d2t2", "dense", {}, 2),
-    pytest.param("d2c2", "tied", {"context_parallel": "allgather"}, 1),
+    pytest.param("d2c2", "tied", {"context_parallel": "allgather"}, 1, marks=pytest.mark.slow),
     pytest.param("d2t2e4", "moe", {}, 1, marks=pytest.mark.slow),
     pytest.param("p2t2", "tied_moe", {}, 2, marks=pytest.mark.slow),
 ]

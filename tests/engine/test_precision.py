@@ -254,7 +254,7 @@ def check_compiled(engine: ArchonEngine, plain: ArchonEngine) -> None:
 @pytest.mark.parametrize(
     ("dtype", "policy"),
     [
-        ("float32", {"mode": "selective"}),
+        pytest.param("float32", {"mode": "selective"}, marks=pytest.mark.slow),
         pytest.param("float32", {"mode": "none"}, marks=pytest.mark.slow),
         pytest.param("bfloat16", {"mode": "full"}, marks=pytest.mark.slow),
     ],

@@ -68,6 +68,7 @@ def test_logits_are_archons(tmp_path: Path) -> None:
         assert_same(logits, archon_logits(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("groups", "tp"), [(2, 2), (1, 2)], ids=["heads divided", "fewer heads than ranks"])
 def test_logits_of_tensor_parallel_ranks_are_archons(tmp_path: Path, groups: int, tp: int) -> None:

@@ -54,7 +54,7 @@ def whole(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> RLConfig:
     [
         ("rollout", signal.SIGINT, 2),
         pytest.param("rollout", signal.SIGTERM, 2, marks=pytest.mark.slow),
-        ("reward", signal.SIGINT, 2),
+        pytest.param("reward", signal.SIGINT, 2, marks=pytest.mark.slow),
         pytest.param("update", signal.SIGINT, 3, marks=pytest.mark.slow),
         pytest.param("push", signal.SIGINT, 3, marks=pytest.mark.slow),
         ("evaluation", signal.SIGINT, 2),

@@ -343,6 +343,7 @@ async def test_a_failure_of_ours_is_500_and_keeps_its_secret(
 JUNK: list[Any] = [None, True, -1, 0, 3.5, 10**30, 1e308, "", "x", "\x00", [], [None], [[]], {}, {"type": "text"}, "é"]
 
 
+@pytest.mark.slow
 async def test_no_malformed_body_is_answered_with_5xx(serve: Start, client: httpx.AsyncClient) -> None:
     """Good bodies with any one value replaced by junk, at any depth."""
     _, url = await serve()
