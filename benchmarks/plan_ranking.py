@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
@@ -88,14 +89,15 @@ class Sizes(NamedTuple):
 
 
 def kendall_tau(*groups: Sequence[tuple[float, float]]) -> float:
-    """Concordant less discordant pairs over all pairs (Kendall 1938, tau a); pairs of two groups are not compared."""
+    """Concordant less discordant pairs over all pairs (Kendall 1938, tau a), those within a group; not a number
+    where there are none."""
     score = count = 0
     for group in groups:
         for (a, b), (c, d) in combinations(group, 2):
             product = (a - c) * (b - d)
             score += (product > 0) - (product < 0)
             count += 1
-    return score / count
+    return score / count if count else math.nan
 
 
 def calibrated(ranks: int, folder: Path) -> Hardware:
@@ -172,16 +174,18 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def main() -> int:
     """Calibrate, measure, foretell, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", choices=[*RANKED, []], help=f"default: {' '.join(RANKED)}")
+    parser.add_argument("models", nargs="*", default=list(RANKED), help=f"default: {' '.join(RANKED)}")
     parser.add_argument("--rounds", type=int, default=3, help="sweeps over a model's layouts (default 3)")
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines, written anew")
     options = parser.parse_args()
+    if unknown := [name for name in options.models if name not in RANKED]:
+        parser.error(f"no such model here: {', '.join(unknown)}; expected some of {', '.join(RANKED)}")
     with tempfile.TemporaryDirectory() as folder:
         hardware = calibrated(RANKS, Path(folder))
         say(hardware.to_yaml())
         found = {
             name: rank_layouts(RANKED[name], hardware, Sizes(), options.rounds, Path(folder, name))
-            for name in options.models or RANKED
+            for name in options.models
         }
     tau = kendall_tau(*map(pairs, found.values()))
     head = origin(shlex.join(["python", "-m", "benchmarks.plan_ranking", *sys.argv[1:]]))
@@ -192,7 +196,7 @@ def main() -> int:
     for name, rows in found.items():
         say("\n".join(table(name, rows)))
     say(f"Kendall's tau {tau:.2f} in all, within models; at least {AIM} is wanted")
-    return int(tau < AIM or any("reason" in row for rows in found.values() for row in rows))
+    return int(not tau >= AIM or any("reason" in row for rows in found.values() for row in rows))
 
 
 if __name__ == "__main__":
