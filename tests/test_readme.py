@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from archon.metrics import read_jsonl
+from archon.parallel.layout import parse_layout
+from tests.distributed.runs import make_inputs
 from tests.tolerances import PARITY_FP32
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 
 
-def shown(name: str, page: Path = README) -> str:
-    """The Python block behind `<!-- test: name -->`."""
-    found = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
+def shown(name: str, page: Path = README, language: str = "python") -> str:
+    """The block behind `<!-- test: name -->`."""
+    found = re.search(rf"<!-- test: {name} -->\n```{language}\n(.*?)```", page.read_text(), re.DOTALL)
     assert found, f"{page} shows no block named {name}"
     return found[1]
 
@@ -57,6 +66,33 @@ def test_the_plain_loop_trains_a_checkpoint_that_transformers_loads(
         return torch.nn.functional.cross_entropy(logits[0, :-1], document[0, 1:])
 
     assert loss(theirs) < loss(first) - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.timeout(3000)
+def test_a_layout_is_chosen_checked_and_trained_with_from_a_folder_without_weights(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    (tmp_path / "blank").rename(tmp_path / "model")
+    programs = {"archon": ["archon"], "torchrun": ["torch.distributed.run", "--standalone"]}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for line in shown("choose-check-train", language="bash").splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        done = subprocess.run(
+            [sys.executable, "-m", *programs[program], *arguments],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}"
+
+    planned = yaml.safe_load((tmp_path / "run.yaml").read_text())["model"]["layout"]
+    assert parse_layout(planned).world_size == 2
+    # 90 rows in batches of 512 / 64, the last one filled up.
+    last = read_jsonl(tmp_path / "runs" / "planned" / "metrics.jsonl")[-1]
+    assert last["step"] == 12 and math.isfinite(last["loss"])
 
 
 def test_the_reward_of_the_rl_guide_scores_through_the_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
-"""The three constants that no data sheet tells, measured on the machine at hand."""
+"""The figures that no data sheet tells, measured on the machine at hand.
+
+Every rank of a process group calls `calibrate`. No layout's step is among what it measures: products, copies,
+collectives, and on a CPU a plain pass of a small model and FSDP's handling of small blocks.
+"""
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -11,7 +15,17 @@ import torch
 import torch.distributed as dist
 
 from archon.planner.hardware import Hardware, read_hardware
+from archon.planner.probe import (
+    efficiency,
+    fit_latency,
+    host_seconds,
+    largest,
+    latencies,
+    seconds,
+    shard_seconds,
+)
 from archon.schema.errors import ConfigError
+from archon.world import World
 
 # Rows, columns and inner size of the product; elements of the copy and of the tensor that is summed over ranks.
 GEMM = {"cuda": 8192, "cpu": 1024}
@@ -23,29 +37,66 @@ ROUNDS = 5
 def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
     """`like` with what this machine reaches; every rank of a process group calls it.
 
-    On a CPU, which no data sheet here describes, the peaks themselves are the measured ones and the shares 1. Without
-    several ranks the links stay as they are.
+    On a CPU, which no data sheet here describes, the peaks themselves are the measured ones, and the node has as many
+    ranks as run now. Without several ranks the links stay as they are.
     """
     known = read_hardware(like)
-    kind = device.type
-    gemm, memory, link = _gemm(device, dtype), _memory(device), _link(device)
-    found: dict[str, Any] = {"name": f"{like}-calibrated"}
-    if kind == "cpu":
-        found |= {"name": "cpu", "bf16_flops": gemm, "fp32_flops": gemm, "memory_bandwidth": memory}
-        found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0, "gpus_per_node": 1 if link is None else _world()}
-        found |= {"memory_bytes": _cpu_memory(), "reserve_bytes": 2**29}
-        if link is not None:
-            found |= {"node_bandwidth": link, "network_bandwidth": link, "link_efficiency": 1.0}
-        return Hardware.model_validate(known.model_dump() | found)
-    found |= {
-        "gemm_efficiency": _share("products", gemm, known.flops(str(dtype).removeprefix("torch."))),
-        "memory_efficiency": _share("copies", memory, known.memory_bandwidth),
+    if device.type == "cpu":
+        return _calibrate_cpu(known, dtype)
+    found: dict[str, Any] = {
+        "name": f"{like}-calibrated",
+        "gemm_efficiency": _share("products", _gemm(device, dtype), known.flops(str(dtype).removeprefix("torch."))),
+        "memory_efficiency": _share("copies", _memory(device), known.memory_bandwidth),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
     }
-    if link is not None:
-        in_node = _world() <= known.gpus_per_node
-        found["link_efficiency"] = _share("sums", link, known.node_bandwidth if in_node else known.network_bandwidth)
+    if World.now().size > 1:
+        in_node = World.now().size <= known.gpus_per_node
+        bandwidth = known.node_bandwidth if in_node else known.network_bandwidth
+        found["link_efficiency"] = _share("sums", _link(device), bandwidth)
     return Hardware.model_validate(known.model_dump() | found)
+
+
+def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
+    """What one rank reaches alone, how many ranks reach it beside one another, and what collectives take.
+
+    Whatever all ranks measure together is divided by their crowding, by which the time model multiplies.
+    """
+    device, world = torch.device("cpu"), World.now()
+    gemm, processors = _products(dtype, world)
+    memory = _alone(lambda: _memory(device), world)
+    layer, micro_batch = _alone(host_seconds, world)
+    found: dict[str, Any] = {
+        "name": "cpu",
+        "bf16_flops": gemm,
+        "fp32_flops": gemm,
+        "gemm_efficiency": 1.0,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "reserve_bytes": 2**29,
+        "memory_bandwidth": memory,
+        "memory_efficiency": 1.0,
+        "gpus_per_node": world.size,
+        "processors": processors,
+        "overlap": 0.0,
+        "layer_overhead_s": layer,
+        "micro_batch_overhead_s": micro_batch,
+    }
+    crowding = max(1.0, world.size / processors)
+    if world.size > 1:
+        bandwidth = _link(device) * crowding
+        by_size = latencies(world.size)
+        latency, more = (s / crowding for s in fit_latency(by_size))
+        found |= {
+            "node_bandwidth": bandwidth,
+            "network_bandwidth": bandwidth,
+            "link_efficiency": 1.0,
+            "node_latency_s": latency,
+            "node_latency_per_rank_s": more,
+            "network_latency_s": latency,
+            "shard_overhead_s": max(0.0, shard_seconds(world.size) - by_size[world.size]) / crowding,
+        }
+    draft = Hardware.model_validate(known.model_dump() | found)
+    share = _alone(lambda: efficiency(draft, dtype), world)
+    return draft.model_copy(update={"gemm_efficiency": share})
 
 
 def _share(what: str, reached: float, peak: float) -> float:
@@ -57,34 +108,33 @@ def _share(what: str, reached: float, peak: float) -> float:
     return min(reached / peak, 1.0)
 
 
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _products(dtype: torch.dtype, world: World) -> tuple[float, float]:
+    """FLOP/s of a rank alone, and how many such ranks all of them together are worth.
+
+    Alone and together in turn, since other programs may come and go. One process knows only the cores it may use.
+    """
+    device = torch.device("cpu")
+    if world.size == 1:
+        cores = len(os.sched_getaffinity(0)) / torch.get_num_threads()
+        return _gemm(device, dtype), max(1.0, cores)
+    alone, together = [], []
+    for _ in range(ROUNDS):
+        alone.append(_alone(lambda: _gemm(device, dtype, 1), world))
+        world.most(0)
+        own = torch.tensor(_gemm(device, dtype, 1), dtype=torch.float64)
+        dist.all_reduce(own)
+        together.append(float(own))
+    worth = median(sum_ / one for sum_, one in zip(together, alone, strict=True))
+    return median(alone), min(max(worth, 1.0), world.size)
 
 
-def _cpu_memory() -> int:
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The median of several rounds after one that is not counted."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        _wait(device)
-        start = time.perf_counter()
-        work()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
+def _alone(measure: Callable[[], Any], world: World) -> Any:
+    """What rank 0 measures while the others wait."""
+    world.most(0)
+    return world.tell(measure)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _gemm(device: torch.device, dtype: torch.dtype) -> float:
+def _gemm(device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS) -> float:
     """FLOP/s of a large product."""
     n = GEMM[device.type]
     left, right = (torch.randn(n, n, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
@@ -94,23 +144,18 @@ def _gemm(device: torch.device, dtype: torch.dtype) -> float:
         for _ in range(repeats):
             torch.matmul(left, right)
 
-    return repeats * 2 * n**3 / _seconds(work, device)
+    return repeats * 2 * n**3 / seconds(work, device, rounds)
 
 
 def _memory(device: torch.device) -> float:
     """Bytes/s read and written by a copy."""
     source = torch.zeros(COPIED[device.type], device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device)
+    return 2 * source.numel() * 4 / seconds(lambda: target.copy_(source), device, ROUNDS)
 
 
-def _link(device: torch.device) -> float | None:
+def _link(device: torch.device) -> float:
     """Bytes/s that a rank sends in an all-reduce: 2 (n - 1) / n of the tensor (nccl-tests' bus bandwidth)."""
-    n = _world()
-    if n == 1:
-        return None
-    tensor = torch.zeros(SUMMED[device.type], device=device)
-    own = 2 * (n - 1) / n * tensor.numel() * 4 / _seconds(lambda: dist.all_reduce(tensor), device)
-    slowest = torch.tensor(own, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
-    return float(slowest)
+    n, tensor = World.now().size, torch.zeros(SUMMED[device.type], device=device)
+    own = 2 * (n - 1) / n * tensor.numel() * 4 / seconds(lambda: dist.all_reduce(tensor), device, ROUNDS)
+    return -largest(-own)

@@ -32,9 +32,34 @@ class Hardware(StrictModel):
     memory_efficiency: float = Field(gt=0, le=1, description="share of the memory bandwidth that work reaches")
     link_efficiency: float = Field(gt=0, le=1, description="share of a link's bandwidth that collectives reach")
 
+    # What a GPU's file leaves out: there the host keeps ahead of the device, and a rank has a device of its own.
+    processors: float = Field(
+        0, ge=0, description="ranks of a node that run at full speed beside one another, more share it; 0: all of them"
+    )
+    overlap: float = Field(
+        1, ge=0, le=1, description="share of the traffic of weights and stages that runs beside computation"
+    )
+    node_latency_per_rank_s: float = Field(
+        0, ge=0, description="what each rank beyond the second adds to node_latency_s, seconds"
+    )
+    layer_overhead_s: float = Field(
+        0, ge=0, description="of the host, for a layer of a micro-batch forward and backward, seconds"
+    )
+    micro_batch_overhead_s: float = Field(
+        0, ge=0, description="of the host, for embedding, head and loss of a micro-batch, seconds"
+    )
+    shard_overhead_s: float = Field(
+        0, ge=0, description="of the host, for gathering or sharing out a block beside the collective, seconds"
+    )
+
     def flops(self, dtype: str) -> float:
         """The peak of products in `dtype`, FLOP/s."""
         return self.bf16_flops if dtype == "bfloat16" else self.fp32_flops
+
+    def crowding(self, ranks: int) -> float:
+        """How many times longer work takes when each of `ranks` does some."""
+        beside = min(ranks, self.gpus_per_node)
+        return max(1.0, beside / self.processors) if self.processors else 1.0
 
     def to_yaml(self) -> str:
         """The text of a file that `read_hardware` reads back."""

@@ -16,7 +16,7 @@ from archon.layout_check import check_layout
 from archon.models.args import BaseModelArgs
 from archon.models.spec import ModelSpec
 from archon.parallel.fit import Fit
-from archon.parallel.layout import ParallelLayout
+from archon.parallel.layout import ParallelLayout, parse_layout
 from archon.parallel.pipeline import StagePlan
 from archon.planner.hardware import Hardware
 from archon.planner.memory import WIDTHS, Memory, MemoryModel, State, candidate_ranks, state_of
@@ -134,6 +134,17 @@ class Planner:
         hw = self.hardware
         taken = memory.total + hw.reserve_bytes + hw.fragmentation * memory.step
         return Placed(candidate, memory, int(hw.memory_bytes - taken))
+
+    def seconds(self, config: EngineConfig, seq: int, documents: int) -> Seconds:
+        """A step of a configuration as it stands, on `documents` of `seq` tokens over all ranks."""
+        layout = parse_layout(config.layout)
+        plan = self.memory.plan(config, layout)
+        own = -(-documents // layout.dp)
+        packed = min(own, max(1, config.max_tokens_per_mb // seq))
+        state = self._fullest_state(layout, plan)
+        return TimeModel(self.args, self.hardware, seq).step(
+            config, layout, plan, state, packed * seq, -(-own // packed)
+        )
 
     def candidates(self, question: Question, times: TimeModel) -> Iterator[Candidate]:
         """All that are legal and whose masters and moments leave room for anything else."""

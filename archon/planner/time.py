@@ -4,6 +4,9 @@
 
 Products run at `gemm_efficiency` of the peak, or as fast as their weights can be read; attention counts Σ len² / 2. The
 bubble is (p - 1) / v micro-batches of 1F1B with v stages a rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+Ranks that share processors, as those of a CPU do, take `crowding` times as long for everything, and a rank that waits
+in a bubble leaves its share to the others. On a CPU the host's own time counts too, and no traffic is hidden.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ TILE_PASSES = 6
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where a step's time goes; `fsdp` is what the computation does not hide."""
+    """Where a step's time goes; `fsdp` and `stages`, hidden states between them, are what computation does not hide;
+    `host` is what the host takes before it has given out work."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -43,6 +47,8 @@ class Seconds:
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
     fsdp: float = 0.0
+    stages: float = 0.0
+    host: float = 0.0
     bubble: float = 0.0
     optimiser: float = 0.0
 
@@ -95,7 +101,9 @@ class Link:
 
     @property
     def _latency(self) -> float:
-        return self.hardware.node_latency_s if self.in_node else self.hardware.network_latency_s
+        hw = self.hardware
+        more = hw.node_latency_per_rank_s * max(0, self.members - 2)
+        return more + (hw.node_latency_s if self.in_node else hw.network_latency_s)
 
 
 Layers = tuple[tuple[tuple[int, int, float], int], ...]
@@ -117,7 +125,7 @@ class TimeModel:
         self._layers = [(met, every, flops) for (met, every), flops in zip(networks, causal, strict=True)]
         """Of each layer: parameters of its network that a token meets and all, and attention's FLOPs a token."""
         self._stages: dict[object, Seconds] = {}
-        self._different: dict[StagePlan | None, list[tuple[tuple[Layers, bool], ...]]] = {}
+        self._different: dict[StagePlan | None, Counter[tuple[tuple[Layers, bool], ...]]] = {}
 
     def step(
         self,
@@ -131,25 +139,34 @@ class TimeModel:
         """A step on `micro_batches` of `tokens` on each data-parallel rank; `state` is what its fullest rank holds."""
         n = micro_batches if plan is None else plan.micro_batches(micro_batches)
         ranks = self._ranks(plan)
-        sums = [_sum([self._stage(config, layout, *stage, tokens) for stage in own]) for own in ranks]
-        slowest = max(sums, key=lambda seconds: seconds.total)
-        each = slowest.total
-        bubble = 0.0 if plan is None else each * (plan.pp - 1) / len(plan.stages_of(0))
+        sums = {own: _sum([self._stage(config, layout, *stage, tokens) for stage in own]) for own in ranks}
+        slowest = max(sums.values(), key=lambda seconds: seconds.total)
+        each, crowding = slowest.total, self.hardware.crowding(layout.world_size)
         found = {f.name: getattr(slowest, f.name) * n for f in fields(Seconds)}
-        found["bubble"] = bubble
+        bubble = 0.0
+        if plan is not None:
+            mean = sum(sums[own].total * times for own, times in ranks.items()) / plan.pp
+            crowding = max(1.0, crowding * mean / each)
+            # Crowded ranks have less of a bubble, or none: while one waits the others are faster.
+            bubble = max(0.0, each * ((plan.pp - 1) / len(plan.stages_of(0)) - n * (crowding - 1)))
+            found["stages"] = n * self._transfers(config, layout, plan, tokens)
         found["fsdp"] = self._fsdp(config, layout, plan, state, n, each * n)
         own = state.own * max(4, WIDTHS[config.dtype])
         found["optimiser"] = OPTIMISER_PASSES * own / self._memory
-        return Seconds(**found)
+        return Seconds(
+            **{name: seconds * crowding for name, seconds in found.items() if name != "bubble"}, bubble=bubble
+        )
 
-    def _ranks(self, plan: StagePlan | None) -> list[tuple[tuple[Layers, bool], ...]]:
-        """The ranks of a pipeline that differ: of each stage its layers, and whether it is the last."""
+    def _ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
+        """The ranks of a pipeline that differ, and how many are so: of each stage its layers, and whether it is the
+        last."""
         if plan not in self._different:
             stages = [range(self.args.n_layers)] if plan is None else [range(*bounds) for bounds in plan.layers]
             kinds = [tuple(sorted(Counter(self._layers[layer] for layer in stage).items())) for stage in stages]
             ranks = [[0]] if plan is None else [plan.stages_of(rank) for rank in range(plan.pp)]
-            different = {tuple((kinds[stage], stage == len(stages) - 1) for stage in own) for own in ranks}
-            self._different[plan] = list(different)
+            self._different[plan] = Counter(
+                tuple((kinds[stage], stage == len(stages) - 1) for stage in own) for own in ranks
+            )
         return self._different[plan]
 
     @property
@@ -196,7 +213,15 @@ class TimeModel:
             Link(hw, tp, 1).seconds(8 * count * stream, 8 * count) * again,
             self._context(layout, share, count) * again,
             self._experts(layout, share, layers) * again,
+            host=count * hw.layer_overhead_s * (1 if again == 1 else 4 / 3) + last * hw.micro_batch_overhead_s,
         )
+
+    def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
+        """What of a micro-batch's hidden states and their gradients, to and from the next stages, is not hidden."""
+        stream = Share(layout, tokens, WIDTHS[config.dtype]).rows * self.args.dim * WIDTHS[config.dtype]
+        link, passes = Link(self.hardware, 2, layout.world_size // layout.pp), 2 * len(plan.stages_of(0))
+        # A pair's gather of two such tensors sends one of them.
+        return (1 - self.hardware.overlap) * link.seconds(2 * stream * passes, passes)
 
     def _recompute(self, config: EngineConfig, products: float, attention: float, elementwise: float) -> float:
         """A third of what is computed again: the forward; products and attention are not, where their results stay."""
@@ -242,10 +267,12 @@ class TimeModel:
         traffic = link.seconds(state.gathered * (gathers * b + reduces * wide), blocks * (gathers + reduces))
         replicas = Link(self.hardware, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
         traffic += 2 * reduces * replicas.seconds(state.own * wide, blocks)
+        if layout.world_size > 1:
+            traffic += self.hardware.shard_overhead_s * blocks * (gathers + reduces)
         # With a pipeline all of it lies at the two ends of a step; else in every micro-batch that has some.
         beside = 0.0 if plan is not None else computed if not keeps else computed / n
         first = traffic / max(blocks, 1) / max(gathers + reduces, 1)
-        return max(traffic - beside, first if traffic else 0.0)
+        return max(traffic - self.hardware.overlap * beside, first if traffic else 0.0)
 
 
 def _sum(parts: list[Seconds]) -> Seconds:

@@ -1,0 +1,203 @@
+"""The planner's ranking of layouts against measured steps, on gloo ranks of this machine.
+
+    python -m benchmarks.plan_ranking                    # a small Qwen3 and a small MoE; records/plan_ranking.jsonl
+    python -m benchmarks.plan_ranking dense --rounds 1 --record trial.jsonl
+
+What calibrates the planner is `archon plan --calibrate`: products, copies, collectives and a plain pass of another
+model, no layout's step. Each model's layouts are then measured in turn, a whole sweep a round, and foretold. Kendall's
+tau is that of pairs within a model; exit code 1 below 0.6, or where a layout was not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from archon.bench import SweepConfig, run_sweep
+from archon.bench.origin import origin
+from archon.hf_io import read_hf_config
+from archon.models import get_model_spec
+from archon.parallel.layout import parse_layout
+from archon.planner.hardware import Hardware, read_hardware
+from archon.planner.search import Planner
+from benchmarks.harness import ROOT, say
+
+RECORD = ROOT / "benchmarks" / "records" / "plan_ranking.jsonl"
+AIM = 0.6
+RANKS = 4
+_DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "intermediate_size": 576,
+    "vocab_size": 1024,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+}
+
+
+class Ranked(NamedTuple):
+    """A model and the layouts that are ranked; the first is the one whose loss the others must compute."""
+
+    config: Mapping[str, Any]
+    layouts: Sequence[str]
+
+
+RANKED = {
+    "dense": Ranked(
+        _DENSE,
+        ("d1", "d2", "t2", "c2", "p2", "d4", "t4", "c4", "p4", "d2t2", "d2c2", "d2p2", "c2t2", "p2t2", "p2c2"),
+    ),
+    "moe": Ranked(
+        _DENSE | _EXPERTS,
+        ("d1", "d2", "d2e2", "t2", "t2e2", "c2", "p2", "d4", "d4e2", "d4e4", "d2t2", "d2t2e4", "d2p2", "d2p2e2"),
+    ),
+}
+
+
+class Sizes(NamedTuple):
+    """Of a step: tokens over all ranks, of a document, of a micro-batch at most; timed steps of a point in a round."""
+
+    tokens: int = 2048
+    seq: int = 128
+    micro_batch: int = 256
+    steps: int = 5
+
+
+def kendall_tau(*groups: Sequence[tuple[float, float]]) -> float:
+    """Concordant less discordant pairs over all pairs (Kendall 1938, tau a), those within a group; not a number
+    where there are none."""
+    score = count = 0
+    for group in groups:
+        for (a, b), (c, d) in combinations(group, 2):
+            product = (a - c) * (b - d)
+            score += (product > 0) - (product < 0)
+            count += 1
+    return score / count if count else math.nan
+
+
+def calibrated(ranks: int, folder: Path) -> Hardware:
+    """What `archon plan --calibrate` finds on so many ranks, of one thread each."""
+    file = folder / "here.yaml"
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "archon", "plan"]
+    subprocess.run(
+        [sys.executable, "-m", *launch, "--calibrate", str(file), "--dtype", "float32"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    return read_hardware(str(file))
+
+
+def rank_layouts(ranked: Ranked, hardware: Hardware, sizes: Sizes, rounds: int, folder: Path) -> list[dict[str, Any]]:
+    """Each layout with its measured and foretold seconds; `measured_s` is absent where it failed, and `reason` says
+    why."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(ranked.config)))
+    sweep = SweepConfig(
+        model=str(folder),
+        layouts=list(ranked.layouts),
+        tokens=sizes.tokens,
+        seq=[sizes.seq],
+        micro_batch=[sizes.micro_batch],
+        steps=sizes.steps,
+        threads=1,
+        device="cpu",
+    )
+    times: dict[str, list[float]] = {layout: [] for layout in ranked.layouts}
+    reasons: dict[str, str] = {}
+    for _ in range(rounds):
+        made = run_sweep(sweep, said=lambda row: say(f"{row.point.name}: {row.status} {row.reason}"))
+        for layout, row in zip(ranked.layouts, made.rows, strict=True):
+            if row.measured is None:
+                reasons[layout] = f"{row.status}: {row.reason}"
+            else:
+                times[layout].append(row.measured.step_s.median)
+    spec = get_model_spec(str(ranked.config["model_type"]))
+    planner = Planner(spec, spec.model_args_class.from_hf_config(read_hf_config(folder)), hardware)
+    rows = []
+    for layout, point in zip(ranked.layouts, sweep.points(), strict=True):
+        seconds = planner.seconds(sweep.engine_config(point), sizes.seq, sizes.tokens // sizes.seq)
+        row: dict[str, Any] = {"layout": layout, "ranks": parse_layout(layout).world_size, "predicted_s": seconds.total}
+        row["parts_s"] = {name: part for name, part in asdict(seconds).items() if part}
+        if layout in reasons:
+            rows.append(row | {"reason": reasons[layout]})
+        else:
+            rows.append(row | {"measured_s": statistics.median(times[layout]), "rounds_s": times[layout]})
+    return rows
+
+
+def pairs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Measured and foretold seconds of the layouts that were measured."""
+    return [(row["measured_s"], row["predicted_s"]) for row in rows if "measured_s" in row]
+
+
+def table(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The layouts of a model, fastest first."""
+    lines = [f"{name}: Kendall's tau {kendall_tau(pairs(rows)):.2f} over {len(pairs(rows))} layouts"]
+    lines.append(f"  {'layout':10} {'measured':>10} {'foretold':>10}   most of it")
+    for row in sorted(rows, key=lambda row: row.get("measured_s", float("inf"))):
+        if "measured_s" not in row:
+            lines.append(f"  {row['layout']:10} {row['reason']}")
+            continue
+        parts = sorted(row["parts_s"].items(), key=lambda part: -part[1])[:3]
+        most = ", ".join(f"{part} {1e3 * seconds:.0f}" for part, seconds in parts)
+        measured, predicted = (f"{1e3 * row[key]:.0f} ms" for key in ("measured_s", "predicted_s"))
+        lines.append(f"  {row['layout']:10} {measured:>10} {predicted:>10}   {most}")
+    return lines
+
+
+def main() -> int:
+    """Calibrate, measure, foretell, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(RANKED), help=f"default: {' '.join(RANKED)}")
+    parser.add_argument("--rounds", type=int, default=3, help="sweeps over a model's layouts (default 3)")
+    parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines, written anew")
+    options = parser.parse_args()
+    if unknown := [name for name in options.models if name not in RANKED]:
+        parser.error(f"no such model here: {', '.join(unknown)}; expected some of {', '.join(RANKED)}")
+    with tempfile.TemporaryDirectory() as folder:
+        hardware = calibrated(RANKS, Path(folder))
+        say(hardware.to_yaml())
+        found = {
+            name: rank_layouts(RANKED[name], hardware, Sizes(), options.rounds, Path(folder, name))
+            for name in options.models
+        }
+    tau = kendall_tau(*map(pairs, found.values()))
+    head = origin(shlex.join(["python", "-m", "benchmarks.plan_ranking", *sys.argv[1:]]))
+    head |= {"hardware": hardware.model_dump(), "sizes": Sizes()._asdict(), "tau": tau, "aim": AIM}
+    head["tau_of_models"] = {name: kendall_tau(pairs(rows)) for name, rows in found.items()}
+    lines = [head, *({"model": name} | row for name, rows in found.items() for row in rows)]
+    options.record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, rows in found.items():
+        say("\n".join(table(name, rows)))
+    say(f"Kendall's tau {tau:.2f} in all, within models; at least {AIM} is wanted")
+    return int(not tau >= AIM or any("reason" in row for rows in found.values() for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""What seconds are made of where ranks share processors, and what is fitted to the machine at hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from archon.models import get_model_spec
+from archon.planner.hardware import Hardware, read_hardware
+from archon.planner.probe import fit_latency
+from archon.planner.search import Planner
+from archon.planner.time import Link, Seconds
+from archon.schema.config import EngineConfig
+from tests.planner.models import DENSE
+
+SEQ, DOCUMENTS = 256, 16
+# What a machine of two cores might be measured to do, with four ranks.
+CPU = read_hardware("h100-80gb").model_copy(
+    update={
+        "fp32_flops": 3e10,
+        "memory_bandwidth": 1e10,
+        "gpus_per_node": 4,
+        "processors": 2.0,
+        "overlap": 0.0,
+        "node_bandwidth": 1e9,
+        "node_latency_s": 2e-4,
+        "node_latency_per_rank_s": 1e-4,
+        "layer_overhead_s": 1e-3,
+        "micro_batch_overhead_s": 2e-3,
+        "shard_overhead_s": 5e-4,
+    }
+)
+
+
+def step(layout: str, hardware: Hardware, micro_batch: int = 1024) -> Seconds:
+    spec = get_model_spec("qwen3")
+    planner = Planner(spec, spec.model_args_class.from_hf_config(DENSE), hardware)
+    fields = {"path": "model", "layout": layout, "dtype": "float32", "max_tokens_per_mb": micro_batch}
+    return planner.seconds(EngineConfig.model_validate(fields), SEQ, DOCUMENTS)
+
+
+def test_ranks_beyond_the_processors_share_them() -> None:
+    alone = CPU.model_copy(update={"processors": 0.0})
+    assert [CPU.crowding(ranks) for ranks in (1, 2, 4, 64)] == [1, 1, 2, 2]
+    assert alone.crowding(4) == 1
+    assert step("d2", CPU) == step("d2", alone)
+    assert step("t4", CPU).total == pytest.approx(2 * step("t4", alone).total)
+
+
+def test_a_pipeline_that_waits_leaves_the_processors_to_others() -> None:
+    """Four stages on two processors: the work of all of them, or the way of a micro-batch through all of them."""
+    alone = CPU.model_copy(update={"processors": 0.0})
+    free, crowded = step("p4", alone, 256), step("p4", CPU, 256)
+    assert free.bubble > 0
+    assert free.total < crowded.total < 2 * free.total
+
+
+def test_the_host_takes_its_time_for_every_layer_and_micro_batch() -> None:
+    layers, micro_batches = DENSE["num_hidden_layers"], SEQ * DOCUMENTS // 1024
+    expected = micro_batches * (layers * CPU.layer_overhead_s + CPU.micro_batch_overhead_s)
+    assert step("d1", CPU).host == pytest.approx(expected)
+    assert step("d1", read_hardware("h100-80gb")).host == 0
+
+
+def test_no_traffic_is_hidden_without_overlap() -> None:
+    hides = CPU.model_copy(update={"overlap": 1.0})
+    assert step("d2", hides).fsdp < step("d2", CPU).fsdp
+    assert step("p2", hides).stages == 0 < step("p2", CPU).stages
+
+
+def test_a_larger_group_takes_longer_to_begin() -> None:
+    pair, four = (Link(CPU, size, 1).seconds(0, 1) for size in (2, 4))
+    assert (pair, four) == pytest.approx((2e-4, 4e-4))
+
+
+@pytest.mark.parametrize(
+    ("by_size", "expected"),
+    [
+        ({2: 1.0, 4: 2.0}, (1.0, 0.5)),
+        ({2: 1.0}, (1.0, 1.0)),
+        ({3: 1.0}, (0.5, 0.5)),
+        ({2: 1.0, 4: 0.9}, (1.0, 0.0)),
+        ({3: 2.0, 9: 5.0}, (1.5, 0.5)),
+    ],
+)
+def test_latency_is_a_line_over_the_sizes_of_groups(by_size: dict[int, float], expected: tuple[float, float]) -> None:
+    assert fit_latency(by_size) == pytest.approx(expected)
