@@ -46,6 +46,8 @@ class PackedBatch:
     source: Tensor | None = None
     shared: SharedPrefixes | None = None
     """What the documents begin alike with, where that has been looked for."""
+    rows: tuple[Tensor, Tensor] | None = None
+    """Where a label is, and where one is that `loss_mask` marks, int64 on the CPU; None until the batch leaves it."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -67,15 +69,21 @@ class PackedBatch:
         """Labels [T] with -100 wherever `loss_mask` is 0, so that the head computes only rows that are trained."""
         return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
 
+    def labelled_rows(self, only_trained: bool) -> Tensor:
+        """Where a label is, with `only_trained` of `scored_labels`: int64, on the CPU."""
+        return (self.rows or self._find_rows())[only_trained]
+
+    def _find_rows(self) -> tuple[Tensor, Tensor]:
+        all_ = (self.labels != IGNORE_INDEX).nonzero().squeeze(1)
+        return all_, all_[self["loss_mask"][all_] != 0] if "loss_mask" in self else all_
+
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on `device`; from pinned memory and without waiting when the device is a GPU."""
         if self.tokens.device == device:
             return self
 
         def move(x: Tensor) -> Tensor:
-            if device.type == "cuda" and x.device.type == "cpu":
-                return x.pin_memory().to(device, non_blocking=True)
-            return x.to(device)
+            return without_waiting(x, device)
 
         return PackedBatch(
             tokens=move(self.tokens),
@@ -88,11 +96,19 @@ class PackedBatch:
             per_document=self.per_document,
             source=self.source,
             shared=None if self.shared is None else self.shared.to(device),
+            rows=self.rows or self._find_rows(),
         )
 
     def with_shared_prefixes(self) -> PackedBatch:
         """The same batch, on the CPU, whose documents have been searched for common beginnings."""
         return replace(self, shared=shared_prefixes(self.tokens, self.lengths))
+
+
+def without_waiting(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on `device`; to a GPU from pinned memory, while the host goes on."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def pack(batch: Mapping[str, Tensor]) -> PackedBatch:

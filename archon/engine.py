@@ -185,8 +185,8 @@ class ArchonEngine:
         loss, sums = self._forward.accumulate(parts, loss_fn, loss_weight_fn, weight, temperature, reduce_every)
         self._torn = False
         with phase("optimizer"):
-            norm = self.gradient_norm()
-        metrics = self._forward.read(sums, loss=loss, tokens=torch.tensor(packed.n_tokens)) | {"grad_norm": norm}
+            norm = self._gradient_norm()
+        metrics = self._forward.read(sums, {"grad_norm": norm}, loss=loss, tokens=torch.tensor(packed.n_tokens))
         finite = abs(metrics["grad_norm"]) < float("inf")
         lr = self.scheduler.lr
         if finite:
@@ -391,10 +391,14 @@ class ArchonEngine:
 
     def gradient_norm(self) -> float:
         """The norm of the whole model's gradient as it stands, the same on every rank."""
+        return float(self._gradient_norm())
+
+    def _gradient_norm(self) -> Tensor:
+        """The same as a scalar on the device."""
         parameters = dict(self.model.named_parameters())
         if self.adapter.is_tied and self.parallel_dims.pp_enabled:
             parameters.pop("output.weight", None)  # the first stage counts the matrix that the last one shares
-        return float(gradient_norm(parameters.values(), self.ranks.pp))
+        return gradient_norm(parameters.values(), self.ranks.pp)
 
     @property
     def skipped_steps(self) -> int:

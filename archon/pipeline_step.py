@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,9 +118,9 @@ class PipelineForward:
                 dist.broadcast(column, group=self.ranks.pp.process_group, group_src=self.last_rank)
         return results
 
-    def read(self, sums: MetricSums, **scalars: Tensor) -> dict[str, float]:
+    def read(self, sums: MetricSums, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
         """As `MetricSums.read`, on every rank: the last stage's ranks tell the others."""
-        values = sums.read(self.ranks, **scalars) if self.is_last else None
+        values = sums.read(self.ranks, alike, **scalars) if self.is_last else None
         return self._agree(values)
 
     def _agree(self, value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.balance import RouterLoad
-from archon.batch import PackedBatch, pack, split
+from archon.batch import PackedBatch, pack, split, without_waiting
 from archon.loss import LossFn, LossWeightFn, Metrics, WeightedTokenLoss
 from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.base import BaseArchonModel
@@ -40,16 +40,19 @@ class MetricSums:
             self.sums[name] = self.sums.get(name, 0) + total.detach().double()
             self.counts[name] = self.counts.get(name, 0) + count.detach().double()
 
-    def read(self, ranks: Ranks, **scalars: Tensor) -> dict[str, float]:
-        """The sum over data-parallel ranks of every scalar, and of every sum / count, in one transfer from the device;
-        a metric that counted nothing is left out."""
+    def read(self, ranks: Ranks, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
+        """The sum over data-parallel ranks of every scalar, and of every sum / count, and scalars that are `alike` on
+        all, in one transfer from the device; a metric that counted nothing is left out."""
         _require_same_names([*scalars, *self.sums], ranks)
         device = next(iter(scalars.values())).device
         tensors = [*scalars.values(), *self.sums.values(), *self.counts.values()]
         joined = torch.stack([x.detach().to(device, torch.float64).reshape(()) for x in tensors])
-        values = all_reduce(joined, ranks.dp).tolist()
-        result = dict(zip(scalars, values, strict=False))
-        sums, counts = values[len(scalars) :][: len(self.sums)], values[len(scalars) + len(self.sums) :]
+        alike = alike or {}
+        same = [x.detach().to(device, torch.float64).reshape(1) for x in alike.values()]
+        values = torch.cat([all_reduce(joined, ranks.dp), *same]).tolist()
+        result = dict(zip(scalars, values, strict=False)) | dict(zip(alike, values[len(joined) :], strict=True))
+        sums = values[len(scalars) :][: len(self.sums)]
+        counts = values[len(scalars) + len(self.sums) : len(joined)]
         result.update({name: s / c for name, s, c in zip(self.sums, sums, counts, strict=True) if c})
         return result
 
@@ -83,8 +86,9 @@ def total_weight(
     parts: Sequence[PackedBatch], loss_weight_fn: LossWeightFn, ranks: Ranks, device: torch.device
 ) -> float:
     """The one denominator of a batch: the units of all micro-batches of all ranks."""
-    own = torch.tensor(float(sum(loss_weight_fn(mb) for mb in parts)), dtype=torch.float64, device=device)
-    total = float(all_reduce(own, ranks.dp))
+    total = float(sum(loss_weight_fn(mb) for mb in parts))
+    if ranks.dp.size > 1:
+        total = float(all_reduce(torch.tensor(total, dtype=torch.float64, device=device), ranks.dp))
     if not total > 0:
         raise BatchError(f"the batch has nothing to train: its loss weight is {total:g} (is loss_mask all zero?)")
     return total
@@ -114,10 +118,11 @@ class Forward:
         temperature: float = 1.0,
         entropy: bool = True,
         loss_weights: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
         """The model's forward on a micro-batch that is on the device; what it gives speaks of all its tokens, on every
-        rank."""
-        out, share = self._run(mb, labels, loss_weights, temperature=temperature, entropy=entropy)
+        rank. `rows`, on the CPU, are those that carry a label."""
+        out, share = self._run(mb, labels, loss_weights, rows, temperature=temperature, entropy=entropy)
         if share is None:
             return out
         if isinstance(out, WeightedLoss):
@@ -128,14 +133,19 @@ class Forward:
 
     def hidden(self, mb: PackedBatch) -> Tensor:
         """What a stage without a head passes on: [T / cp / tp, dim] of the padded micro-batch."""
-        return _tensor(self._run(mb, None, None)[0])
+        return _tensor(self._run(mb, None, None, None)[0])
 
     def with_input(self, hidden: Tensor | None, least: int) -> Forward:
         """The same for a pipeline stage: `hidden` in place of tokens, at least `least` tokens a context rank."""
         return replace(self, input=hidden, least=least)
 
     def _run(
-        self, mb: PackedBatch, labels: Tensor | None, loss_weights: Tensor | None, **head: Any
+        self,
+        mb: PackedBatch,
+        labels: Tensor | None,
+        loss_weights: Tensor | None,
+        rows: Tensor | None,
+        **head: Any,
     ) -> tuple[Tensor | TokenScores | WeightedLoss, SequenceShare | None]:
         """The model on this rank's share of the tokens, and that share; None where it is all of them."""
         if not self.ranks.split_tokens and not self.least:
@@ -143,10 +153,12 @@ class Forward:
                 mb.cu_seqlens, mb.max_seqlen, self.tokens.attn_type, mb.lengths, mb.shared
             )
             head.update(labels=labels, loss_weights=loss_weights)
+            head["label_rows"] = None if rows is None else without_waiting(rows, self.device)
             return self.model(mb.tokens, mb.positions, mb.cu_seqlens, mb.max_seqlen, meta, **head), None
         share = self.tokens.share(mb.lengths, self.device, self.least)
         head["labels"] = None if labels is None else share.take(labels, IGNORE_INDEX)
         head["loss_weights"] = None if loss_weights is None else share.take(loss_weights)
+        head["label_rows"] = None if rows is None else without_waiting(share.rows(rows), self.device)
         tokens = share.take(mb.tokens) if self.input is None else self.input
         positions, meta = share.positions(mb.positions), self.tokens.attention(share)
         return self.model(tokens, positions, mb.cu_seqlens, mb.max_seqlen, meta, **head), share
@@ -165,14 +177,14 @@ class Forward:
                     f"{_name(loss_fn)} weighs token log-probabilities, and a critic gives values; use a loss of values"
                 )
             return _with_metrics(loss_fn(_tensor(self.call(mb)), None, mb))
-        labels = mb.scored_labels()
+        labels, rows = mb.scored_labels(), mb.labelled_rows(only_trained=True)
         if fuse and isinstance(loss_fn, WeightedTokenLoss):
             weights = loss_fn.token_weights(mb)
-            fused = self.call(mb, labels, temperature, entropy=False, loss_weights=weights)
+            fused = self.call(mb, labels, temperature, entropy=False, loss_weights=weights, rows=rows)
             assert isinstance(fused, WeightedLoss)
             return fused.loss, loss_fn.metrics(fused.logprobs, mb)
         wants_entropy = getattr(loss_fn, "needs_entropy", True)
-        scores = self.call(mb, labels, temperature, entropy=wants_entropy)
+        scores = self.call(mb, labels, temperature, entropy=wants_entropy, rows=rows)
         assert isinstance(scores, TokenScores)
         return _with_metrics(loss_fn(scores.logprobs, scores.entropy, mb))
 
@@ -225,7 +237,8 @@ class Forward:
         if self.is_critic:
             out = _tensor(self.call(mb))
         else:
-            scores = self.call(mb, torch.full_like(mb.labels, IGNORE_INDEX), entropy=False)
+            nothing = torch.zeros(0, dtype=torch.int64)
+            scores = self.call(mb, torch.full_like(mb.labels, IGNORE_INDEX), entropy=False, rows=nothing)
             assert isinstance(scores, TokenScores)
             out = scores.logprobs
         return (out * 0.0).sum()
@@ -259,7 +272,8 @@ class Forward:
         """As `scores`, of one micro-batch that is on the device."""
         if self.is_critic:
             return [_tensor(self.call(mb))]
-        scores = self.call(mb, mb.scored_labels() if only_trained else mb.labels, temperature, entropy)
+        labels = mb.scored_labels() if only_trained else mb.labels
+        scores = self.call(mb, labels, temperature, entropy, rows=mb.labelled_rows(only_trained))
         assert isinstance(scores, TokenScores)
         return [scores.logprobs] if scores.entropy is None else [scores.logprobs, scores.entropy]
 
@@ -272,9 +286,9 @@ class Forward:
         """What the routers have chosen since these were cleared, one for each part of the model."""
         return [self.load]
 
-    def read(self, sums: MetricSums, **scalars: Tensor) -> dict[str, float]:
+    def read(self, sums: MetricSums, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
         """See `MetricSums.read`."""
-        return sums.read(self.ranks, **scalars)
+        return sums.read(self.ranks, alike, **scalars)
 
 
 @contextmanager

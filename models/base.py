@@ -114,6 +114,7 @@ class BaseArchonModel(nn.Module):
         temperature: float | Tensor = 1.0,
         entropy: bool = True,
         loss_weights: Tensor | None = None,
+        label_rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
         """Run packed documents through the model.
 
@@ -127,6 +128,8 @@ class BaseArchonModel(nn.Module):
             temperature: divides the logits before the softmax; a number, or one a token [T].
             entropy: whether scores carry entropies.
             loss_weights: float, shaped as tokens; asks for the fused weighted loss in place of scores.
+            label_rows: int64 [n], the positions whose labels are tokens of the vocabulary, where they are known; then
+                the host need not wait for a GPU to find and check them.
 
         Returns:
             Logits [T, vocab] ([1, T, vocab]) without labels; `TokenScores` of [T] with them; `WeightedLoss` with
@@ -154,7 +157,7 @@ class BaseArchonModel(nn.Module):
         if labels is None:
             logits = self.output(hidden)
             return logits.unsqueeze(0) if batched else logits
-        scores = self.output(hidden, labels, temperature, entropy=entropy, weights=loss_weights)
+        scores = self.output(hidden, labels, temperature, entropy=entropy, weights=loss_weights, rows=label_rows)
         if not batched or isinstance(scores, Tensor):
             return scores
         if isinstance(scores, WeightedLoss):

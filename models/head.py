@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, overload
 
-import torch
 from torch import Tensor, nn
 
 from archon.models.layers.linear import Role
@@ -37,10 +36,9 @@ class WeightedLoss(NamedTuple):
 class _Kept:
     """The rows of [T] that count; ignored ones cost nothing since they are left out before any product."""
 
-    def __init__(self, keep: Tensor) -> None:
-        self.total = keep.shape[0]
-        index = keep.nonzero().squeeze(1)
-        self.index = None if index.shape[0] == self.total else index
+    def __init__(self, total: int, index: Tensor) -> None:
+        self.total = total
+        self.index = None if index.shape[0] == total else index
 
     def take(self, x: Tensor) -> Tensor:
         return x if self.index is None else x.index_select(0, self.index)
@@ -67,7 +65,13 @@ class LMHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor: ...
     @overload
     def forward(
-        self, hidden: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, *, entropy: bool = True
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor = 1.0,
+        *,
+        entropy: bool = True,
+        rows: Tensor | None = None,
     ) -> TokenScores: ...
     @overload
     def forward(
@@ -78,6 +82,7 @@ class LMHead(nn.Linear):
         *,
         entropy: bool = True,
         weights: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss: ...
     def forward(
         self,
@@ -87,6 +92,7 @@ class LMHead(nn.Linear):
         *,
         entropy: bool = True,
         weights: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
         """One call for every use, since sharding wraps exactly this call.
 
@@ -96,6 +102,8 @@ class LMHead(nn.Linear):
             temperature: divides the logits; a positive number, or [T].
             entropy: whether scores carry entropies, which cost three more passes over each tile.
             weights: [T]; asks for the fused weighted loss in place of scores.
+            rows: int64 [n], the positions to score, where the caller knows them and that their labels are tokens of
+                the vocabulary; else they are looked for and checked, for which the host waits for a GPU.
 
         Returns:
             Logits [T, vocab] in hidden's dtype without labels, else `TokenScores`, or `WeightedLoss` with `weights`.
@@ -112,45 +120,53 @@ class LMHead(nn.Linear):
                 )
             return linear(hidden, self.weight)
         if weights is not None:
-            return self.loss_sum(hidden, labels, weights, temperature)
-        kept, hidden, labels, temperature = self._kept(hidden, labels, temperature, labels != IGNORE_INDEX)
+            return self.loss_sum(hidden, labels, weights, temperature, rows)
+        kept, hidden, labels, temperature = self._kept(hidden, labels, temperature, rows)
         logprobs, entropies = token_scores(
             hidden, local(self.weight), labels, temperature, with_entropy=entropy, group=self.tp
         )
         return TokenScores(kept.spread(logprobs), None if entropies is None else kept.spread(entropies))
 
     def loss_sum(
-        self, hidden: Tensor, labels: Tensor, weights: Tensor, temperature: float | Tensor = 1.0
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        temperature: float | Tensor = 1.0,
+        rows: Tensor | None = None,
     ) -> WeightedLoss:
         """The sum over tokens of -weight * log p(label), its gradient made in the same pass: for losses whose weights
         are known beforehand, as in cross-entropy. Arguments as in `forward`.
 
-        Tokens of weight 0 cost nothing and report log-probability 0. The loss can be differentiated once.
+        Without `rows`, tokens of weight 0 cost nothing and report log-probability 0. The loss can be differentiated
+        once.
         """
-        kept, hidden, labels, temperature = self._kept(
-            hidden, labels, temperature, (labels != IGNORE_INDEX) & (weights != 0)
-        )
+        if rows is None:
+            labels = labels.masked_fill(weights == 0, IGNORE_INDEX)
+        kept, hidden, labels, temperature = self._kept(hidden, labels, temperature, rows)
         loss, logprobs = weighted_loss(
             hidden, local(self.weight), labels, kept.take(weights), temperature, group=self.tp
         )
         return WeightedLoss(loss, kept.spread(logprobs))
 
     def _kept(
-        self, hidden: Tensor, labels: Tensor, temperature: float | Tensor, keep: Tensor
+        self, hidden: Tensor, labels: Tensor, temperature: float | Tensor, rows: Tensor | None
     ) -> tuple[_Kept, Tensor, Tensor, float | Tensor]:
         """The rows that count."""
         if self.tp is not None:
             hidden = all_gather(hidden, self.tp)
-        kept = _Kept(keep)
+        kept = _Kept(labels.shape[0], (labels != IGNORE_INDEX).nonzero().squeeze(1) if rows is None else rows)
         labels = kept.take(labels)
-        if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= self.out_features):
-            raise ValueError(
-                f"labels lie in {int(labels.min())} .. {int(labels.max())}; "
-                f"expected 0 .. {self.out_features - 1}, or {IGNORE_INDEX} for none"
-            )
+        if rows is None and labels.numel():
+            low, high = (int(x) for x in labels.aminmax())
+            if low < 0 or high >= self.out_features:
+                raise ValueError(
+                    f"labels lie in {low} .. {high}; expected 0 .. {self.out_features - 1}, or {IGNORE_INDEX} for none"
+                )
+        lowest = temperature
         if isinstance(temperature, Tensor):
             temperature = kept.take(temperature)
-        lowest = temperature.min() if isinstance(temperature, Tensor) and temperature.numel() else temperature
-        if not bool(torch.as_tensor(lowest > 0).all()):
-            raise ValueError(f"temperature is {float(lowest)}; expected a positive number")
+            lowest = float(temperature.min()) if temperature.numel() else 1.0
+        if not lowest > 0:
+            raise ValueError(f"temperature is {lowest}; expected a positive number")
         return kept, kept.take(hidden), labels, temperature

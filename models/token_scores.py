@@ -172,10 +172,21 @@ def _across_ranks(
     return whole, label_logits, entropy
 
 
-def _labels_within(labels: Tensor, c0: int, c1: int) -> tuple[Tensor, Tensor]:
-    """Rows whose label lies in a tile's columns, and its column there."""
-    rows = ((labels >= c0) & (labels < c1)).nonzero().squeeze(1)
-    return rows, labels[rows] - c0
+class _Labels:
+    """The labels [r] of a tile's rows and columns: no host waits to learn which of them lie in it."""
+
+    def __init__(self, labels: Tensor, c0: int, c1: int) -> None:
+        self.inside = (labels >= c0) & (labels < c1)
+        self.places = torch.arange(labels.shape[0], device=labels.device), (labels - c0).clamp(0, c1 - c0 - 1)
+
+    def take(self, tile: Tensor) -> Tensor:
+        """The tile's entries at the labels, 0 where they lie outside: [r, 1]."""
+        return torch.where(self.inside, tile[self.places], 0.0).unsqueeze(1)
+
+    def subtract(self, tile: Tensor, share: Tensor | float = 1.0) -> None:
+        """Take `share`, a number or [r, 1], off the tile's entries at the labels."""
+        share = share.squeeze(1) if isinstance(share, Tensor) else share
+        tile[self.places] -= self.inside.to(tile.dtype) * share
 
 
 class _TokenScores(torch.autograd.Function):
@@ -197,8 +208,7 @@ class _TokenScores(torch.autograd.Function):
             sums = _RowSums(r1 - r0, lse, with_entropy)
             for c0, c1 in projection.column_spans():
                 tile = projection.logits(r0, r1, c0, c1)
-                rows, columns = _labels_within(labels[r0:r1], c0, c1)
-                label_logits[r0 + rows, 0] = tile[rows, columns]
+                label_logits[r0:r1] += _Labels(labels[r0:r1], c0, c1).take(tile)
                 sums.add(tile, projection.spare_like(tile))
             lse[r0:r1] = sums.lse()
             if entropy is not None:
@@ -235,8 +245,7 @@ class _TokenScores(torch.autograd.Function):
                 else:
                     p = torch.exp(tile, out=projection.spare_like(tile))
                     torch.addcmul(constant, tile, slope, out=tile).mul_(p)
-                rows, columns = _labels_within(labels[r0:r1], c0, c1)
-                tile[rows, columns] -= label_share[rows, 0] if isinstance(label_share, Tensor) else label_share
+                _Labels(labels[r0:r1], c0, c1).subtract(tile, label_share)
                 gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
         return *gradients.results(), None, None, None, None
 
@@ -262,16 +271,16 @@ class _WeightedLoss(torch.autograd.Function):
             label_logits = torch.zeros_like(logprobs[r0:r1])
             for c0, c1 in projection.column_spans():
                 tile = projection.logits(r0, r1, c0, c1, offset=(r1 - r0) * c0)
-                rows, columns = _labels_within(labels[r0:r1], c0, c1)
-                label_logits[rows, 0] = tile[rows, columns]
-                tiles.append((tile, sums.add(tile, projection.spare_like(tile)), rows, columns))
+                own = _Labels(labels[r0:r1], c0, c1)
+                label_logits += own.take(tile)
+                tiles.append((tile, sums.add(tile, projection.spare_like(tile)), own))
             lse, label_logits, _ = _across_ranks(sums.lse(), label_logits, None, group)
             logprobs[r0:r1] = label_logits - lse
             factor = weights[r0:r1].unsqueeze(1) * projection.scale(r0, r1)
             scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
-            for (c0, c1), (tile, maximum, rows, columns) in zip(projection.column_spans(), tiles, strict=True):
+            for (c0, c1), (tile, maximum, own) in zip(projection.column_spans(), tiles, strict=True):
                 tile.mul_((maximum - lse).exp_())
-                tile[rows, columns] -= 1.0
+                own.subtract(tile)
                 gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
         ctx.gradients = gradients.results()
         logprobs = logprobs.squeeze(1)

@@ -114,6 +114,7 @@ class SequenceShare:
         rows = order.shape[0] // cp.size
         own = order[cp.rank * rows : (cp.rank + 1) * rows]
         share = rows // tp.size
+        self._own = own
         self.index = own.to(device)
         self.inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0])).to(device)
         counted = own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
@@ -124,6 +125,12 @@ class SequenceShare:
         if self.plan.padding:
             x = torch.cat((x, x.new_full((self.plan.padding, *x.shape[1:]), fill)))
         return x.index_select(0, self.index)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Where the own tokens are that `rows`, on the CPU, names among those of the pack: int64, on the CPU."""
+        named = torch.zeros(self.tokens + self.plan.padding, dtype=torch.bool)
+        named[rows] = True
+        return named[self._own].nonzero().squeeze(1)
 
     def positions(self, positions: Tensor) -> Tensor:
         """As `take`, padding being one more document."""

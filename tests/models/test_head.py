@@ -133,6 +133,18 @@ def test_ignored_labels_have_no_score_no_gradient_and_no_cost() -> None:
     assert head(poisoned, labels).logprobs.abs().max() == 0
 
 
+def test_rows_that_are_known_are_scored_as_if_they_had_been_looked_for() -> None:
+    head, hidden, labels = case()
+    labels[::3] = -100
+    rows = (labels != -100).nonzero().squeeze(1)
+    weights = torch.rand(len(labels), dtype=hidden.dtype)
+    for looked_for, known in (
+        (head(hidden, labels), head(hidden, labels, rows=rows)),
+        (head(hidden, labels, 1.0, weights=weights), head(hidden, labels, 1.0, weights=weights, rows=rows)),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(looked_for, known, strict=True))
+
+
 @pytest.mark.parametrize("label", [-1, V])
 def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
     head, hidden, labels = case()
