@@ -12,8 +12,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from archon.bench import read_record
 from archon.bench.origin import Spread
-from benchmarks.record import Ratio, Record, read_records
+from archon.bench.table import table as sweep_table
+from benchmarks.record import FOLDER, Ratio, Record, read_records
 from benchmarks.runs import run_tables
 
 HERE = Path(__file__).resolve().parent
@@ -157,6 +159,9 @@ def readme(records: Sequence[Record]) -> str:
         of_this = [record for record in records if record.benchmark == name]
         if of_this:
             parts += [f"## {title}", *([lines(of_this)] if name in COMPACT else map(section, of_this))]
+    for path in sorted((FOLDER / "layouts").glob("*.json")):
+        sweep = read_record(path)
+        parts += ["## Layouts", f"`{sweep.command}` at {sweep.commit}.", "\n".join(["```", *sweep_table(sweep), "```"])]
     for title, how, head, rows in run_tables():
         parts += [f"## {title}", f"`{how}`", table(head, rows)]
     return "\n\n".join(parts) + "\n"
