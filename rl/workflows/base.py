@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from archon.rl.context import workflow_context
-from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, get_reward_fn
+from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure
 from archon.rl.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.workflows.trajectory import UnusableAnswerError
 from archon.schema.config import nearest
@@ -72,10 +72,11 @@ def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseExce
 
 
 def wrapped_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
-    """A reward given as a function, its name, its dotted path or a wrapper, as a wrapper."""
-    if isinstance(reward_fn, str):
-        reward_fn = get_reward_fn(reward_fn)
-    return reward_fn if isinstance(reward_fn, AsyncRewardWrapper) else AsyncRewardWrapper(reward_fn)
+    """A reward given as a function, its name, its dotted path or a wrapper, as a wrapper; `RewardError` for one that
+    does not take the four documented arguments."""
+    wrapper = AsyncRewardWrapper(reward_fn)
+    wrapper.require_documented_form()
+    return wrapper
 
 
 def record_parts(rewards: Iterable[Reward]) -> None:
