@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "concat_padded_tensors",
         ),
         "context": ("workflow_context",),
-        "workflows": ("MultiTurnWorkflow", "RLVRWorkflow", "RolloutWorkflow"),
+        "workflows": ("InteractionWithTokenLogpReward", "MultiTurnWorkflow", "RLVRWorkflow", "RolloutWorkflow"),
         "rewards": ("VALID_REWARD_FN", "AsyncRewardWrapper", "get_reward_fn"),
         "datasets": ("VALID_DATASETS", "get_custom_dataset"),
         "generation": ("InProcessEngine",),

@@ -22,7 +22,7 @@ from archon.rl.rewards.registry import get_reward_fn
 from archon.rl.rewards.result import FAILURE_KINDS, Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward
 from archon.schema.errors import RewardError
 
-_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
+ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
 _SECONDS = 15.0
 
 
@@ -58,7 +58,7 @@ class AsyncRewardWrapper:
 
     An `async def` reward is cancelled when its time is up; blocking code inside one cannot be.
 
-    A wrapper around a wrapper is that wrapper: a workflow may wrap the `reward_fn` it is given, whatever it is.
+    A wrapper around a wrapper is that wrapper, so that a workflow may wrap whatever `reward_fn` it is given.
 
     Args:
         reward_fn: A function `fn(prompt, completions, prompt_ids, completion_ids, **data)`, or its name as
@@ -76,7 +76,7 @@ class AsyncRewardWrapper:
     def __init__(
         self, reward_fn: Callable[..., Any] | str, timeout_seconds: float = _SECONDS, max_workers: int | None = None
     ) -> None:
-        if reward_fn is self:
+        if isinstance(reward_fn, AsyncRewardWrapper):  # this one: see __new__
             given = timeout_seconds not in (_SECONDS, self.timeout_seconds)
             if given or max_workers not in (None, self._max_workers):
                 raise RewardError(
@@ -100,9 +100,7 @@ class AsyncRewardWrapper:
         self._signature = _signature_of(function)
         parameters = self._signature.parameters if self._signature else {}
         self._ids = [
-            name
-            for name in _ARGUMENTS[2:]
-            if name in parameters and parameters[name].default is inspect.Parameter.empty
+            name for name in ARGUMENTS[2:] if name in parameters and parameters[name].default is inspect.Parameter.empty
         ]
         self._function = function
         self._stats_lock = threading.Lock()
@@ -129,7 +127,7 @@ class AsyncRewardWrapper:
             RewardError: no sample will have one: the function cannot be loaded, the wrapper is closed, or an argument
                 cannot be sent to another process.
         """
-        for name in _ARGUMENTS[: len(arguments)]:
+        for name in ARGUMENTS[: len(arguments)]:
             data.pop(name, None)
         if len(arguments) <= 2:
             data = dict.fromkeys(self._ids) | data
@@ -149,9 +147,9 @@ class AsyncRewardWrapper:
         """Raise `RewardError` unless the function takes the four documented arguments by position."""
         try:
             if self._signature is not None:  # else the first call will tell
-                self._signature.bind_partial(*_ARGUMENTS)
+                self._signature.bind_partial(*ARGUMENTS)
         except TypeError as error:
-            form = ", ".join(_ARGUMENTS)
+            form = ", ".join(ARGUMENTS)
             raise RewardError(f"reward function {self.name} must take ({form}, **data): {error}") from error
 
     async def _run_here(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:

@@ -88,7 +88,5 @@ async def test_a_function_with_names_of_its_own_is_called_by_them() -> None:
 
 
 def test_a_workflow_that_calls_by_position_refuses_such_a_function() -> None:
-    with pytest.raises(
-        RewardError, match=r"same must take \(prompt, completions, prompt_ids, completion_ids, \*\*data\)"
-    ):
+    with pytest.raises(RewardError, match=r"same must take \(prompt, completions, prompt_ids, completion_ids, "):
         wrapped_reward(faulty.same)
