@@ -16,7 +16,7 @@ from archon.rl.agents.workflow import Serving
 from archon.rl.context import workflow_context
 from archon.rl.rewards import RewardFailure
 from archon.rl.rows import own_copy
-from archon.rl.trinity import builtin  # noqa: F401 (registers the built-in workflows)
+from archon.rl.trinity import builtin, react  # noqa: F401 (register the built-in workflows)
 from archon.rl.trinity.model import ModelWrapper
 from archon.rl.trinity.types import Experience, FormatConfig, GenerationConfig, Task
 from archon.rl.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS, RewardFn, Workflow, says
