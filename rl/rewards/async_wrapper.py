@@ -76,13 +76,8 @@ class AsyncRewardWrapper:
     def __init__(
         self, reward_fn: Callable[..., Any] | str, timeout_seconds: float = _SECONDS, max_workers: int | None = None
     ) -> None:
-        if isinstance(reward_fn, AsyncRewardWrapper):  # this one: see __new__
-            given = timeout_seconds not in (_SECONDS, self.timeout_seconds)
-            if given or max_workers not in (None, self._max_workers):
-                raise RewardError(
-                    f"the reward {self.name} is wrapped already, with timeout_seconds {self.timeout_seconds:g}; set "
-                    "its limits there (a run's: rollout.reward_timeout and reward_workers), and give none here"
-                )
+        if isinstance(reward_fn, AsyncRewardWrapper):  # and so this one: see __new__
+            reward_fn._require_own_limits(timeout_seconds, max_workers)
             return
         if worker.in_worker:
             raise RewardError(
@@ -142,6 +137,13 @@ class AsyncRewardWrapper:
             raise
         self._record(time.perf_counter() - started, None)
         return reward
+
+    def _require_own_limits(self, timeout_seconds: float, max_workers: int | None) -> None:
+        if timeout_seconds not in (_SECONDS, self.timeout_seconds) or max_workers not in (None, self._max_workers):
+            raise RewardError(
+                f"the reward {self.name} is wrapped already, with timeout_seconds {self.timeout_seconds:g}; set its "
+                "limits there (a run's: rollout.reward_timeout and reward_workers), and give none here"
+            )
 
     def require_documented_form(self) -> None:
         """Raise `RewardError` unless the function takes the four documented arguments by position."""
