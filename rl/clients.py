@@ -19,12 +19,13 @@ Client = TypeVar("Client")
 
 
 def http_client() -> httpx.AsyncClient:
-    """A client that goes by no proxy, and waits as long as an answer takes."""
+    """A client that goes by no proxy, waits as long as an answer takes, and opens as many connections as are needed."""
     try:
         import httpx
     except ImportError:
         raise missing("httpx") from None
-    return httpx.AsyncClient(trust_env=False, timeout=None, verify=certificates())
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    return httpx.AsyncClient(trust_env=False, timeout=None, verify=certificates(), limits=limits)
 
 
 def aiohttp_session() -> aiohttp.ClientSession:

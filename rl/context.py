@@ -85,11 +85,12 @@ class WorkflowContext:
         """The event loop's own session, closed with it."""
         return await of_this_loop(aiohttp_session, lambda session: session.closed, lambda session: session.close())
 
-    def enter_sample(self, index: int) -> None:
+    def enter_sample(self, index: int) -> EpisodeContext:
         """Say that the running task, which must be one of its own, works on answer `index` of its episode."""
         own = copy(self.get())  # drops and numbers stay the episode's
         own.sample_index = index
         _current.set(own)
+        return own
 
     def enter(self, context: EpisodeContext) -> None:
         """Make `context` that of the running task and of the tasks it starts."""
@@ -100,7 +101,7 @@ workflow_context = WorkflowContext()
 
 
 class EpisodeEngine:
-    """The generator as one episode sees it.
+    """The generator as one run of an episode sees it; `answered` holds all that it gave it.
 
     Each request without a seed gets one from (the episode's seed, its number within the episode), so that what is
     sampled does not depend on what else is running, and a resumed run repeats it. `check` sees every request's sampling
@@ -117,9 +118,13 @@ class EpisodeEngine:
         self._context = context
         self._check = check
         self._requests = 0
+        self.answered: list[ModelResponse] = []
 
     @property
     def version(self) -> int:
+        return self._engine.version
+
+    def get_version(self) -> int:
         return self._engine.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
@@ -131,7 +136,8 @@ class EpisodeEngine:
             seed = derive_seed(self._context.seed, self._requests)
             req.gconfig = req.gconfig.model_copy(update={"seed": seed})
         self._requests += 1
-        return await self._engine.agenerate(req)
+        self.answered.append(response := await self._engine.agenerate(req))
+        return response
 
     def pause(self) -> None:
         self._engine.pause()

@@ -14,8 +14,11 @@ from torch import Tensor
 from archon.rl.algorithms.advantages import Groups
 from archon.rl.context import EpisodeContext, EpisodeEngine, derive_seed, workflow_context
 from archon.rl.exchange import error_kind, is_one_line, pack_episodes, unpack_episodes
-from archon.rl.types import GenerationHyperparameters, InferenceEngine, concat_padded_tensors, validate_trajectory
-from archon.rl.workflows.base import RolloutWorkflow
+from archon.rl.rewards import RewardFailure
+from archon.rl.rows import Row, own_copy
+from archon.rl.types import GenerationHyperparameters, InferenceEngine, concat_padded_tensors
+from archon.rl.workflows.base import RolloutWorkflow, count_lost
+from archon.rl.workflows.results import checked_result, completed, joined, trajectory_ids
 from archon.rl.workflows.trajectory import UnusableAnswerError
 from archon.schema.errors import ConfigError, RolloutError, UserError
 from archon.world import World
@@ -108,18 +111,21 @@ class RolloutBatch:
 
 def _ids(number: int, size: int, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The ids of a group's rows, [G]: its number, and trajectories of their own; no group has more rows than `size`."""
-    rows = torch.arange(len(group["rewards"]))
-    own = group.get("trajectory_ids", rows).unique(return_inverse=True)[1]
-    return {"group_ids": torch.full_like(rows, number), "trajectory_ids": number * size + own}
+    own = trajectory_ids(group)
+    return {"group_ids": torch.full_like(own, number), "trajectory_ids": number * size + own}
 
 
 class Rollout:
     """Runs episodes of one workflow against one generator.
 
+    A prompt's group is what one run of the workflow returns, or what `n_samples` runs do: see
+    `RolloutWorkflow.returns_group`.
+
     Args:
         engine: the generator.
         workflow: turns a row into trajectories.
         seed: every random stream derives from (seed, stream, step, prompt's index, request's number).
+        n_samples: of a group, where each is a run of its own; by default those of the workflow's `gconfig`.
         check: refuses sampling values that the trainer cannot replay; sees every request.
         log: where losses are announced, one line a step and kind.
     """
@@ -130,17 +136,21 @@ class Rollout:
         workflow: RolloutWorkflow,
         *,
         seed: int = 0,
+        n_samples: int | None = None,
         check: Callable[[GenerationHyperparameters], None] | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         self.engine = engine
         self.workflow = workflow
+        gconfig = getattr(workflow, "gconfig", None)
+        self.n_samples: int = n_samples if n_samples is not None else getattr(gconfig, "n_samples", 1)
         self._seed = seed
         self._check = check
         self._log = log
         self._succeeded = False
         self._failures = 0
         self._first_error: BaseException | None = None
+        self._said_repeated = False
 
     async def collect(
         self,
@@ -219,13 +229,9 @@ class Rollout:
         return Episode(prompt, EpisodeContext(prompt.index, is_eval, seed))
 
     async def _episode(self, episode: Episode) -> None:
-        prompt, context = episode.prompt, episode.context
-        workflow_context.enter(context)
-        engine = EpisodeEngine(self.engine, context, None if context.is_eval else self._check)
+        workflow_context.enter(episode.context)
         try:
-            result = await self.workflow.arun_episode(engine, prompt.row)
-            if result is not None:
-                episode.trajectories = checked_result(result, context, type(self.workflow).__name__)
+            episode.trajectories = await self._group(episode.prompt, episode.context)
         except ConfigError:
             raise  # a mistake in the configuration is the same for every prompt
         except (Exception, asyncio.CancelledError) as error:  # a user's code: what it raises costs its episode
@@ -238,6 +244,57 @@ class Rollout:
                 raise self._always_fails(self._failures, self._first_error) from self._first_error
         else:
             self._succeeded = True
+
+    async def _group(self, prompt: Prompt, context: EpisodeContext) -> dict[str, Any] | None:
+        """What one run of the workflow makes of a prompt, or so many as its group has trajectories."""
+        returns_group = getattr(self.workflow, "returns_group", None)
+        runs: list[dict[str, Any]] = []
+        if returns_group is not False:
+            first = await self._run(prompt, context)
+            whole = returns_group or self.n_samples == 1 or first is None or bool(context.drops)
+            if whole or first is None or int(trajectory_ids(first).max()) > 0:
+                return first
+            runs.append(first)
+            self._say_repeated(context)
+        outcomes = await asyncio.gather(
+            *(self._run(prompt, context, run) for run in range(len(runs), self.n_samples)), return_exceptions=True
+        )
+        lost: list[BaseException] = []
+        for outcome in outcomes:
+            if outcome is None:
+                count_lost(UnusableAnswerError("rejected_run", "a run of the workflow returned None"))
+            elif isinstance(outcome, RewardFailure | UnusableAnswerError):
+                count_lost(outcome)
+                lost.append(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                runs.append(outcome)
+        if not runs and lost:
+            raise lost[0]
+        return joined(runs) if runs else None
+
+    async def _run(self, prompt: Prompt, context: EpisodeContext, run: int | None = None) -> dict[str, Any] | None:
+        """One run of the workflow, whose answers nobody else's result can refer to; `run` is its number of several,
+        which are tasks of their own."""
+        if run is not None:
+            context = workflow_context.enter_sample(run)
+            context.seed = derive_seed(context.seed, run, 0) if run else context.seed
+        engine = EpisodeEngine(self.engine, context, None if context.is_eval else self._check)
+        result = await self.workflow.arun_episode(engine, Row(own_copy(prompt.row)))
+        name, apart = type(self.workflow).__name__, getattr(self.workflow, "returns_group", None) is True
+        result = completed(result, engine.answered, name, apart=apart)
+        return None if result is None else checked_result(result, context, name)
+
+    def _say_repeated(self, context: EpisodeContext) -> None:
+        if self._said_repeated or context.is_eval:
+            return
+        self._said_repeated = True
+        self._log(
+            f"{type(self.workflow).__name__} returned one trajectory, so each prompt is run {self.n_samples} times, "
+            "which gconfig.n_samples says, for a group; returns_group = False on the class starts all runs at once, "
+            "True says that one is the whole group"
+        )
 
     def stop_if_nothing_came(self, episodes: Sequence[Episode]) -> None:
         """Raise when no episode returned a trajectory: `WorkflowError` where any failed, else `RolloutError`."""
@@ -296,40 +353,3 @@ def recorded_means(episodes: Sequence[Episode]) -> dict[str, float]:
         for name, values in episode.context.numbers.items():
             numbers[name] += values
     return {name: sum(values) / len(values) for name, values in numbers.items()}
-
-
-def checked_result(result: dict[str, Any], context: EpisodeContext, source: str) -> dict[str, Any]:
-    """A workflow's result without the rows that cannot be trained on, which are counted; the rest validated.
-
-    Raises `RolloutError` naming key and shape when the result is malformed, or when no row is left.
-    """
-    return validate_trajectory(_without_unusable_rows(result, context), source)
-
-
-def _without_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> dict[str, Any]:
-    ndims = {"rewards": 1, "logprobs": 2, "loss_mask": 2}
-    values = [result.get(name) for name in ndims] if isinstance(result, dict) else []
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if [value.ndim for value in tensors] != list(ndims.values()) or len({len(value) for value in tensors}) > 1:
-        return result  # validate_trajectory says what is missing or which shape is wrong
-    rewards, logprobs, loss_mask = tensors
-    usable = {
-        "reward_not_finite": rewards.isfinite(),
-        "logprob_not_finite": logprobs.isfinite().all(1),
-        "no_loss_token": loss_mask.any(1),
-    }
-    keep = usable["reward_not_finite"] & usable["logprob_not_finite"] & usable["no_loss_token"]
-    if keep.all():
-        return result
-    for kind, rows in usable.items():
-        for row in (~rows).nonzero().flatten().tolist():
-            context.drop(
-                kind, UnusableAnswerError(kind, f"row {row} of the workflow's result: {kind.replace('_', ' ')}")
-            )
-    if not keep.any():
-        raise next(iter(context.first_errors.values()))
-    indices = keep.nonzero().flatten().tolist()
-    return {
-        name: value[keep] if isinstance(value, Tensor) else [value[i] for i in indices]
-        for name, value in result.items()
-    }

@@ -11,9 +11,10 @@ from torch import Tensor
 from archon.metrics import TrajectoryWriter, read_jsonl
 from archon.rl.rewards.result import FAILURE_KINDS
 from archon.rl.rollout import RolloutBatch
+from archon.rl.workflows.results import trajectory_ids
 
 STEPS_ALIKE = (10, 100, 1000)
-"""After so many steps without any difference within a group the run says so."""
+"""After so many steps without any difference within a group the run says so; of groups of one, after the first too."""
 
 # Present in every step, so that a step without a failure is a 0 in the series and not a gap.
 NO_FAILURES = {f"rollout/dropped/reward_{kind}": 0.0 for kind in FAILURE_KINDS}
@@ -38,6 +39,8 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
         }
         if "truncated" in batch.trajectories:
             metrics["truncated"] = batch.trajectories["truncated"].double().mean().item()
+    if generated := batch if batch else batch.dropped:
+        metrics["group_size"] = len(trajectory_ids(generated.trajectories).unique()) / len(generated.prompts)
     if (n_groups := groups_generated(batch)) > 0:
         metrics["no_spread_fraction"] = batch.counts["groups_without_spread"] / n_groups
     return metrics | batch.numbers | NO_FAILURES | {f"rollout/{name}": float(n) for name, n in batch.counts.items()}
@@ -52,7 +55,13 @@ class SpreadWatch:
     def see(self, metrics: Mapping[str, float]) -> str | None:
         """After a step, what to say of it, if anything; it had the metrics of `batch_metrics`."""
         alike = metrics.get("rollout/groups_without_spread", 0.0)
-        self._alike = self._alike + 1 if alike and alike == metrics["rollout/episodes"] else 0
+        alone = metrics.get("group_size") == 1.0
+        self._alike = self._alike + 1 if alone or (alike and alike == metrics["rollout/episodes"]) else 0
+        if alone and self._alike in (1, *STEPS_ALIKE):
+            return (
+                "each group is one trajectory, whose advantage over its group is 0, which teaches nothing; return "
+                "gconfig.n_samples trajectories a prompt, or one, with returns_group = False on the workflow's class"
+            )
         if self._alike not in STEPS_ALIKE:
             return None
         return (

@@ -334,6 +334,7 @@ class RLTrainer:
             self.generator,
             trained,
             seed=config.seed,
+            n_samples=config.gconfig.n_samples,
             check=lambda gconfig: check_replayable(gconfig, temperature),
             log=self._log,
         )

@@ -148,6 +148,10 @@ class InferenceEngine(Protocol):
         """Version of the weights that the next token is sampled with."""
         ...
 
+    def get_version(self) -> int:
+        """The same."""
+        ...
+
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Answer one request; `RolloutError` when it can never be honoured."""
         ...

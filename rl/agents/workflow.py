@@ -16,6 +16,7 @@ from archon.rl.agents.sessions import ExportStyle, Session, Trajectory
 from archon.rl.clients import http_client, missing
 from archon.rl.context import derive_seed, workflow_context
 from archon.rl.rewards.result import RewardFailure
+from archon.rl.rows import own_copy
 from archon.rl.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.rl.workflows.trajectory import UnusableAnswerError, trajectory_tensors
@@ -51,6 +52,8 @@ class AgentWorkflow(RolloutWorkflow):
         turn_discount: of the reward, for each answer that follows, in (0, 1]; see `Session.export`.
         timeout_seconds: of one run of the agent.
     """
+
+    returns_group = True
 
     def __init__(
         self,
@@ -108,7 +111,9 @@ class AgentWorkflow(RolloutWorkflow):
             # A pool's bookkeeping grows with the square of its connections: one for all runs would cost more than the
             # answers.
             async with http_client() as client, limit:
-                reward = await self.agent.run(dict(data), base_url=base_url, api_key=session.key, http_client=client)
+                reward = await self.agent.run(
+                    own_copy(data), base_url=base_url, api_key=session.key, http_client=client
+                )
             credit(session, reward)
             rows = session.export(self.style, self.turn_discount)
         except ConfigError:

@@ -17,7 +17,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "mapping": ("RowDataset", "rl_dataset", "sft_dataset"),
         "pairs": ("get_hh_rlhf_dpo_dataset", "get_hh_rlhf_rw_dataset", "pair_dataset"),
         "registry": ("VALID_DATASETS", "get_custom_dataset"),
-        "torl_data": ("get_torl_data_rl_dataset",),
+        "torl_data": ("get_torl_data_rl_dataset", "get_torl_data_sft_dataset"),
         "sources": ("data_folder", "read_rows"),
     },
 )

@@ -12,7 +12,7 @@ from archon.rl.datasets.gsm8k import get_gsm8k_rl_dataset, get_gsm8k_sft_dataset
 from archon.rl.datasets.mapping import RowDataset, rl_dataset, sft_dataset
 from archon.rl.datasets.pairs import get_hh_rlhf_dpo_dataset, get_hh_rlhf_rw_dataset, pair_dataset
 from archon.rl.datasets.sources import SourceRow, read_rows
-from archon.rl.datasets.torl_data import get_torl_data_rl_dataset
+from archon.rl.datasets.torl_data import get_torl_data_rl_dataset, get_torl_data_sft_dataset
 from archon.schema.errors import DatasetError, TokenizerError
 
 DatasetKind = Literal["rl", "sft", "dpo", "rw"]
@@ -22,7 +22,7 @@ _NAMED: dict[str, dict[str, Callable[..., RowDataset]]] = {
     "arithmetic": {"rl": get_arithmetic_rl_dataset, "sft": get_arithmetic_sft_dataset},
     "gsm8k": {"rl": get_gsm8k_rl_dataset, "sft": get_gsm8k_sft_dataset},
     "hh_rlhf": {"dpo": get_hh_rlhf_dpo_dataset, "rw": get_hh_rlhf_rw_dataset},
-    "torl_data": {"rl": get_torl_data_rl_dataset},
+    "torl_data": {"rl": get_torl_data_rl_dataset, "sft": get_torl_data_sft_dataset},
 }
 _IN_FOLDERS = ("gsm8k", "hh_rlhf", "torl_data")
 VALID_DATASETS = tuple(_NAMED)

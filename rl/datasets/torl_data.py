@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from archon.rl.datasets.mapping import RowDataset, column, rl_dataset
+from archon.rl.datasets.mapping import RowDataset, column, rl_dataset, sft_dataset
 from archon.rl.datasets.sources import SourceRow, data_folder, read_rows
 from archon.schema.errors import DatasetError
 
@@ -27,12 +27,8 @@ def get_torl_data_rl_dataset(
         path: The folder of the two files; without it, where `data_folder` looks.
         tokenizer: Needed for `max_length`, the longest prompt in tokens.
     """
-    rows = [
-        SourceRow(row.where, row.data | {"answer": _answer(row)})
-        for row in read_rows(data_folder("torl_data", path), split)
-    ]
     return rl_dataset(
-        rows,
+        _rows(split, path),
         f"torl_data[{split}]",
         prompt_key="prompt",
         response_key="answer",
@@ -41,6 +37,33 @@ def get_torl_data_rl_dataset(
         tokenizer=tokenizer,
         max_length=max_length,
     )
+
+
+def get_torl_data_sft_dataset(
+    split: str = "train",
+    path: str | Path | None = None,
+    *,
+    tokenizer: Any,
+    max_length: int | None = None,
+    system_prompt: str | None = None,
+    instruction: str | None = None,
+) -> RowDataset:
+    r"""SFT rows: the problem, then `\boxed{…}` around the gold answer, as the set has no worked solutions."""
+    return sft_dataset(
+        _rows(split, path),
+        f"torl_data[{split}]",
+        tokenizer=tokenizer,
+        prompt_key="prompt",
+        response_key="answer",
+        system_prompt=system_prompt,
+        instruction=instruction,
+        max_length=max_length,
+    )
+
+
+def _rows(split: str, path: str | Path | None) -> list[SourceRow]:
+    source = read_rows(data_folder("torl_data", path), split)
+    return [SourceRow(row.where, row.data | {"answer": _answer(row)}) for row in source]
 
 
 def _answer(row: SourceRow) -> str:

@@ -138,6 +138,9 @@ class InProcessEngine:
     def version(self) -> int:
         return self._generator.version
 
+    def get_version(self) -> int:
+        return self.version
+
     @property
     def model(self) -> BaseArchonModel:
         """The replica: a plain model with the weights it answers with."""

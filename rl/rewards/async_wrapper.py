@@ -22,8 +22,8 @@ from archon.rl.rewards.registry import get_reward_fn
 from archon.rl.rewards.result import FAILURE_KINDS, Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward
 from archon.schema.errors import RewardError
 
-# A row's columns of these names would collide with the four positional arguments, which say the same.
-_POSITIONAL = ("prompt", "completions", "prompt_ids", "completion_ids")
+ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
+_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,27 @@ class AsyncRewardWrapper:
 
     An `async def` reward is cancelled when its time is up; blocking code inside one cannot be.
 
+    A wrapper around a wrapper is that wrapper, so that a workflow may wrap whatever `reward_fn` it is given.
+
     Args:
         reward_fn: A function `fn(prompt, completions, prompt_ids, completion_ids, **data)`, or its name as
-            `get_reward_fn` takes it.
+            `get_reward_fn` takes it; one of other arguments where the wrapper is called with these.
         timeout_seconds: Longest execution of one call.
         max_workers: Most processes at a time; by default the number of CPUs, at most 8. They start when needed.
 
     Raises:
-        RewardError: the function cannot be sent to another process, or does not take the four positional arguments.
+        RewardError: the function cannot be sent to another process, or is wrapped already with other limits.
     """
 
+    def __new__(cls, reward_fn: Callable[..., Any] | str, *_: Any, **__: Any) -> Self:
+        return reward_fn if isinstance(reward_fn, cls) else super().__new__(cls)
+
     def __init__(
-        self, reward_fn: Callable[..., Any] | str, timeout_seconds: float = 15.0, max_workers: int | None = None
+        self, reward_fn: Callable[..., Any] | str, timeout_seconds: float = _SECONDS, max_workers: int | None = None
     ) -> None:
+        if isinstance(reward_fn, AsyncRewardWrapper):  # and so this one: see __new__
+            reward_fn._require_own_limits(timeout_seconds, max_workers)
+            return
         if worker.in_worker:
             raise RewardError(
                 "a reward wrapper was made while a worker process imported your script, which defines the reward; "
@@ -83,7 +91,12 @@ class AsyncRewardWrapper:
         function = get_reward_fn(reward_fn) if isinstance(reward_fn, str) else reward_fn
         self.name = _name_of(function)
         self.timeout_seconds = float(timeout_seconds)
-        _check_signature(function, self.name)
+        self._max_workers = max_workers or min(8, os.cpu_count() or 1)
+        self._signature = _signature_of(function)
+        parameters = self._signature.parameters if self._signature else {}
+        self._ids = [
+            name for name in ARGUMENTS[2:] if name in parameters and parameters[name].default is inspect.Parameter.empty
+        ]
         self._function = function
         self._stats_lock = threading.Lock()
         self._calls = 0
@@ -93,23 +106,26 @@ class AsyncRewardWrapper:
         self._pool: WorkerPool | None = None
         if _is_async(function):
             return
-        workers = max_workers or min(8, os.cpu_count() or 1)
-        self._pool = WorkerPool(_setup_frame(function, self.name), self.name, self.timeout_seconds, workers)
+        setup = _setup_frame(function, self.name)
+        self._pool = WorkerPool(setup, self.name, self.timeout_seconds, self._max_workers)
         weakref.finalize(self, self._pool.close)  # also at interpreter exit
 
-    async def __call__(
-        self, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, /, **data: Any
-    ) -> Reward:
-        """The reward of one sample; `data` is its row (columns named like a positional argument are left out).
+    async def __call__(self, /, *arguments: Any, **data: Any) -> Reward:
+        """The reward of one sample, called as the function itself is: by position, by keyword, or both.
+
+        `data` is the sample's row. Where `prompt`, `completions`, `prompt_ids` and `completion_ids` (the first ones, in
+        this order) are given by position, columns of their names are left out. The last two are None for a function
+        that wants them and is given neither.
 
         Raises:
             RewardFailure: this sample has no reward, for the reason its `kind` names.
             RewardError: no sample will have one: the function cannot be loaded, the wrapper is closed, or an argument
                 cannot be sent to another process.
         """
-        for name in _POSITIONAL:
+        for name in ARGUMENTS[: len(arguments)]:
             data.pop(name, None)
-        arguments = (prompt, completions, prompt_ids, completion_ids)
+        if len(arguments) <= 2:
+            data = dict.fromkeys(self._ids) | data
         started = time.perf_counter()
         try:
             if self._pool is None:
@@ -121,6 +137,22 @@ class AsyncRewardWrapper:
             raise
         self._record(time.perf_counter() - started, None)
         return reward
+
+    def _require_own_limits(self, timeout_seconds: float, max_workers: int | None) -> None:
+        if timeout_seconds not in (_SECONDS, self.timeout_seconds) or max_workers not in (None, self._max_workers):
+            raise RewardError(
+                f"the reward {self.name} is wrapped already, with timeout_seconds {self.timeout_seconds:g}; set its "
+                "limits there (a run's: rollout.reward_timeout and reward_workers), and give none here"
+            )
+
+    def require_documented_form(self) -> None:
+        """Raise `RewardError` unless the function takes the four documented arguments by position."""
+        try:
+            if self._signature is not None:  # else the first call will tell
+                self._signature.bind_partial(*ARGUMENTS)
+        except TypeError as error:
+            form = ", ".join(ARGUMENTS)
+            raise RewardError(f"reward function {self.name} must take ({form}, **data): {error}") from error
 
     async def _run_here(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
         limit = asyncio.timeout(self.timeout_seconds)
@@ -187,19 +219,13 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
-def _check_signature(function: Callable[..., Any], name: str) -> None:
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     if not callable(function):
         raise RewardError(f"a reward must be a function or a name, got {function!r}")
     try:
-        signature = inspect.signature(function)
+        return inspect.signature(function)
     except ValueError:
-        return  # written in C without a signature: the first call will tell
-    try:
-        signature.bind_partial(None, None, None, None)
-    except TypeError as error:
-        raise RewardError(
-            f"reward function {name} must take (prompt, completions, prompt_ids, completion_ids, **data): {error}"
-        ) from error
+        return None
 
 
 def _setup_frame(function: Callable[..., Any], name: str) -> bytes:

@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "model": ("ModelWrapper",),
         "workflow": ("REWARD_FUNCTIONS", "WORKFLOWS", "RewardFn", "Workflow"),
         "builtin": ("MathWorkflow", "SimpleWorkflow", "TextEnv", "TextEnvWorkflow"),
+        "react": ("ReActWorkflow",),
         "adapter": ("TrinityWorkflow",),
     },
 )

@@ -15,12 +15,13 @@ from torch import Tensor
 from archon.rl.agents.workflow import Serving
 from archon.rl.context import workflow_context
 from archon.rl.rewards import RewardFailure
-from archon.rl.trinity import builtin  # noqa: F401 (registers the built-in workflows)
+from archon.rl.rows import own_copy
+from archon.rl.trinity import builtin, react  # noqa: F401 (register the built-in workflows)
 from archon.rl.trinity.model import ModelWrapper
 from archon.rl.trinity.types import Experience, FormatConfig, GenerationConfig, Task
 from archon.rl.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS, RewardFn, Workflow, says
 from archon.rl.types import GenerationHyperparameters, InferenceEngine
-from archon.rl.workflows.base import RolloutWorkflow, wrapped_reward
+from archon.rl.workflows.base import RolloutWorkflow, count_lost, wrapped_reward
 from archon.rl.workflows.trajectory import TokenRecord, UnusableAnswerError, trajectory_tensors
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
@@ -47,6 +48,8 @@ class TrinityWorkflow(RolloutWorkflow):
         workflow_args, reward_fn_args: for the workflow and the `RewardFn`, as they are.
         enable_openai_api: give the model an OpenAI endpoint on this machine, for its `get_openai_client()`.
     """
+
+    returns_group = True
 
     def __init__(
         self,
@@ -117,9 +120,7 @@ class TrinityWorkflow(RolloutWorkflow):
             for run, outcome in zip(runs, outcomes, strict=True):
                 if isinstance(outcome, RewardFailure | UnusableAnswerError) and len(runs) > 1:
                     lost.append(outcome)
-                    if all(outcome is not error for error in context.first_errors.values()):  # not counted yet
-                        prefix = "reward_" if isinstance(outcome, RewardFailure) else ""
-                        context.drop(prefix + outcome.kind, outcome)
+                    count_lost(outcome)
                 elif isinstance(outcome, BaseException):
                     raise outcome
                 else:
@@ -148,7 +149,7 @@ class TrinityWorkflow(RolloutWorkflow):
         task = Task(
             workflow=self.kind,
             reward_fn=self._reward,
-            raw_task=dict(data["raw_task"]),
+            raw_task=own_copy(data["raw_task"]),
             format_args=replace(self._format_args),
             rollout_args=GenerationConfig(
                 n=n,
@@ -157,8 +158,8 @@ class TrinityWorkflow(RolloutWorkflow):
                 top_k=-1 if rollout.top_k is None else rollout.top_k,
                 max_tokens=rollout.max_new_tokens,
             ),
-            workflow_args=dict(self._workflow_args),
-            reward_fn_args=dict(self._reward_fn_args),
+            workflow_args=own_copy(self._workflow_args),
+            reward_fn_args=own_copy(self._reward_fn_args),
             is_eval=workflow_context.get().is_eval,
             task_id=workflow_context.get().task_id,
         )

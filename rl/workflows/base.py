@@ -6,10 +6,10 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from archon.rl.context import workflow_context
-from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, get_reward_fn
+from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure
 from archon.rl.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.workflows.trajectory import UnusableAnswerError
 from archon.schema.config import nearest
@@ -24,7 +24,13 @@ class RolloutWorkflow(ABC):
 
     Subclass it, and give the trainer an instance, the class, or `"pkg.mod.Class"`. A class is constructed with those of
     `reward_fn`, `gconfig` and `tokenizer` that its `__init__` names.
+
+    `returns_group` says how a group of `gconfig.n_samples` trajectories comes about. True: one run returns it. False:
+    each run returns one trajectory, and a prompt has n runs at once; one that rejects its answer, or whose reward
+    failed, costs that sample. Not set: one run, and n − 1 more where it returned a single trajectory.
     """
+
+    returns_group: ClassVar[bool | None] = None
 
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
@@ -32,13 +38,17 @@ class RolloutWorkflow(ABC):
 
         Args:
             engine: answers requests; `await engine.agenerate(ModelRequest(...))`.
-            data: one row of the dataset.
+            data: one row of the dataset, in a copy of this run's own.
 
         Returns:
             Trajectory tensors, batch first: `input_ids` int [B, S], `attention_mask` bool [B, S], `loss_mask` int [B,
             S], `logprobs` float [B, S] (0 on prompt tokens), `versions` int [B, S] (−1 on prompt and padding),
             `rewards` float [B], and anything else with a leading B. All rows answer the same prompt and form one group.
             `None` rejects the episode.
+
+            Or, in short, of one answer as the engine gave it: `input_ids` (the prompt's) and `output_ids`, int [L] or
+            [1, L], and `reward`; a list of such dictionaries; or a dictionary of `InteractionWithTokenLogpReward` by
+            id, the parts of one trajectory (each a trajectory where `returns_group` is True).
         """
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
@@ -53,15 +63,19 @@ class RolloutWorkflow(ABC):
         return changed
 
 
+def count_lost(error: RewardFailure | UnusableAnswerError) -> None:
+    """Count the sample that a failure costs, unless whoever raised it has."""
+    if all(error is not known for known in workflow_context.get().first_errors.values()):
+        workflow_context.drop(f"reward_{error.kind}" if isinstance(error, RewardFailure) else error.kind, error)
+
+
 def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseException]) -> list[tuple[Sample, Reward]]:
     """The samples that have a reward, with it. Those whose answer or reward failed are dropped and counted by kind; any
     other exception is raised, and the first failure where nothing is left."""
     kept: list[tuple[Sample, Reward]] = []
     for sample, outcome in zip(samples, outcomes, strict=True):
-        if isinstance(outcome, RewardFailure):
-            workflow_context.drop(f"reward_{outcome.kind}", outcome)
-        elif isinstance(outcome, UnusableAnswerError):
-            workflow_context.drop(outcome.kind, outcome)
+        if isinstance(outcome, RewardFailure | UnusableAnswerError):
+            count_lost(outcome)
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
@@ -72,10 +86,11 @@ def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseExce
 
 
 def wrapped_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
-    """A reward given as a function, its name, its dotted path or a wrapper, as a wrapper."""
-    if isinstance(reward_fn, str):
-        reward_fn = get_reward_fn(reward_fn)
-    return reward_fn if isinstance(reward_fn, AsyncRewardWrapper) else AsyncRewardWrapper(reward_fn)
+    """A reward given as a function, its name, its dotted path or a wrapper, as a wrapper; `RewardError` for one that
+    does not take the four documented arguments."""
+    wrapper = AsyncRewardWrapper(reward_fn)
+    wrapper.require_documented_form()
+    return wrapper
 
 
 def record_parts(rewards: Iterable[Reward]) -> None:

@@ -38,6 +38,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
         retry: what is said after an answer that was not enough.
     """
 
+    returns_group = True
+
     def __init__(
         self,
         reward_fn: Callable[..., Any] | str | AsyncRewardWrapper,

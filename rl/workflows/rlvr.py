@@ -28,6 +28,8 @@ class RLVRWorkflow(RolloutWorkflow):
         tokenizer: renders prompts and decodes answers; its end-of-text and padding ids stop an answer.
     """
 
+    returns_group = True
+
     def __init__(
         self,
         reward_fn: Callable[..., Any] | str | AsyncRewardWrapper,

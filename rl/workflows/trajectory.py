@@ -43,6 +43,18 @@ def check_answer(response: ModelResponse) -> None:
 
 
 @dataclass
+class InteractionWithTokenLogpReward(ModelResponse):
+    """One answer and what it is worth; None: not known, which is not a reward of 0. A workflow may return several, in a
+    dictionary by id."""
+
+    reward: float | None = None
+
+    @classmethod
+    def of(cls, response: ModelResponse, reward: float | None = None) -> InteractionWithTokenLogpReward:
+        return cls(**vars(response), reward=reward)
+
+
+@dataclass
 class TokenRecord:
     """One trajectory as it grows, in token space: what the model was given, and what it answered turn by turn.
 

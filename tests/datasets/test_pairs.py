@@ -19,7 +19,7 @@ HUMAN = "\n\nHuman: 1?\n\nAssistant: 2\n\nHuman: 3?\n\nAssistant: "
 
 @pytest.fixture
 def tokenizer() -> Any:
-    letters = "".join(sorted({*"0123456789? usertainolmh\nf"}))
+    letters = "".join(sorted({*"0123456789? usertainolmh\nf", *r"\boxed{/}"}))
     return make_tokenizer(TokenizerRecipe(kind="characters", alphabet=letters, chat_template="chatml"))
 
 
@@ -77,7 +77,7 @@ def test_a_named_set_says_which_kinds_it_has(tokenizer: Any) -> None:
         get_custom_dataset("hh_rlhf", kind="sft", tokenizer=tokenizer)
 
 
-def test_torl_data_gives_gold_answers_that_math_verify_takes(tmp_path: Path) -> None:
+def test_torl_data_gives_gold_answers_that_math_verify_takes(tmp_path: Path, tokenizer: Any) -> None:
     talk = [{"role": "user", "content": "half of 7?"}]
     folder = write(tmp_path, {"prompt": talk, "reward_model": {"ground_truth": "7/2", "style": "rule"}})
     row = get_torl_data_rl_dataset("train", folder)[0]
@@ -85,6 +85,9 @@ def test_torl_data_gives_gold_answers_that_math_verify_takes(tmp_path: Path) -> 
     score = get_reward_fn("math_verify")
     assert score(None, r"\boxed{3.5}", None, None, answer=row["answer"]) == 1.0
     assert score(None, r"\boxed{1/2}", None, None, answer=row["answer"]) == 0.0
+    (example,) = get_custom_dataset("torl_data", kind="sft", tokenizer=tokenizer, data_dir=folder)
+    answer = [i for i, mark in zip(example["input_ids"], example["loss_mask"], strict=True) if mark]
+    assert tokenizer.decode(answer, skip_special_tokens=True).strip() == r"\boxed{7/2}"
     write(tmp_path, {"prompt": talk, "reward_model": {"style": "rule"}})
     with pytest.raises(DatasetError, match=r"train\.jsonl:1: 'reward_model' must hold 'ground_truth'"):
         get_torl_data_rl_dataset("train", folder)

@@ -91,6 +91,12 @@ class Judge:
         return self.bonus + len(completions)
 
 
-def takes_two(prompt: Any, completions: str) -> float:
-    """A reward with the wrong signature."""
-    return 1.0
+def same(result: str, answer: str) -> float:
+    """A reward with names of its own for its arguments."""
+    return float(result == answer)
+
+
+def told(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> dict[str, float]:
+    """What it was given, as parts of a reward: lengths of texts and lists, -1 for None."""
+    given = {"prompt": prompt, "completions": completions, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+    return {name: -1.0 if value is None else float(len(value)) for name, value in (given | data).items()}

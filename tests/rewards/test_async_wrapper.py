@@ -230,7 +230,6 @@ def test_an_unpicklable_function_is_refused_at_construction() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"reward_fn": faulty.takes_two}, "takes_two must take .prompt, completions, prompt_ids, completion_ids"),
         ({"reward_fn": 3}, "must be a function or a name, got 3"),
         ({"reward_fn": "gsm9k"}, "unknown reward 'gsm9k'"),
         ({"reward_fn": faulty.obey, "timeout_seconds": 0}, "timeout_seconds must be positive, got 0"),

@@ -58,6 +58,7 @@ def test_batch_metrics_worked_by_hand(batch: RolloutBatch) -> None:
     assert (metrics["reward"], metrics["reward_std"], metrics["length"]) == (0.5, 0.5, 2.0)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (2.0, 3.0)
     assert metrics["truncated"] == 0.5
+    assert metrics["group_size"] == 2.0
     # Of 5 episodes one was rejected and one failed; 2 of the other 3 groups were rewarded alike.
     assert metrics["no_spread_fraction"] == pytest.approx(2 / 3)
 

@@ -12,6 +12,7 @@ import pytest
 from archon.rl.context import workflow_context
 from archon.schema.errors import ConfigError
 from tests.rl.agents.scripted import Start
+from tests.tolerances import SOON_SECONDS
 
 
 def get(kind: str) -> Any:
@@ -52,6 +53,30 @@ async def test_both_ask(serve: Start) -> None:
     answer = await (await workflow_context.get_httpx_client()).get(f"{url}/models")
     async with (await workflow_context.get_aiohttp_session()).get(f"{url}/models") as other:
         assert await other.json() == answer.json()
+
+
+@pytest.mark.parametrize("kind", ["httpx", "aiohttp"])
+async def test_as_many_requests_are_under_way_as_are_made(kind: str) -> None:
+    """The server answers none before all have come; both packages allow 100 of themselves."""
+    n, answer = 130, b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
+    everyone = asyncio.Barrier(n)
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await everyone.wait()
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def ask(client: Any, url: str) -> int:
+        response = await client.get(url)
+        return int(response.status_code if kind == "httpx" else response.status)
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0, backlog=n) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        client = await get(kind)
+        async with asyncio.timeout(SOON_SECONDS):
+            assert await asyncio.gather(*(ask(client, url) for _ in range(n))) == [200] * n
 
 
 @pytest.mark.parametrize("kind", ["httpx", "aiohttp"])

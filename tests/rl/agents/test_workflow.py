@@ -102,6 +102,21 @@ def test_what_is_trained_is_what_was_sampled_and_only_that(engine: InProcessEngi
         assert result["rewards"][row].item() == len(text)
 
 
+def test_each_run_of_an_agent_has_a_row_of_its_own(engine: InProcessEngine, tokenizer: Any) -> None:
+    class Alters:
+        async def run(self, data: dict[str, Any], **given: Any) -> float:
+            talk = data["messages"]
+            talk += [(await ask(talk, given))["choices"][0]["message"]]
+            return float(len(talk))
+
+    row = {"messages": [{"role": "user", "content": "12+34="}]}
+    workflow = AgentWorkflow(Alters(), GCONFIG, tokenizer)
+    for _ in range(2):
+        result = asyncio.run(workflow.arun_episode(EpisodeEngine(engine, EpisodeContext()), row))
+        assert result is not None and result["rewards"].tolist() == [2.0] * 4
+    assert len(row["messages"]) == 1
+
+
 def test_a_conversation_is_one_row_or_one_an_answer(engine: InProcessEngine, tokenizer: Any) -> None:
     """In both the same tokens are trained with the same logprobs, and the discount is of the tree."""
     trained = []

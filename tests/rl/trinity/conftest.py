@@ -15,7 +15,7 @@ from archon.rl.bootstrap import make_tokenizer
 from archon.rl.config import TokenizerRecipe
 from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.generation import InProcessEngine
-from archon.rl.rollout import checked_result
+from archon.rl.workflows.results import checked_result
 from tests.rl import rewards_for_tests as rewards
 from tests.small_qwen3 import small_model
 

@@ -76,6 +76,18 @@ def test_the_episodes_seed_fixes_what_is_sampled(adapted, run_episode) -> None:
     assert len({tuple(ids) for ids in first["input_ids"].tolist()}) > 1
 
 
+def test_each_run_has_a_task_of_its_own(adapted, run_episode) -> None:
+    class Alters(guide.OneAnswerWorkflow):
+        def run(self) -> Any:
+            self.task.raw_task["notes"].append("a note")
+            assert self.task.raw_task["notes"] == ["a note"]
+            return super().run()
+
+    row = {"raw_task": {"question": "1+1=", "answer": "2", "notes": []}}
+    result, _ = run_episode(adapted(Alters), row)
+    assert len(result["rewards"]) == 4 and row["raw_task"]["notes"] == []
+
+
 def rows(n: int) -> list[Prompt]:
     return [Prompt(i, {"raw_task": {"question": f"{i}+{i}=", "answer": str(2 * i)}}) for i in range(n)]
 
