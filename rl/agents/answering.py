@@ -69,6 +69,7 @@ async def answer(
         request = ModelRequest(prompt, one.model_copy(update={"seed": seed}), tokenizer=tokenizer)
         coroutine = _answer_one(asker, call, request, index, items.put_nowait, stream)
         tasks.append(asyncio.create_task(coroutine, name=f"archon-{call.id}-{index}"))
+    asker.unfinished += len(tasks)
     try:
         left = len(tasks)
         while left:
@@ -113,6 +114,7 @@ async def _answer_one(
         if isinstance(error, ConfigError) and asker.refusal is None:
             asker.refusal = error
         give(error)
+    asker.unfinished -= 1  # but for one that was cancelled: its client has gone
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

@@ -120,6 +120,8 @@ class JSONRequestHandler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client has gone: that is no error of ours, and nobody is left to be told
         if status >= 500 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         reason = " ".join((message or "not a request of HTTP").split())[:200]

@@ -14,7 +14,7 @@ from typing import Literal, SupportsFloat
 from archon.rl.context import derive_seed
 from archon.rl.rewards.result import RewardInvalid
 from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelResponse
-from archon.rl.workflows.trajectory import TokenRecord, check_answer
+from archon.rl.workflows.trajectory import TokenRecord, UnusableAnswerError, check_answer
 from archon.schema.errors import ConfigError, RolloutError
 
 ExportStyle = Literal["individual", "concat"]
@@ -30,6 +30,7 @@ class Asker:
     def __init__(self, engine: InferenceEngine, gconfig: GenerationHyperparameters) -> None:
         self.engine, self.gconfig = engine, gconfig
         self.refusal: ConfigError | None = None  # the first request whose sampling values the trainer cannot replay
+        self.unfinished = 0  # answers asked for that have neither come nor failed; of those broken off for good
 
     def next_seed(self) -> int | None:
         """Random stream of the next answer; None leaves it to the engine."""
@@ -153,6 +154,12 @@ class Session(Asker):
     def reward_every_branch(self, reward: float) -> None:
         """Give `reward` to the last answer of every branch that has no reward: an episode's, however it was asked."""
         reward = finite_reward(reward)
+        if not self.interactions and self.unfinished:
+            raise UnusableAnswerError(
+                "broken_off",
+                f"the agent returned a reward and has read none of its {self.unfinished} answers to the end; what was "
+                "broken off is not trained",
+            )
         if not self.interactions:
             raise RolloutError("the agent returned a reward and has not asked the model once; nothing can be trained")
         for interaction in self.interactions:

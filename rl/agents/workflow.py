@@ -42,7 +42,8 @@ class AgentWorkflow(RolloutWorkflow):
     use asynchronous clients, or `ProcessAgent`. What a request leaves open is sampled with `gconfig`.
 
     A number is the episode's reward: of each of its branches. A dictionary rewards the completions that it names. An
-    agent that raises, takes too long or returns no finite number costs that sample, and is counted by kind.
+    agent that raises, takes too long or returns no finite number costs that sample, and is counted by kind. An answer
+    that it breaks off while it is being sampled is not trained, and is counted; the reward is that of the others.
 
     Args:
         agent: an object, a class that is constructed without arguments, or the dotted path of either.
@@ -131,7 +132,11 @@ class AgentWorkflow(RolloutWorkflow):
             server.sessions.close(session)
         answered = len(session.interactions)
         unrewarded = answered - len({place for row in rows for place in row.answers})
-        workflow_context.record(agent_answers=answered, agent_answers_unrewarded=unrewarded)
+        workflow_context.record(
+            agent_answers=answered,
+            agent_answers_unrewarded=unrewarded,
+            agent_answers_broken_off=session.unfinished,
+        )
         return rows
 
 

@@ -1,4 +1,5 @@
-"""`archon rl` in a process of its own that is sent a signal when it comes to a named point, and what is left of it.
+"""A training command in a process of its own that is sent a signal when it comes to a named point, and what is left
+of it.
 
 Where a run waits for something, it waits for ever from then on: only the signal can end it.
 """
@@ -17,11 +18,12 @@ from typing import Any
 import yaml
 
 from archon.rl import RLVRWorkflow
-from archon.rl.config import RLConfig
+from archon.rl.config import PreferenceConfig, RLConfig
 from archon.rl.context import workflow_context
 from archon.rl.types import InferenceEngine
 from tests.io import killing
 from tests.rl import rewards_for_tests
+from tests.rl.agents.test_workflow import ask
 
 SIGNALLED, OUTPUT, ERRORS = "signalled", "stdout", "stderr"
 FIRST_PROMPT_OF_STEP_3 = 12
@@ -69,6 +71,37 @@ def hangs_in_step_3(prompt: str, completions: str, prompt_ids: Any, completion_i
     return rewards_for_tests.nearness(prompt, completions, prompt_ids, completion_ids, **data)
 
 
+def hangs_at_once(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    """On the first gold answer."""
+    tell(os.getppid())
+    time.sleep(3600)
+    return 1.0
+
+
+class Asks:
+    """An agent; the reward is the length of its answer."""
+
+    async def run(self, data: dict[str, Any], **given: Any) -> float:
+        answer = await ask(data["messages"], given)
+        return float(len(answer["choices"][0]["message"]["content"]))
+
+
+class AsksAndWaits(Asks):
+    """For ever, in the third step, with a stream open of which it has read a line."""
+
+    async def run(self, data: dict[str, Any], **given: Any) -> float:
+        context = workflow_context.get()
+        if context.is_eval or context.task_id < FIRST_PROMPT_OF_STEP_3:
+            return await super().run(data, **given)
+        url, headers = f"{given['base_url']}/chat/completions", {"Authorization": f"Bearer {given['api_key']}"}
+        body = {"messages": data["messages"], "stream": True}
+        async with given["http_client"].stream("POST", url, json=body, headers=headers) as response:
+            await anext(response.aiter_lines())
+            tell(os.getpid())
+            await asyncio.sleep(3600)
+        return 0.0
+
+
 def before(owner: Any, name: str, nth: int, first: str = "", *, twice: bool = False) -> None:
     """Tell this process before the nth call of a function (with `first` as its argument, if given)."""
     function, count = getattr(owner, name), 0
@@ -90,23 +123,36 @@ def hook(point: str) -> list[str]:
     import archon.checkpoint
     import archon.cli.train
     import archon.hf_export
+    import archon.rl.trainer
+    from archon.engine import ArchonEngine
     from archon.rl.generation import InProcessEngine
+    from archon.rl.preference import PreferenceTrainer
     from archon.rl.sft import SFTTrainer
     from archon.rl.update import PolicyUpdate
 
     module = "tests.rl.interrupted_run"
     hooks: dict[str, Callable[[], None]] = {
         "start": lambda: before(archon.cli.train, "load_config", 1),
+        "data": lambda: before(archon.rl.trainer, "load_rows", 1),
+        "models": lambda: before(ArchonEngine, "initialize", 1),
         "warm-up": lambda: before(SFTTrainer, "train_step", 2),
         "twice": lambda: before(PolicyUpdate, "train", 3, twice=True),
+        # The ratio gate scores the first batch too, and each step has a reference and a proximal policy.
+        "reference": lambda: before(ArchonEngine, "forward_batch", 1 + 2 * 2 + 1),
+        "proximal": lambda: before(ArchonEngine, "forward_batch", 1 + 2 * 2 + 2),
         "update": lambda: before(PolicyUpdate, "train", 3),
         "push": lambda: before(InProcessEngine, "update_weights", 3),
         "save": lambda: before(archon.checkpoint, "kill_point", 2, "save.tensors_written"),
         "export": lambda: before(archon.hf_export, "kill_point", 1, "export.staged"),
+        "pairs": lambda: before(PreferenceTrainer, "train_step", 3),
+        "pairs-update": lambda: before(ArchonEngine, "train_batch", 3),
+        "pairs-evaluation": lambda: before(PreferenceTrainer, "evaluate", 1),
     }
     overrides = {
         "rollout": [f"workflow={module}.Waits"],
+        "gold": [f"reward={module}.hangs_at_once"],
         "reward": [f"reward={module}.hangs_in_step_3"],
+        "agent": [f"workflow={module}.AsksAndWaits"],
         "evaluation": [f"workflow={module}.WaitsInEvaluation"],
     }
     if point in hooks:
@@ -114,8 +160,8 @@ def hook(point: str) -> list[str]:
     return overrides.get(point, [])
 
 
-def run(folder: Path, point: str, number: int) -> None:
-    """The process: `archon rl` with the configuration in `folder`, signalled at `point`."""
+def run(folder: Path, command: str, point: str, number: int) -> None:
+    """The process: `archon COMMAND` with the configuration in `folder`, signalled at `point`."""
     os.setsid()
     for descriptor, name in ((1, OUTPUT), (2, ERRORS)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o644), descriptor)
@@ -125,16 +171,16 @@ def run(folder: Path, point: str, number: int) -> None:
     os.environ.update({"TOLD_IN": str(folder), "TOLD_BY": str(number)})
     from archon.cli import main
 
-    main(["rl", "--config", str(folder / "run.yaml"), *hook(point)])
+    main([command, "--config", str(folder / "run.yaml"), *hook(point)])
 
 
 class Ended:
     """A run that was signalled at `point`, after it has ended."""
 
-    def __init__(self, config: RLConfig, point: str, number: int = signal.SIGINT) -> None:
-        folder = Path(config.run_dir).parent
+    def __init__(self, config: RLConfig | PreferenceConfig, point: str, number: int = signal.SIGINT) -> None:
+        folder, command = Path(config.run_dir).parent, "rl" if isinstance(config, RLConfig) else "preference"
         (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-        process = killing.start(run, folder, point, number)
+        process = killing.start(run, folder, command, point, number)
         self.exit_code = killing.finish(process)
         self.seconds = time.time() - float((folder / SIGNALLED).read_text())
         self.errors = [line for line in (folder / ERRORS).read_text().splitlines() if line.strip()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -54,6 +55,21 @@ def hangs_on_even_length(prompt: str, completions: str, prompt_ids: Any, complet
 
 def nan_on_even_length(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
     return float("nan") if len(completion_ids) % 2 == 0 else 1.0
+
+
+def unpicklable_on_even_length(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
+    """What it returns, or raises, cannot be sent to another process."""
+    if len(completion_ids) % 4 == 0:
+        raise UnpicklableError
+    return threading.Lock() if len(completion_ids) % 2 == 0 else 1.0
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("this exception cannot be pickled")
+
+
+unpicklable = lambda prompt, completions, prompt_ids, completion_ids, **data: 1.0  # noqa: E731 (what it is here for)
 
 
 def nearness(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -22,6 +20,7 @@ from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.presets import PRESETS
 from archon.rl.algorithms.shaping import overlong_penalty
 from archon.schema.errors import ConfigError
+from tests.rl.formulas import plain_advantages, plain_penalty
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
 
@@ -43,60 +42,11 @@ def outcomes(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True)
     )
 
 
-def plain(kind: str, of: Outcomes, config: AlgorithmConfig) -> list[list[float]]:
-    """Each formula as its paper writes it, from lists."""
-    assert of.token_rewards is not None and of.values is not None
-    steps = [[t for t, m in enumerate(row) if m] for row in of.loss_mask.tolist()]
-    extra, values, groups = of.token_rewards.tolist(), of.values.tolist(), of.group_ids.tolist()
-    earned = []
-    for row, reward in enumerate(of.rewards.tolist()):
-        per_step = [extra[row][t] for t in steps[row]]
-        per_step[-1] += reward
-        earned.append(per_step)
-    total = [sum(per_step) for per_step in earned]
-    found = []
-    for row, per_step in enumerate(earned):
-        members = [total[i] for i in range(len(total)) if groups[i] == groups[row]]
-        others = [total[i] for i in range(len(total)) if groups[i] == groups[row] and i != row]
-        if kind == "grpo":
-            std = statistics.stdev(members) if len(members) > 1 else 0.0
-            a = [(total[row] - statistics.fmean(members)) / (std + config.advantage_eps)] * len(per_step)
-        elif kind in ("dr_grpo", "reinforce_baseline"):
-            a = [total[row] - statistics.fmean(members)] * len(per_step)
-        elif kind == "rloo":
-            a = [total[row] - statistics.fmean(others) if others else 0.0] * len(per_step)
-        elif kind == "opmd":
-            tau = config.opmd_tau
-            partition = tau * math.log(statistics.fmean([math.exp(r / tau) for r in members]))
-            a = [total[row] - partition] * len(per_step)
-        elif kind == "reinforce_pp":
-            a = [sum(per_step[k:]) for k in range(len(per_step))]
-        else:
-            a, following = [0.0] * len(per_step), (0.0, 0.0)
-            for k in range(len(per_step) - 1, -1, -1):
-                v = values[row][steps[row][k]]
-                delta = per_step[k] + config.gae_gamma * following[0] - v
-                a[k] = delta + config.gae_gamma * config.gae_lambda * following[1]
-                following = (v, a[k])
-        found.append(a)
-    if kind in ("reinforce_pp", "reinforce_baseline"):
-        every = [x for a in found for x in a]
-        mean, std = statistics.fmean(every), statistics.pstdev(every)
-        found = [[(x - mean) / (std + config.advantage_eps) for x in a] for a in found]
-    placed = []
-    for row, a in enumerate(found):
-        line = [0.0] * of.loss_mask.shape[1]
-        for t, x in zip(steps[row], a, strict=True):
-            line[t] = x
-        placed.append(line)
-    return placed
-
-
 @pytest.mark.parametrize("kind", sorted(ADVANTAGES))
 def test_advantage_equals_plain_loop(kind: str) -> None:
     config = AlgorithmConfig(advantage=kind, gae_gamma=0.97, gae_lambda=0.9, opmd_tau=0.7)
     of = outcomes()
-    expected = torch.tensor(plain(kind, of, config), dtype=torch.float64)
+    expected = torch.tensor(plain_advantages(kind, of, config), dtype=torch.float64)
     torch.testing.assert_close(ADVANTAGES[kind](of, config), expected, rtol=FORMULA_FP64, atol=FORMULA_FP64)
 
 
@@ -157,6 +107,21 @@ def test_advantage_worked_by_hand(kind: str, expected: list[float]) -> None:
     torch.testing.assert_close(found, torch.tensor(expected).unsqueeze(1), rtol=0, atol=5e-6)
 
 
+def test_reinforce_pp_worked_by_hand_on_several_tokens() -> None:
+    # The first answer's trained tokens earn -0.5, and 0 with the reward of 1: to go from each 0.5 and 1; between them
+    # stands one that is not trained. The second's one token earns -0.25 and a reward of 0.25: 0. Mean of 0.5, 1 and 0:
+    # 0.5, variance (0 + 0.25 + 0.25) / 3 = 1/6, std 0.408248, so 0, 0.5 / 0.408248 = 1.224745 and -1.224745.
+    of = Outcomes(
+        torch.tensor([1.0, 0.25]),
+        torch.tensor([0, 1]),
+        torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0]]),
+        torch.tensor([[9.0, -0.5, 9.0, 0.0], [-0.25, 9.0, 9.0, 9.0]]),
+    )
+    found = ADVANTAGES["reinforce_pp"](of, AlgorithmConfig(advantage="reinforce_pp"))
+    expected = torch.tensor([[0.0, 0.0, 0.0, 1.224745], [-1.224745, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+
+
 def test_gae_worked_by_hand() -> None:
     # γ = 0.5, λ = 0.5; values 1, 2, 4; the reward 8 comes with the last token, and token 1 is not trained on.
     #   t = 2: δ = 8 − 4 = 4, A = 4. t = 0: δ = 0 + 0.5 · 4 − 1 = 1, A = 1 + 0.25 · 4 = 2.
@@ -176,6 +141,13 @@ def test_overlong_penalty_worked_by_hand() -> None:
     # L_max = 20, L_cache = 4: none up to 16 tokens, −1/4 a token from there, −1 from 20 on.
     found = overlong_penalty(torch.tensor([0, 16, 17, 19, 20, 25]), 20, 4)
     assert found.tolist() == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
+
+
+@pytest.mark.parametrize(("most", "buffer"), [(20, 4), (17, 17), (9, 1)])
+def test_overlong_penalty_equals_plain_loop(most: int, buffer: int) -> None:
+    found = overlong_penalty(torch.arange(2 * most), most, buffer)
+    expected = [plain_penalty(length, most, buffer) for length in range(2 * most)]
+    assert found.tolist() == pytest.approx(expected, rel=FORMULA_FP32)
 
 
 def test_groups_with_spread_marks_every_member() -> None:

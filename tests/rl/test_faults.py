@@ -21,7 +21,7 @@ from archon.rl.context import workflow_context
 from archon.rl.rollout import WorkflowError
 from archon.rl.types import InferenceEngine
 from archon.runner import Runner
-from archon.schema.errors import CheckpointError
+from archon.schema.errors import CheckpointError, RewardError
 from tests.io.killing import assert_checkpoints_whole
 from tests.rl.written import records
 
@@ -109,6 +109,8 @@ def test_groups_that_are_all_dropped_are_dumped_and_marked(rl_config: MakeConfig
         ("dies_on_even_length", "crashed"),
         ("hangs_on_even_length", "timeout"),
         ("nan_on_even_length", "invalid"),
+        ("unpicklable_on_even_length", "raised"),
+        ("unpicklable_on_even_length", "invalid"),
     ],
 )
 def test_a_run_goes_on_without_the_samples_whose_reward_fails_and_counts_them(
@@ -125,12 +127,21 @@ def test_a_run_goes_on_without_the_samples_whose_reward_fails_and_counts_them(
     assert [row["step"] for row in rows] == [1, 2]
     assert sum(row[f"rollout/dropped/reward_{kind}"] for row in rows) > 0
     for row in rows:
-        lost = row[f"rollout/dropped/reward_{kind}"]
+        lost = sum(n for name, n in row.items() if name.startswith("rollout/dropped/reward_"))
         failed = sum(n for name, n in row.items() if name.startswith("rollout/failed/"))
         assert row["samples"] + lost == 4 * row["rollout/episodes"]
         assert row["groups"] + failed == row["rollout/episodes"]
     dumped = read_jsonl(Path(config.run_dir) / "trajectories.jsonl")
     assert all(row["length"] % 2 == 1 for row in dumped)
+
+
+def test_a_reward_that_cannot_be_sent_to_a_worker_ends_the_run_before_it_begins(rl_config: MakeConfig) -> None:
+    config = rl_config(reward="tests.rl.rewards_for_tests.unpicklable")
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"cannot be sent to a worker process: .*define it at the top level"):
+        RLTrainer(config).train()
+    assert time.monotonic() - started < 10
+    assert not records(config) and assert_checkpoints_whole(Path(config.run_dir) / "checkpoints") == -1
 
 
 class FailsOnOdd(RLVRWorkflow):
@@ -140,10 +151,26 @@ class FailsOnOdd(RLVRWorkflow):
         return await super().arun_episode(engine, data)
 
 
+class AlwaysFails(RLVRWorkflow):
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        raise OSError("no environment is free")
+
+
 class Misshapen(RLVRWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         result = await super().arun_episode(engine, data)
         return result | {"logprobs": result["logprobs"][:, 1:]}
+
+
+class MisshapenOnOdd(RLVRWorkflow):
+    """A column too few, a row too few, or no tensor at all."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        result, task = await super().arun_episode(engine, data), workflow_context.get().task_id
+        if task % 2 == 0:
+            return result
+        wrong = ({"logprobs": result["logprobs"][:, 1:]}, {"rewards": result["rewards"][1:]}, {"versions": [0]})
+        return result | wrong[task // 2 % 3]
 
 
 class Overflows(RLVRWorkflow):
@@ -171,6 +198,7 @@ def long_where_odd(data: dict[str, Any]) -> dict[str, Any]:
     ("workflow", "error", "arguments"),
     [
         (FailsOnOdd, "OSError", {}),
+        (MisshapenOnOdd, "RolloutError", {}),
         (Overflows, "ContextOverflowError", {}),
         (OverflowsInTurns, "ContextOverflowError", {"max_turns": 30, "retry": "0+0="}),
     ],
@@ -193,6 +221,7 @@ def test_a_run_goes_on_without_the_episodes_that_fail_and_counts_them(
     ("workflow", "max_seq_len", "message"),
     [
         (Misshapen, 64, r"Misshapen.*logprobs"),
+        (AlwaysFails, 64, r"AlwaysFails failed on \d+ prompts and succeeded on none.*OSError: no environment is free"),
         (RLVRWorkflow, 4, "leaves no room for an answer within 4"),
     ],
 )

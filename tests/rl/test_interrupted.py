@@ -13,14 +13,21 @@ from typing import Any
 import pytest
 
 from archon.rl import RLTrainer
-from archon.rl.config import RLConfig
+from archon.rl.config import PreferenceConfig, RLConfig
+from archon.rl.preference import PreferenceTrainer
 from tests.io.killing import assert_checkpoints_whole
 from tests.rl.conftest import small_run
 from tests.rl.interrupted_run import Ended
-from tests.rl.written import assert_bitwise_equal_runs, assert_each_prompt_trained_once
+from tests.rl.objectives import write_pairs
+from tests.rl.written import (
+    assert_bitwise_equal_results,
+    assert_bitwise_equal_runs,
+    assert_each_prompt_trained_once,
+)
 from tests.small_qwen3 import SMALL_QWEN3
 
 MakeConfig = Callable[..., RLConfig]
+NOTHING = -1
 SECONDS = 30
 """Within which a run ends. It takes a second or two, and on a busy machine some more; what it waited for, an hour."""
 
@@ -52,6 +59,9 @@ def whole(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> RLConfig:
 @pytest.mark.parametrize(
     ("point", "number", "saved"),
     [
+        ("data", signal.SIGINT, NOTHING),
+        pytest.param("models", signal.SIGINT, 0, marks=pytest.mark.slow),
+        ("gold", signal.SIGINT, NOTHING),
         ("rollout", signal.SIGINT, 2),
         pytest.param("rollout", signal.SIGTERM, 2, marks=pytest.mark.slow),
         pytest.param("reward", signal.SIGINT, 2, marks=pytest.mark.slow),
@@ -71,6 +81,72 @@ def test_a_signal_ends_the_run_and_the_resumed_one_is_bitwise_the_whole(
     assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") == saved
     RLTrainer(config).train()
     assert_bitwise_equal_runs(config, whole)
+
+
+SCORED = {"algorithm": {"kl_coef": 0.05, "policy_loss": "decoupled", "correction": "tis"}}
+
+
+@pytest.fixture(scope="module")
+def whole_scored(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> RLConfig:
+    """A run with a reference and a proximal policy that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole_scored")
+    reference = {"ref": {"path": str(blank), "init_from_scratch": True, "seed": 1}}
+    config = RLConfig.parse(small_run(blank, folder / "run") | common(folder, **SCORED, **reference))
+    RLTrainer(config).train()
+    return config
+
+
+@pytest.mark.parametrize("point", ["reference", pytest.param("proximal", marks=pytest.mark.slow)])
+def test_a_signal_while_a_batch_is_scored_lets_its_step_end(
+    rl_config: MakeConfig, tmp_path: Path, whole_scored: RLConfig, point: str
+) -> None:
+    assert whole_scored.ref is not None
+    config = rl_config(**common(tmp_path, **SCORED, ref=whole_scored.ref.model_dump(mode="json")))
+    assert_ended_well(Ended(config, point), signal.SIGINT)
+    assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") == 3
+    RLTrainer(config).train()
+    assert_bitwise_equal_runs(config, whole_scored)
+
+
+def test_a_signal_while_an_agent_reads_a_stream_and_the_resumed_run_trains_each_prompt_exactly_once(
+    rl_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = rl_config(**common(tmp_path, workflow="tests.rl.interrupted_run.Asks"))
+    assert_ended_well(Ended(config, "agent"), signal.SIGINT)
+    assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") == 2
+    RLTrainer(config).train()
+    assert_each_prompt_trained_once(config)
+
+
+@pytest.fixture(scope="module")
+def whole_of_pairs(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> PreferenceConfig:
+    """A run on pairs that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole_of_pairs")
+    write_pairs(folder)
+    data = {"train_data": {"path": str(folder)}, "eval_data": {"path": str(folder), "split": "test"}, "eval_every": 2}
+    model = {"path": str(blank), "init_from_scratch": True, "optimizer": {"lr": 1e-3}}
+    run = {"run_dir": str(folder / "run"), "resume": True, "checkpoint": {"every": 1}, "total_steps": 4}
+    config = PreferenceConfig.parse(run | data | {"model": model, "batch_size": 8})
+    PreferenceTrainer(config).train()
+    return config
+
+
+@pytest.mark.parametrize(
+    ("point", "number", "saved"),
+    [
+        ("pairs", signal.SIGINT, 3),
+        pytest.param("pairs-update", signal.SIGTERM, 3, marks=pytest.mark.slow),
+        pytest.param("pairs-evaluation", signal.SIGINT, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_a_run_on_pairs_after_its_step_and_the_resumed_one_is_bitwise_the_whole(
+    tmp_path: Path, whole_of_pairs: PreferenceConfig, point: str, number: signal.Signals, saved: int
+) -> None:
+    config = whole_of_pairs.model_copy(update={"run_dir": str(tmp_path / "run")})
+    assert_ended_well(Ended(config, point, number), number)
+    assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") == saved
+    PreferenceTrainer(config).train()
+    assert_bitwise_equal_results(config, whole_of_pairs)
 
 
 @pytest.mark.parametrize("point", ["rollout", pytest.param("update", marks=pytest.mark.slow)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,6 @@ from archon.rl.datasets.encoding import next_turn_ids
 from archon.rl.generation import InProcessEngine
 from archon.rl.types import GenerationHyperparameters, ModelRequest, ModelResponse, validate_trajectory
 from archon.rl.workflows import resolve_workflow
-from archon.rl.workflows.trajectory import TokenRecord, UnusableAnswerError
 from archon.schema.errors import ConfigError, ContextOverflowError
 from tests.rl import rewards_for_tests as rewards
 
@@ -37,18 +38,18 @@ class Recorder(EpisodeEngine):
 
 
 def converse(
-    engine: InProcessEngine, workflow: MultiTurnWorkflow, row: dict[str, Any] = ROW
+    engine: InProcessEngine, workflow: MultiTurnWorkflow, row: dict[str, Any] = ROW, recorder: type[Recorder] = Recorder
 ) -> tuple[dict[str, torch.Tensor], EpisodeContext, list[ModelResponse]]:
     context = EpisodeContext(seed=3)
-    recorder = Recorder(engine, context)
+    recording = recorder(engine, context)
 
     async def episode() -> dict[str, torch.Tensor] | None:
         workflow_context.enter(context)
-        return await workflow.arun_episode(recorder, row)
+        return await workflow.arun_episode(recording, row)
 
     result = asyncio.run(episode())
     assert result is not None
-    return validate_trajectory(result), context, recorder.answers
+    return validate_trajectory(result), context, recording.answers
 
 
 def test_multi_turn_tokens_are_never_decoded_and_re_encoded(engine: InProcessEngine, tokenizer: Any) -> None:
@@ -136,11 +137,31 @@ def test_the_next_turn_is_what_the_chat_template_would_write(template: Any) -> N
     assert ours == theirs
 
 
-def test_an_answer_to_other_tokens_is_refused() -> None:
-    record = TokenRecord()
-    record.observe([1, 2])
-    with pytest.raises(UnusableAnswerError, match="turn 0: the engine answered 1 tokens that are not the 2"):
-        record.answer(ModelResponse(input_tokens=[1], output_tokens=[5], output_logprobs=[-1.0], output_versions=[0]))
+class AnswersToOthers(Recorder):
+    """The real generator; every other answer of a second turn comes back as one to fewer tokens."""
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        response = await super().agenerate(req)
+        if sum(map(is_second, self.answers)) % 2 == 0 or not is_second(response):
+            return response
+        return replace(response, input_tokens=response.input_tokens[1:])
+
+
+def is_second(response: ModelResponse) -> bool:
+    return len(response.input_tokens) > len(ROW["prompt"])
+
+
+def test_an_answer_to_other_tokens_is_refused(engine: InProcessEngine, tokenizer: Any) -> None:
+    """It would be trained behind a prompt that it never saw. It costs its conversation, and is counted."""
+    workflow = MultiTurnWorkflow(rewards.half, GCONFIG, tokenizer, retry="0+0=")
+    result, context, answers = converse(engine, workflow, recorder=AnswersToOthers)
+    second = sum(map(is_second, answers))
+    refused = (second + 1) // 2
+    assert context.drops == {"other_prompt": refused} and refused > 4
+    message = str(context.first_errors["other_prompt"])
+    assert re.fullmatch(r"turn 1: the engine answered \d+ tokens that are not the \d+ of this trajectory .*", message)
+    assert len(result["rewards"]) == 24 - refused
+    assert (result["turn_ids"].amax(1) == 1).sum() == second - refused
 
 
 def test_arguments_come_from_the_configuration(tokenizer: Any) -> None:

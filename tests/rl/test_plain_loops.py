@@ -1,4 +1,4 @@
-"""What `test_advantages` and `test_policy_losses` leave: critic's loss, corrections and losses of pairs, as loops."""
+"""What `test_advantages` and `test_objective` leave: critic's loss, corrections and losses of pairs, as loops."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.objective import ValueObjective
 from archon.rl.preference import preference_loss
+from tests.rl.formulas import documents, plain_correction
 from tests.rl.objectives import PREFERENCES
-from tests.rl.test_policy_losses import documents
 from tests.tolerances import FORMULA_FP64
 
 
@@ -36,21 +36,13 @@ def test_value_loss_equals_plain_loop(clip: float | None) -> None:
 def test_correction_equals_plain_loop(correction: str) -> None:
     log_ratio = torch.randn(6, 9, dtype=torch.float64)
     mask = torch.randint(0, 2, (6, 9))
-    config = AlgorithmConfig(correction_low=0.6, correction_high=1.4)
+    config = AlgorithmConfig(correction=correction, correction_low=0.6, correction_high=1.4)
     weights, touched = CORRECTIONS[correction](log_ratio, mask, config)
-    for row, line in enumerate(log_ratio.tolist()):
-        whole = math.exp(math.fsum(x for x, trained in zip(line, mask[row].tolist(), strict=True) if trained))
-        for t, x in enumerate(line):
-            ratio = whole if correction == "sequence_tis" else math.exp(x)
-            expected = {
-                "none": (1.0, False),
-                "tis": (min(ratio, 1.4), ratio > 1.4),
-                "icepop": (ratio if 0.6 <= ratio <= 1.4 else 0.0, not 0.6 <= ratio <= 1.4),
-                "sequence_tis": (min(ratio, 1.4), ratio > 1.4),
-            }[correction]
-            if mask[row, t]:
-                assert weights[row, t].item() == pytest.approx(expected[0], rel=FORMULA_FP64)
-                assert touched[row, t].item() is expected[1]
+    for row in range(6):
+        trained = mask[row] == 1
+        expected = plain_correction(log_ratio[row][trained].tolist(), config)
+        assert weights[row][trained].tolist() == pytest.approx([weight for weight, _ in expected], rel=FORMULA_FP64)
+        assert touched[row][trained].tolist() == [beyond for _, beyond in expected]
 
 
 @pytest.mark.parametrize("kind", PREFERENCES)

@@ -15,6 +15,7 @@ from torch import Tensor
 from archon.engine import ArchonEngine
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.update import PolicyUpdate
+from tests.rl.formulas import plain_logprobs
 from tests.rl.objectives import OBJECTIVES, assert_same, float64_engine, of_objective, padded, trajectories
 from tests.tolerances import INVARIANCE_FP64
 
@@ -82,18 +83,6 @@ def test_gradient_is_that_of_the_objective_written_out(make_engine: Callable[...
         assert parameter.grad is not None
         difference = (actual[f"policy.{name}"] - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert difference < INVARIANCE_FP64, name
-
-
-def plain_logprobs(
-    engine: ArchonEngine, batch: dict[str, Tensor], row: int, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Logprob and entropy of one answer's trained tokens, from whole logits."""
-    tokens = batch["input_ids"][row][batch["attention_mask"][row]]
-    n = len(tokens)
-    logits = engine.model(tokens, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n) / temperature
-    trained = (batch["loss_mask"][row][:n] == 1).nonzero().flatten()
-    log_p = logits.log_softmax(-1)[trained - 1]
-    return log_p.gather(1, tokens[trained].unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
 def test_minibatches_use_every_trajectory_once_an_epoch(make_engine: Callable[..., ArchonEngine]) -> None:

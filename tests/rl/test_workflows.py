@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from archon.rl.generation import InProcessEngine
 from archon.rl.rewards import AsyncRewardWrapper, RewardRaised
 from archon.rl.types import GenerationHyperparameters, ModelRequest, ModelResponse, validate_trajectory
 from archon.rl.workflows import resolve_workflow
-from archon.rl.workflows.trajectory import UnusableAnswerError, check_answer, trajectory_tensors
+from archon.rl.workflows.trajectory import trajectory_tensors
 from archon.schema.errors import ConfigError
 from tests.rl import rewards_for_tests as rewards
 
@@ -142,26 +144,55 @@ def test_a_reward_may_ask_which_answer_of_the_group_it_scores(engine: InProcessE
     assert context.sample_index is None and context.numbers["seen"] == list(range(8))
 
 
+class Damages(EpisodeEngine):
+    """The real generator, of which every other answer loses or changes some fields on its way."""
+
+    def __init__(self, engine: InProcessEngine, context: EpisodeContext, change: dict[str, Any]) -> None:
+        super().__init__(engine, context)
+        self._change = change
+        self.whole: list[ModelResponse] = []
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        damaged = self._requests % 2 == 1
+        response = await super().agenerate(req)
+        if not damaged:
+            self.whole.append(response)
+            return response
+        changed = {name: made(getattr(response, name)) for name, made in self._change.items()}
+        return replace(response, **changed)
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({"output_logprobs": [-1.0]}, "logprob_mismatch"),
-        ({"output_logprobs": []}, "logprob_mismatch"),
-        ({"output_versions": [0]}, "logprob_mismatch"),
-        ({"output_logprobs": [-1.0, float("nan")]}, "logprob_not_finite"),
-        ({"output_logprobs": [-1.0, float("-inf")]}, "logprob_not_finite"),
-        ({"output_tokens": [], "output_logprobs": [], "output_versions": []}, "empty"),
-        ({"stop_reason": "abort"}, "aborted"),
+        ({"output_logprobs": lambda logprobs: logprobs[1:]}, "logprob_mismatch"),
+        ({"output_logprobs": lambda logprobs: []}, "logprob_mismatch"),
+        ({"output_versions": lambda versions: [*versions, 0]}, "logprob_mismatch"),
+        ({"output_logprobs": lambda logprobs: [*logprobs[1:], math.nan]}, "logprob_not_finite"),
+        ({"output_logprobs": lambda logprobs: [-math.inf, *logprobs[1:]]}, "logprob_not_finite"),
+        (dict.fromkeys(("output_tokens", "output_logprobs", "output_versions"), lambda values: []), "empty"),
+        ({"stop_reason": lambda reason: "abort"}, "aborted"),
     ],
+    ids=["a logprob less", "no logprobs", "a version more", "nan", "infinite", "no tokens", "aborted"],
 )
 def test_an_answer_without_one_finite_logprob_a_token_is_dropped_never_zeroed(
-    change: dict[str, Any], kind: str
+    engine: InProcessEngine, tokenizer: Any, change: dict[str, Any], kind: str
 ) -> None:
-    whole = {"input_tokens": [3], "output_tokens": [4, 5], "output_logprobs": [-1.0, -2.0], "output_versions": [0, 0]}
-    check_answer(ModelResponse(**whole))
-    with pytest.raises(UnusableAnswerError) as caught:
-        check_answer(ModelResponse(**(whole | change)))
-    assert caught.value.kind == kind
+    context = EpisodeContext(seed=0)
+    damaging = Damages(engine, context, change)
+
+    async def episode() -> dict[str, torch.Tensor] | None:
+        workflow_context.enter(context)
+        return await RLVRWorkflow(rewards.count_digits, GCONFIG, tokenizer).arun_episode(damaging, ROW)
+
+    result = asyncio.run(episode())
+    assert result is not None
+    assert context.drops == {kind: 4}
+    assert [error.kind for error in context.first_errors.values()] == [kind]  # type: ignore[attr-defined]
+    trained = result["loss_mask"] == 1
+    rows = [ids[mask].tolist() for ids, mask in zip(result["input_ids"], trained, strict=True)]
+    assert sorted(rows) == sorted(response.output_tokens for response in damaging.whole) and len(rows) == 4
+    assert (result["logprobs"][trained] < 0).all()
 
 
 def test_trajectory_tensors_worked_by_hand() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from archon.hf_io import load_model
 from archon.metrics import read_jsonl
-from archon.rl.config import RLConfig
+from archon.rl.config import PreferenceConfig, RLConfig
 
 CLOCKED = ("seconds/", "samples_per_second", "time")
 
 
-def records(config: RLConfig) -> list[dict[str, Any]]:
+def records(config: RLConfig | PreferenceConfig) -> list[dict[str, Any]]:
     """The run's metrics without what a clock had a hand in."""
     rows = read_jsonl(Path(config.run_dir) / "metrics.jsonl")
     return [{name: value for name, value in row.items() if not name.startswith(CLOCKED)} for row in rows]
@@ -34,10 +34,15 @@ def assert_each_prompt_trained_once(config: RLConfig, ahead: int = 0) -> None:
 
 def assert_bitwise_equal_runs(config: RLConfig, whole: RLConfig) -> None:
     """Weights, metrics and the prompts of each step, which are those of the stream in their order."""
+    assert_bitwise_equal_results(config, whole)
+    size = config.rollout.prompts_per_step
+    steps = range(1, config.total_steps + 1)
+    assert prompts_trained(config) == [(step, size * (step - 1) + i) for step in steps for i in range(size)]
+
+
+def assert_bitwise_equal_results(config: RLConfig | PreferenceConfig, whole: RLConfig | PreferenceConfig) -> None:
+    """Weights and metrics."""
     one, other = (load_model(Path(run.run_dir) / "export") for run in (config, whole))
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert a.equal(b)
     assert records(config) == records(whole)
-    size = config.rollout.prompts_per_step
-    steps = range(1, config.total_steps + 1)
-    assert prompts_trained(config) == [(step, size * (step - 1) + i) for step in steps for i in range(size)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from archon.models.base import BaseArchonModel
@@ -47,3 +48,9 @@ async def serve(engine: InProcessEngine, tokenizer: Any) -> AsyncIterator[Start]
     yield start
     for server in servers:
         await server.close()
+
+
+@pytest.fixture
+async def client() -> Any:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as made:
+        yield made

@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import json
 import random
-import socket
 import sys
 from typing import Any
 
@@ -28,12 +27,6 @@ GOOD: dict[str, dict[str, Any]] = {
     "/responses": {"input": USER, "max_output_tokens": 3, "instructions": "add", "top_p": 0.9},
     "/messages": {"messages": USER, "max_tokens": 3, "system": "add", "stop_sequences": ["x"]},
 }
-
-
-@pytest.fixture
-async def client() -> Any:
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as made:
-        yield made
 
 
 def check_error(response: httpx.Response, status: int) -> str:
@@ -275,27 +268,6 @@ async def test_more_at_a_time_than_allowed_is_429(serve: Start, client: httpx.As
     assert "has 1 of its 1 answers" in check_error(full, 429)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_takes_its_request_with_it(
-    serve: Start, client: httpx.AsyncClient, engine: InProcessEngine, stream: bool
-) -> None:
-    _, url = await serve()
-    body = CHAT | {"max_tokens": 900, "ignore_eos": True, "n": 2, "stream": stream}
-    if stream:
-        async with client.stream("POST", f"{url}/chat/completions", json=body) as response:
-            await anext(response.aiter_lines())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post(f"{url}/chat/completions", json=body, timeout=0.2)
-    for _ in range(100):
-        await asyncio.sleep(0.01)
-        if not engine._generator.unfinished:
-            break
-    assert engine.abort() == 0
-    assert 0 < engine.stats.decode_tokens < 1700
-    assert (await client.post(f"{url}/chat/completions", json=CHAT)).status_code == 200
-
-
 async def test_an_aborted_answer_is_an_error_never_a_short_answer(
     serve: Start, client: httpx.AsyncClient, engine: InProcessEngine
 ) -> None:
@@ -375,37 +347,6 @@ async def test_no_malformed_body_is_answered_with_5xx(serve: Start, client: http
         if response.status_code != 200:
             check_error(response, 400)
     assert statuses == {200, 400}
-
-
-async def test_connections_that_send_nothing_hold_nothing_up(serve: Start, client: httpx.AsyncClient) -> None:
-    server, url = await serve()
-    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
-    assert (await client.post(f"{url}/chat/completions", json=CHAT)).status_code == 200
-    for connection in idle:
-        connection.close()
-
-
-async def test_a_request_that_never_ends_is_ended(serve: Start, client: httpx.AsyncClient) -> None:
-    server, url = await serve(limits=Limits(request_seconds=0.3))
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-    for begun in (b"", head):
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        for _ in range(20):  # a header line at a time does not help
-            writer.write(begun and (begun if _ == 0 else b"x-more: 1\r\n"))
-            if reader.at_eof():
-                break
-            await asyncio.sleep(0.05)
-        assert await asyncio.wait_for(reader.read(), 1) == b""
-        writer.close()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(head + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
-    answer = (await reader.readuntil(b"}}")).decode()
-    assert answer.startswith("HTTP/1.1 408 ") and "the body did not come within 0.3 s" in answer
-    writer.close()
-    for _ in range(2):  # the time that an answer takes, and that between two requests, is another matter
-        slow = CHAT | {"max_tokens": 500, "ignore_eos": True}
-        assert (await client.post(f"{url}/chat/completions", json=slow)).status_code == 200
-        await asyncio.sleep(0.5)
 
 
 def test_without_aiohttp_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

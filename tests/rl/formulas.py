@@ -1,0 +1,178 @@
+"""What the formula tests share: each formula as its paper writes it, in plain loops over Python floats."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from archon.batch import PackedBatch
+from archon.engine import ArchonEngine
+from archon.rl.algorithms.advantages import Outcomes
+from archon.rl.algorithms.config import AlgorithmConfig
+
+
+def documents(lengths: tuple[int, ...], **fields: Tensor) -> PackedBatch:
+    """A packed micro-batch with these per-token fields; its tokens do not matter to a loss."""
+    blank = torch.zeros(sum(lengths), dtype=torch.int64)
+    return PackedBatch(
+        tokens=blank,
+        positions=blank,
+        labels=blank,
+        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        lengths=lengths,
+        fields=fields,
+    )
+
+
+def plain_logprobs(
+    engine: ArchonEngine, batch: dict[str, Tensor], row: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Logprob and entropy of one answer's trained tokens, from whole logits."""
+    tokens = batch["input_ids"][row][batch["attention_mask"][row]]
+    n = len(tokens)
+    logits = engine.model(tokens, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), n) / temperature
+    trained = (batch["loss_mask"][row][:n] == 1).nonzero().flatten()
+    log_p = logits.log_softmax(-1)[trained - 1]
+    return log_p.gather(1, tokens[trained].unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def plain_kl(d: float, kind: str) -> float:
+    """Of one token, with d = log π − log π_ref."""
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kind]
+
+
+def plain_penalty(length: int, most: int, buffer: int) -> float:
+    """DAPO, equation 13, case by case."""
+    if length <= most - buffer:
+        return 0.0
+    return (most - buffer - length) / buffer if length <= most else -1.0
+
+
+def plain_correction(log_ratios: Sequence[float], config: AlgorithmConfig) -> list[tuple[float, bool]]:
+    """Of the trained tokens of one answer: the weight of each, and whether a bound touched it."""
+    low, high = config.correction_low, config.correction_high
+    if config.correction == "none":
+        return [(1.0, False)] * len(log_ratios)
+    if config.correction == "sequence_tis":
+        whole = math.exp(math.fsum(log_ratios))
+        return [(min(whole, high), whole > high)] * len(log_ratios)
+    ratios = [math.exp(x) for x in log_ratios]
+    if config.correction == "tis":
+        return [(min(ratio, high), ratio > high) for ratio in ratios]
+    return [(ratio, False) if low <= ratio <= high else (0.0, True) for ratio in ratios]
+
+
+def plain_kept(log_ratios: Sequence[float], threshold: float) -> list[bool]:
+    """Of all trained tokens of a batch, whether M2PO keeps each: the one that strayed furthest is left out until the
+    mean square of the rest is small enough."""
+    kept = sorted(range(len(log_ratios)), key=lambda i: log_ratios[i] ** 2)
+    while kept and statistics.fmean(log_ratios[i] ** 2 for i in kept) > threshold:
+        kept.pop()
+    return [i in kept for i in range(len(log_ratios))]
+
+
+def plain_advantages(kind: str, of: Outcomes, config: AlgorithmConfig) -> list[list[float]]:
+    """Each formula as its paper writes it, from lists."""
+    assert of.token_rewards is not None and of.values is not None
+    steps = [[t for t, m in enumerate(row) if m] for row in of.loss_mask.tolist()]
+    extra, values, groups = of.token_rewards.tolist(), of.values.tolist(), of.group_ids.tolist()
+    earned = []
+    for row, reward in enumerate(of.rewards.tolist()):
+        per_step = [extra[row][t] for t in steps[row]]
+        per_step[-1] += reward
+        earned.append(per_step)
+    total = [sum(per_step) for per_step in earned]
+    found = []
+    for row, per_step in enumerate(earned):
+        members = [total[i] for i in range(len(total)) if groups[i] == groups[row]]
+        others = [total[i] for i in range(len(total)) if groups[i] == groups[row] and i != row]
+        if kind == "grpo":
+            std = statistics.stdev(members) if len(members) > 1 else 0.0
+            a = [(total[row] - statistics.fmean(members)) / (std + config.advantage_eps)] * len(per_step)
+        elif kind in ("dr_grpo", "reinforce_baseline"):
+            a = [total[row] - statistics.fmean(members)] * len(per_step)
+        elif kind == "rloo":
+            a = [total[row] - statistics.fmean(others) if others else 0.0] * len(per_step)
+        elif kind == "opmd":
+            tau = config.opmd_tau
+            partition = tau * math.log(statistics.fmean([math.exp(r / tau) for r in members]))
+            a = [total[row] - partition] * len(per_step)
+        elif kind == "reinforce_pp":
+            a = [sum(per_step[k:]) for k in range(len(per_step))]
+        else:
+            a, following = [0.0] * len(per_step), (0.0, 0.0)
+            for k in range(len(per_step) - 1, -1, -1):
+                v = values[row][steps[row][k]]
+                delta = per_step[k] + config.gae_gamma * following[0] - v
+                a[k] = delta + config.gae_gamma * config.gae_lambda * following[1]
+                following = (v, a[k])
+        found.append(a)
+    if kind in ("reinforce_pp", "reinforce_baseline"):
+        every = [x for a in found for x in a]
+        mean, std = statistics.fmean(every), statistics.pstdev(every)
+        found = [[(x - mean) / (std + config.advantage_eps) for x in a] for a in found]
+    placed = []
+    for row, a in enumerate(found):
+        line = [0.0] * of.loss_mask.shape[1]
+        for t, x in zip(steps[row], a, strict=True):
+            line[t] = x
+        placed.append(line)
+    return placed
+
+
+def plain_loss(logprob: float, ratio: float, advantage: float, config: AlgorithmConfig) -> float:
+    """Of one token."""
+    clipped = min(max(ratio, 1 - config.clip_eps_low), 1 + config.clip_eps_high)
+    if config.policy_loss in ("ppo", "decoupled", "gspo"):
+        value = min(advantage * ratio, advantage * clipped)
+        if config.dual_clip is not None and advantage < 0:
+            value = max(value, advantage * config.dual_clip)
+        return -value
+    if config.policy_loss == "cispo":
+        return -clipped * advantage * logprob
+    if config.policy_loss == "sapo":
+        tau = config.sapo_tau_positive if advantage > 0 else config.sapo_tau_negative
+        return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+    if config.policy_loss == "reinforce":
+        return -advantage * logprob
+    return -advantage * ratio
+
+
+def plain_objective(
+    logprobs: Tensor, entropy: Tensor, batch: PackedBatch, config: AlgorithmConfig, kept: Sequence[bool] | None = None
+) -> float:
+    """Each objective as its paper writes it, its parts exchangeable, one token at a time; of all trained tokens, `kept`
+    says which count for the policy loss."""
+    per_document: list[list[float]] = []
+    start, left = 0, iter(kept or [True] * len(logprobs))
+    for length in batch.lengths:
+        tokens = [t for t in range(start, start + length) if batch["loss_mask"][t]]
+        start += length
+        if not tokens:
+            continue
+        name = "prox_logprobs" if config.recomputes else "logprobs"
+        logs = [(logprobs[t] - batch[name][t]).item() for t in tokens]
+        values = []
+        for t, log_ratio in zip(tokens, logs, strict=True):
+            if config.policy_loss == "gspo":
+                log_ratio = sum(logs) / len(logs)
+            value = plain_loss(logprobs[t].item(), math.exp(log_ratio), batch["advantages"][t].item(), config)
+            if not next(left):
+                value = 0.0
+            elif config.recomputes:
+                value *= batch["policy_weights"][t].item()
+            value += config.kl_coef * plain_kl((logprobs[t] - batch["ref_logprobs"][t]).item(), config.kl_kind)
+            values.append(value - config.entropy_coef * entropy[t].item())
+        per_document.append(values)
+    if config.aggregation == "token_mean":
+        return sum(map(sum, per_document)) / sum(map(len, per_document))
+    if config.aggregation == "seq_mean_token_mean":
+        return sum(sum(values) / len(values) for values in per_document) / len(per_document)
+    mean = sum(map(sum, per_document)) / len(per_document)
+    return mean / config.length_budget if config.aggregation == "dr_grpo" and config.length_budget else mean
