@@ -23,7 +23,7 @@ from archon.planner.hardware import Hardware
 from archon.planner.memory import WIDTHS, Memory, MemoryModel, State, candidate_ranks, state_of
 from archon.planner.time import Seconds, TimeModel
 from archon.planner.weights import ModelWeights
-from archon.schema.config import EngineConfig
+from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 from archon.schema.errors import LayoutError, UserError
 
 POLICIES: tuple[dict[str, Any], ...] = (
@@ -36,8 +36,8 @@ POLICIES: tuple[dict[str, Any], ...] = (
 MAX_CONTEXT, MAX_PACK = 16, 131072
 # What is legal and left out, since it seldom wins.
 NOT_TRIED = (
-    f"t beyond a node, c beyond {MAX_CONTEXT}, replicas of less than a node, zero-bubble schedules, stages by hand or more "
-    f"than 2 a rank, selective beyond every second layer, memory_budget, cpu_offload, reshard_after_forward, a "
+    f"t beyond a node, c beyond {MAX_CONTEXT}, replicas of less than a node, zero-bubble schedules, stages by hand or "
+    "more than 2 a rank, selective beyond every second layer, memory_budget, cpu_offload, reshard_after_forward, a "
     f"context_parallel but auto, micro-batches of other than 2ⁿ documents or beyond {MAX_PACK:,} tokens"
 )
 
@@ -65,8 +65,7 @@ class Candidate:
     @property
     def policy(self) -> str:
         """The recompute policy, in a word or two."""
-        ac = self.options["activation_checkpoint"]
-        return ac["mode"] if ac["mode"] != "selective" else f"selective {ac['selective']}"
+        return ActivationCheckpointConfig.model_validate(self.options["activation_checkpoint"]).name
 
     def key(self) -> tuple[object, ...]:
         """Candidates of one key are the same layout, differently run."""
