@@ -1,4 +1,5 @@
-"""Real Hugging Face checkpoints of Qwen3 with random weights, made by transformers, for every side to load."""
+"""Real Hugging Face checkpoints of Qwen3 and Qwen3-MoE with random weights, made by transformers, for every side to
+load."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 # Fields of config.json by the name used in records. `26M` is the model of the CPU figures; the others have the shapes
-# of the released Qwen3 models; `2.43GB` is a model that is 2.43 GB in bfloat16.
+# of the released Qwen3 models, `30B-A3B-8L` with 8 of its 48 layers; `2.43GB` is a model that is 2.43 GB in bfloat16.
 SHAPES: dict[str, dict[str, Any]] = {
     "26M": {
         "hidden_size": 512,
@@ -31,9 +32,30 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "30B-A3B-8L": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "2.43GB": {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 32, "num_attention_heads": 16},
 }
+SHAPES["tiny-moe"] = SHAPES["tiny"] | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
 _COMMON = {
+    "model_type": "qwen3",
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 151936,
@@ -60,16 +82,16 @@ def make_checkpoint(
     large enough for the layers to matter: with 0.02 throughout, a tied model repeats its last token for ever.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(**shape(name))
+    config = AutoConfig.for_model(**shape(name))
     config.dtype = dtype
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(device):
-            model = Qwen3ForCausalLM(config)
+            model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(default)
     with torch.no_grad():
@@ -77,7 +99,7 @@ def make_checkpoint(
             if parameter.ndim == 1:
                 parameter.normal_(1.0, 0.05)
             elif ".layers." in name:
-                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     # A shard is closed before the tensor that would overflow it, so aim a little above an equal share.
     model.save_pretrained(folder, max_shard_size=int(size / shards * 1.05) if shards > 1 else size + 1)
@@ -85,9 +107,12 @@ def make_checkpoint(
 
 
 def parameters_of(config: dict[str, Any]) -> int:
-    """Parameters of a Qwen3 with tied embeddings."""
+    """Parameters of a Qwen3, or of a Qwen3-MoE all of whose layers have experts."""
     dim, head_dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     attention = 2 * dim * head_dim * (heads + kv_heads) + 2 * head_dim
-    layer = attention + 3 * dim * config["intermediate_size"] + 2 * dim
-    return config["vocab_size"] * dim + config["num_hidden_layers"] * layer + dim
+    network = 3 * dim * config["intermediate_size"]
+    if experts := config.get("num_experts", 0):
+        network = experts * (3 * dim * config["moe_intermediate_size"] + dim)
+    embeddings = (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * dim
+    return embeddings + config["num_hidden_layers"] * (attention + network + 2 * dim) + dim

@@ -33,8 +33,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="JSON file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = {"model_type": "qwen3", **shape(options.model)}
-        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        Path(folder, "config.json").write_text(json.dumps(shape(options.model)), encoding="utf-8")
         wanted = SweepConfig(
             model=folder,
             layouts=options.layouts,

@@ -1,5 +1,8 @@
 """The peers' models with the weights of a Hugging Face checkpoint, for one process or as one rank of several.
 
+    python -m benchmarks.peers            # trains each beside archon: the even cases of benchmarks.train_step
+    python -m benchmarks.peers --quick    # small, to see which are installed and compute what archon does
+
 Each function loads `path` and returns the module; what has to be changed for a CPU is said and done here and nowhere
 else. Each runs in a process of its own (see `benchmarks.harness`), so that its changes stay there.
 """
@@ -236,3 +239,15 @@ def peer_model(side: str, path: str) -> nn.Module:
         return make(path)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error} (to install it: {installation})", name=error.name) from error
+
+
+def main() -> None:
+    """The same model, weights and batch in every peer, on one process and on two ranks: the losses are compared before
+    anything is timed, and a peer that is not installed is reported."""
+    from benchmarks import train_step
+
+    train_step.main(__doc__, ("even", "even-two-ranks"))
+
+
+if __name__ == "__main__":
+    main()

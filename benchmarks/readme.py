@@ -47,6 +47,7 @@ pip install -e '.[bench]'
 pip install --no-deps torchtitan==0.3.0    # its pins are older than transformers 5 needs
 python -m benchmarks                       # everything (about 80 minutes on 2 cores), or one of:
 {chr(10).join(f"python -m benchmarks.{name}" for name in TITLES)}
+python -m benchmarks.peers                 # a training step beside every peer: the even batches alone
 ```
 """
 

@@ -3,8 +3,8 @@
 On a CPU: a Qwen3 of 26 million parameters in float32; an even batch (4 × 512 tokens) against transformers,
 torchtitan and megatron-core; a ragged one (16 documents, 3,580 tokens) against transformers' three ways of taking
 it; and the even one on two ranks against transformers under FSDP2. Where an aim is missed, a step of both sides is
-profiled. On a GPU: the shapes of Qwen3-0.6B, 1.7B and 4B in bfloat16 with float32 masters, packed 4,096-token
-documents, with both MFUs.
+profiled. On a GPU: the shapes of Qwen3-0.6B, 1.7B and 4B, and of 8 layers of Qwen3-30B-A3B, in bfloat16 with float32
+masters, packed 4,096-token documents or one of 32,768, with both MFUs and the planner's figures (`gpu_step`).
 
     python -m benchmarks.train_step                     # the CPU cases, or the GPU cases where there is a GPU
     python -m benchmarks.train_step --case even --quick --profile
@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from archon.bench.origin import Check, spread
-from benchmarks import harness
+from benchmarks import gpu_step, harness
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
 from benchmarks.profiles import operator_seconds
 from benchmarks.record import Record
 
 RAGGED_LENGTHS = (241, 24, 512, 94, 307, 160, 47, 448, 186, 73, 352, 117, 213, 391, 139, 276)  # 3,580 in all
-GPU_CASES = {"0.6B": 8, "1.7B": 4, "4B": 2}  # documents of 4,096 tokens a step
 EVEN_AIMS = {"transformers": ">= 1.05", "torchtitan": ">= 1.05", "megatron-core": ">= 1.5"}
 FSDP2 = "transformers (FSDP2)"
 # What is aimed for against transformers on one process is aimed for on two.
@@ -40,8 +39,6 @@ RAGGED_AIMS = {
 CPU_CASES = {"even": EVEN_AIMS, "ragged": RAGGED_AIMS, "even-two-ranks": TWO_RANKS_AIMS}
 # Tokens of archon's micro-batches on a CPU: a rank's whole even batch; of the ragged one what stays cached.
 CPU_TOKENS = {"even": 2048, "ragged": 1024, "even-two-ranks": 1024}
-EAGER, COMPILED = "archon (eager)", "archon (compiled)"
-MFU_AIM = ">= 0.5"
 # The optimiser of every side. Without weight decay, since the sides decay different parameters by default.
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 # float32: the same sums in another order. Sums over 3.6e3 tokens of terms that agree to 1e-6.
@@ -86,6 +83,7 @@ def archon_engine(options: dict[str, Any], compiled: bool = False) -> Any:
         dtype=options["dtype"],
         max_tokens_per_mb=options["max_tokens_per_mb"],
         compile=compiled,
+        activation_checkpoint={"mode": options.get("recompute", "none")},
         layout=f"d{options.get('ranks', 1)}",
         optimizer={"lr": ADAMW["lr"], "beta1": betas[0], "beta2": betas[1], "eps": ADAMW["eps"], "weight_decay": 0.0},
     )
@@ -122,6 +120,8 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
     device = options["device"]
     if side == "transformers" or side in RAGGED_AIMS:
         model = peers.transformers_model(options["checkpoint"], device=device).train()
+        if options.get("recompute") == "full":
+            model.gradient_checkpointing_enable()
         # transformers' Trainer does this too: masters in float32, matrix products in bfloat16.
         autocast = torch.autocast(device, torch.bfloat16, enabled=options["dtype"] == "bfloat16")
     else:
@@ -191,52 +191,10 @@ def measure(
     return record
 
 
-def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, keep: bool) -> None:
-    """One GPU case. The sides run one after the other, since the masters and moments of two do not fit at once."""
-    from archon.flops import PEAK_BF16_FLOPS, MatmulShape
-
-    tokens = sum(options["lengths"])
-    record = harness.new_record("train_step", f"gpu-{case}", options["threads"])
-    record.setup = {"model": shape(case), "lengths": options["lengths"], "dtype": "bfloat16, float32 masters"}
-    record.notes.append("sides one after the other, each alone on the GPU; MFU against 989 TFLOP/s, dense bfloat16")
-    work = MatmulShape.from_hf_config({"model_type": "qwen3", **shape(case)}).packed(options["lengths"])
-    facts: dict[str, dict[str, Any]] = {}
-    rates: dict[str, list[float]] = {}
-    for side in [EAGER, COMPILED, *([] if alone else ["transformers"])]:
-        try:
-            with Sides("benchmarks.train_step", [side], options) as sides:
-                if side in sides.workers:
-                    facts[side] = sides.facts(side)
-                runs = sides.alternate(rounds, warmup=2)
-        except harness.BenchmarkError as error:
-            if side == EAGER:
-                raise
-            record.missing[side] = str(error)
-            continue
-        record.missing |= sides.missing
-        if side not in runs:
-            continue
-        rates[side] = [tokens / run["seconds"] for run in runs[side]]
-        record.sides[side] = spread(rates[side], "tok/s", runs[side])
-        for convention in ("full", "causal"):
-            shares = [getattr(work.mfu(tokens / rate, PEAK_BF16_FLOPS["H200"]), convention) for rate in rates[side]]
-            record.sides[f"{side}, {convention} MFU"] = spread([100 * share for share in shares], "%")
-        if case == "4B" and side != "transformers":
-            record.ratios[f"{side}, causal MFU"] = harness.ratio(shares, [1.0] * rounds, MFU_AIM)
-    for side in (EAGER, COMPILED):
-        if side in rates and "transformers" in rates:
-            record.ratios[f"{side} / transformers"] = harness.ratio(rates[side], rates["transformers"])
-    ours = facts[EAGER]
-    for what, tolerance in (("loss", TOLERANCE), ("loss_after_one_step", TOLERANCE_AFTER_STEP)):
-        theirs = {peer: value[what] for peer, value in facts.items() if peer != EAGER}
-        record.checks += harness.check_close(what, ours[what], theirs, tolerance["bfloat16"])
-    harness.finish(record, keep)
-
-
-def main() -> None:
-    """Parse, make the checkpoint, measure."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--case", choices=[*CPU_CASES, *GPU_CASES], help="one case only")
+def main(doc: str | None = __doc__, cases: Sequence[str] = ()) -> None:
+    """Parse, make the checkpoint, measure. Without `--case` all of `cases`: by default those of a CPU, or of a GPU."""
+    parser = harness.parser(doc)
+    parser.add_argument("--case", choices=[*CPU_CASES, *gpu_step.CASES], help="one case only")
     parser.add_argument("--profile", action="store_true", help="on a CPU: profile also where no aim is missed")
     parser.add_argument("--alone", action="store_true", help="on a GPU: without transformers")
     arguments = parser.parse_args()
@@ -247,23 +205,17 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     keep = not (arguments.quick or arguments.no_record)
     options: dict[str, Any] = {"threads": arguments.threads}
-    for case in [arguments.case] if arguments.case else list(GPU_CASES if on_gpu else CPU_CASES):
+    for case in [arguments.case] if arguments.case else cases or list(gpu_step.CASES if on_gpu else CPU_CASES):
         with tempfile.TemporaryDirectory() as folder:
-            if case in GPU_CASES:
-                made = make_checkpoint(Path(folder), case, dtype="bfloat16", device="cuda")
+            if case in gpu_step.CASES:
+                model, documents, seq, recompute = gpu_step.CASES[case]
+                made = make_checkpoint(Path(folder), model, dtype="bfloat16", device="cuda")
                 torch.cuda.empty_cache()
-                lengths = [4096] * (1 if arguments.quick else GPU_CASES[case])
-                chosen = {
-                    "checkpoint": str(made),
-                    "model": case,
-                    "device": "cuda",
-                    "dtype": "bfloat16",
-                    "lengths": lengths,
-                }
+                chosen = {"checkpoint": str(made), "model": model, "device": "cuda", "dtype": "bfloat16"}
+                chosen |= {"lengths": [seq] * (1 if arguments.quick else documents), "recompute": recompute}
                 # The logits of transformers decide: all documents of a step in one micro-batch, as archon has them.
-                measure_gpu(
-                    case, {**options, **chosen, "max_tokens_per_mb": 32768}, arguments.alone, arguments.rounds, keep
-                )
+                chosen |= {"max_tokens_per_mb": 32768}
+                gpu_step.measure_gpu(case, {**options, **chosen}, arguments.alone, arguments.rounds, keep)
                 continue
             model = "tiny" if arguments.quick else "26M"
             made = make_checkpoint(Path(folder), model)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from archon.bench.shapes import Shape, even_shape, parse_shape
-from archon.schema.config import ComputeDtype, EngineConfig, StrictModel
+from archon.schema.config import ActivationCheckpointConfig, ComputeDtype, EngineConfig, StrictModel
 from archon.schema.errors import ConfigError
 
-Recompute = Literal["none", "full", "selective"]
+Recompute = Annotated[str, AfterValidator(lambda name: ActivationCheckpointConfig.named(name).name)]
+"""A recompute policy by its name, as `archon plan` prints it."""
 # Of an engine's fields, those that a point or the sweep itself sets.
 SET_HERE = frozenset(
     {"path", "layout", "dtype", "max_tokens_per_mb", "compile", "activation_checkpoint", "timeout_s", "device"}
@@ -56,7 +57,7 @@ class SweepConfig(StrictModel):
         default_factory=list, description="ragged shapes: lengths (`700,90,13`), or uniform:LONGEST, lognormal:LONGEST"
     )
     micro_batch: list[int] = Field([16384], min_length=1, description="most tokens of a micro-batch")
-    recompute: list[Recompute] = Field(["none"], min_length=1, description="activation recomputation")
+    recompute: list[Recompute] = Field(["none"], min_length=1, description="recompute policies")
     compile: list[bool] = Field([False], min_length=1, description="torch.compile each block")
     dtype: list[ComputeDtype] = Field(["float32"], min_length=1, description="compute dtype")
     steps: int = Field(5, ge=1, description="timed steps")
@@ -130,7 +131,7 @@ class SweepConfig(StrictModel):
             "dtype": point.dtype,
             "max_tokens_per_mb": point.micro_batch,
             "compile": point.compile,
-            "activation_checkpoint": {"mode": point.recompute},
+            "activation_checkpoint": ActivationCheckpointConfig.named(point.recompute).model_dump(),
             "timeout_s": self.time_limit_s,
             "init_from_scratch": self.random_weights,
             "share_prefixes": False,

@@ -59,6 +59,11 @@ def _end(started: subprocess.Popen[Any]) -> None:
 
 def explain(folder: Path, code: int, limit: float) -> tuple[Status, str]:
     """Why a point failed, from what its ranks left behind."""
+    output = (folder / OUTPUT).read_text(errors="replace")
+    told = [int(found) for found in re.findall(r"exitcode\s*:\s*(-?\d+)", output)]
+    # What the other ranks say of one that ended by a signal is no cause; torchrun ends them by SIGTERM.
+    if signals := [-found for found in told if found < 0 and found != -signal.SIGTERM]:
+        return _ended(signals[0])
     errors = [json.loads(path.read_text()) for path in sorted(folder.glob(ERROR.format("*")))]
     if errors:
         first = min(errors, key=lambda error: error["time"])
@@ -69,14 +74,21 @@ def explain(folder: Path, code: int, limit: float) -> tuple[Status, str]:
     where = _where({rank: text for rank, text in stacks.items() if text.strip()})
     if where:
         return "hung", one_line(f"no end after {limit:g} s: {where}")
-    output = (folder / OUTPUT).read_text(errors="replace")
-    codes = [code, *map(int, re.findall(r"exitcode\s*:\s*(-?\d+)", output))]
-    if -signal.SIGKILL in codes:
-        return "out of memory", "a rank was killed by signal 9, most likely for memory"
-    if -signal.SIGTERM in codes:
+    if told and max(told) > 0:
+        return "failed", f"a rank ended with exit code {max(told)}"
+    if -signal.SIGTERM in (code, *told):
         return "hung", f"no end after {limit:g} s, and the ranks could not say where they stood"
+    if code < 0:
+        return _ended(-code)
     said = [line for line in output.splitlines() if line.strip()]
     return "failed", one_line(f"exit code {code}: {said[-1] if said else 'without a word'}")
+
+
+def _ended(number: int) -> tuple[Status, str]:
+    """What a rank's end by a signal means."""
+    if number == signal.SIGKILL:
+        return "out of memory", "a rank was killed by signal 9, most likely for memory"
+    return "failed", f"a rank ended by signal {number}"
 
 
 def _status(kinds: list[str], message: str) -> Status:

@@ -92,6 +92,7 @@ def measure(
         ranks=world.size,
         threads=torch.get_num_threads(),
         losses=losses,
+        routing="natural" if engine.args.sizes.experts else None,
         traffic=[
             Traffic(kind=of.kind, group=of.group, size=of.size, count=total.count, bytes=total.bytes)
             for of, total in sorted(recorder.sums.items())

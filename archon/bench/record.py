@@ -65,6 +65,9 @@ class Measurement(StrictModel):
     ranks: int
     threads: int
     losses: Losses
+    routing: Literal["natural", "forced"] | None = Field(
+        None, description="of a mixture of experts: by its own router, or evened by force; null of a dense model"
+    )
     traffic: list[Traffic] = Field(description="of rank 0")
     by_rank: list[RankResult]
     peak_flops: float | None = Field(description="FLOP/s of all ranks together, against which MFU stands")

@@ -66,6 +66,8 @@ def _figures(row: Row, m: Measurement) -> list[str]:
         f"  a rank      {rate.median / m.ranks:,.0f} tokens a second, {m.ranks} ranks of {m.threads} threads",
         f"  step        {1e3 * m.step_s.median:.2f} ms ({1e3 * m.step_s.min:.2f} to {1e3 * m.step_s.max:.2f})",
     ]
+    if m.routing is not None:
+        lines.append(f"  routing     {m.routing}")
     if row.mfu is None:
         lines.append(f"  MFU         {m.peak_source}")
     else:

@@ -22,19 +22,25 @@ def command(
     layouts: Annotated[
         list[str] | None, typer.Argument(metavar="[LAYOUT]…", help="such as d2t2 p2t2; the first is the reference")
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", help="tokens of a step, over all ranks")] = 8192,
+    run: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE.yaml", help="measure this run of archon sft, as archon plan writes it"),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(metavar="N", help="tokens of a step, over all ranks (8192)")] = None,
     seq: Annotated[str, typer.Option(metavar="N,…", help="tokens of each document")] = "",
     lengths: Annotated[
         list[str] | None,
         typer.Option(metavar="SHAPE", help="ragged documents: 700,90,13, uniform:N or lognormal:N; may be repeated"),
     ] = None,
-    micro_batch: Annotated[str, typer.Option(metavar="N,…", help="most tokens of a micro-batch")] = "16384",
-    recompute: Annotated[str, typer.Option(metavar="MODE,…", help="none | full | selective")] = "none",
-    compile: Annotated[str, typer.Option(metavar="BOOL,…", help="torch.compile each block: false | true")] = "false",
-    dtype: Annotated[str, typer.Option(metavar="DTYPE,…", help="float32 | bfloat16 | float64")] = "float32",
+    micro_batch: Annotated[str, typer.Option(metavar="N,…", help="most tokens of a micro-batch (16384)")] = "",
+    recompute: Annotated[
+        str, typer.Option(metavar="POLICY,…", help="none | full | selective | 'selective N' | 'memory_budget X' (none)")
+    ] = "",
+    compile: Annotated[str, typer.Option(metavar="BOOL,…", help="torch.compile each block: false | true (false)")] = "",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE,…", help="float32 | bfloat16 | float64 (float32)")] = "",
     steps: Annotated[int, typer.Option(metavar="N", help="timed steps")] = 5,
     warmup: Annotated[int, typer.Option(metavar="N", help="steps before them, at least 2")] = 2,
-    device: Annotated[str, typer.Option(help="auto | cpu | cuda")] = "auto",
+    device: Annotated[str | None, typer.Option(help="auto | cpu | cuda (auto)")] = None,
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="threads of a process; the cores shared out when left out")
     ] = None,
@@ -60,18 +66,21 @@ def command(
 
         print("\n".join(compare_records(*map(read_record, compare))))
         return
-    if model is None:
-        raise ConfigError("give a model to measure: archon bench MODEL LAYOUT… --seq 1024; or --compare A.json B.json")
+    if model is None and run is None:
+        raise ConfigError(
+            "give a model to measure: archon bench MODEL LAYOUT… --seq 1024, or --config FILE.yaml; or --compare "
+            "A.json B.json"
+        )
     from archon.bench import SweepConfig, run_sweep
     from archon.bench.table import describe, table
     from archon.cli.config import read_values
 
     given = {
-        "model": str(model),
-        "layouts": layouts or ["d1"],
+        "model": None if model is None else str(model),
+        "layouts": layouts,
         "tokens": tokens,
         "seq": _values(seq),
-        "lengths": lengths or [],
+        "lengths": lengths,
         "micro_batch": _values(micro_batch),
         "recompute": _values(recompute),
         "compile": _values(compile),
@@ -82,10 +91,14 @@ def command(
         "threads": threads,
         "peak_tflops": peak_flops,
         "time_limit_s": time_limit,
-        "fresh": fresh,
-        "engine": read_values(None, set_ or []),
+        "fresh": fresh or None,
     }
-    config = SweepConfig.parse(given, source="bench")
+    planned = {} if run is None else sweep_of(run, device)
+    engine = planned.pop("engine", {}) | read_values(None, set_ or [])
+    if lengths:
+        planned.pop("seq", None)
+    chosen = {name: value for name, value in given.items() if value not in (None, [])}
+    config = SweepConfig.parse(planned | chosen | {"engine": engine}, source="bench")
     for file in (record, trace):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{file.parent} is not a folder, and {file.name} is to be written there; make it first")
@@ -97,6 +110,33 @@ def command(
         write_trace(made, trace)
     if any(row.status != "ok" for row in made.rows):
         raise typer.Exit(1)
+
+
+def sweep_of(file: Path, device: str | None = None) -> dict[str, Any]:
+    """Fields of `SweepConfig` for the one point that a run of `archon sft` is: its model, layout and options, and
+    batches of documents that are all as long as they may be."""
+    from archon.bench.config import SET_HERE
+    from archon.cli.config import load_config
+    from archon.engine_build import resolve_device
+    from archon.parallel.compile import compile_enabled
+    from archon.rl.config import SFTConfig
+
+    run = load_config(SFTConfig, file, [])
+    model, longest = run.model, run.train_data.max_length
+    batch = {} if longest is None else {"seq": [longest], "tokens": run.batch_size * longest}
+    device = device or model.device
+    engine = model.model_dump(include=model.model_fields_set - SET_HERE)
+    return batch | {
+        "model": model.path,
+        "layouts": [model.layout],
+        "micro_batch": [model.max_tokens_per_mb],
+        "recompute": [model.activation_checkpoint.name],
+        "compile": [compile_enabled(model.compile, resolve_device(device).type)],
+        "dtype": [model.dtype],
+        "device": device,
+        "fresh": model.init_from_scratch,
+        "engine": engine,
+    }
 
 
 def _values(text: str) -> list[str]:

@@ -23,20 +23,31 @@ def command(
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="where to write; RUN_DIR/report when left out")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="of a record: also the profiled steps as a Chrome trace")
+    ] = None,
     serve: Annotated[
         int | None,
         typer.Option(metavar="PORT", min=0, max=65535, help="serve the page at 127.0.0.1:PORT, made anew on each load"),
     ] = None,
 ) -> None:
+    from archon.schema.errors import ConfigError
+
     if run_dir.is_file():
+        from archon.bench import read_record
+        from archon.bench.trace import write_trace
         from archon.report import write_bench_report
-        from archon.schema.errors import ConfigError
 
         if serve is not None:
             raise ConfigError(f"--serve follows a run, and {run_dir} is a file; leave it out")
         for path in write_bench_report(run_dir, out):
             print(path)
+        if trace is not None:
+            write_trace(read_record(run_dir), trace)
+            print(trace)
         return
+    if trace is not None:
+        raise ConfigError(f"--trace draws a record of archon bench, and {run_dir} is none; leave it out")
     if serve is not None:
         from archon.report.server import serve_report
 

@@ -1,1 +1,1 @@
-"""Which layout to train in: memory and time of every legal one foretold from config.json, none of it run."""
+"""Which layout to train in: memory and time of the legal ones foretold from config.json, none of it run."""

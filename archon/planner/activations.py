@@ -132,9 +132,8 @@ def block_of(sizes: BlockSizes, sparse: bool, share: Share, context_parallel: st
         Kept("ffn_norm: 1/rms [r]", rows * wide),
     ]
     network, working = _experts(sizes, share) if sparse else _dense(sizes, share, sizes.hidden)
-    # Besides the network's own: the gradient of the block's output, which the residual stream holds, and the network's
-    # share of it.
-    return Block((*attention, *network), working + stream + share.tokens * sizes.dim * b)
+    # Besides the network's own: the gradient of the block's output, which the residual stream holds.
+    return Block((*attention, *network), working + stream)
 
 
 def _attention(s: BlockSizes, share: Share, context_parallel: str) -> list[Kept]:
@@ -174,8 +173,9 @@ def _dense(s: BlockSizes, share: Share, hidden: int) -> tuple[list[Kept], int]:
         Kept("act(gate) · up [T, F]", inner),
         Kept("w2's result [T, dim]", T * s.dim * b, saved=False, is_op=True),
     ]
-    # Gradients of gate, up and their product, and what the second makes on its way, less the product, then freed.
-    return tensors, 3 * inner
+    # Gradients of gate, up and their product, and what the second makes on its way, less the product, then freed. Or,
+    # where the network is narrow: of gate and up, themselves freed, and of the network's input by way of each.
+    return tensors, max(3 * inner, 2 * T * s.dim * b - inner)
 
 
 def _experts(s: BlockSizes, share: Share) -> tuple[list[Kept], int]:

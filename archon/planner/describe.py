@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from archon.planner.memory import Memory
-from archon.planner.search import Candidate, Placed, Plan, Question
+from archon.planner.search import NOT_TRIED, Candidate, Placed, Plan, Question
 
 GIB = 2**30
 
@@ -28,7 +28,7 @@ def describe(plan: Plan) -> list[str]:
     asked = f"{question.gpus} × {hw.name}, {question.tokens:,} tokens a step in documents of {question.seq:,}"
     lines = [f"{asked}; {plan.considered:,} ways considered"]
     if not plan.best:
-        return [*lines, "", why_none(plan)]
+        return [*lines, *left_out(plan), "", why_none(plan)]
     rows: list[tuple[str, ...]] = [
         ("layout", "recompute", "schedule", "tokens", "n", *PARTS, "in all", "tok/s", "MFU c|f, %", "behind")
     ]
@@ -50,7 +50,20 @@ def describe(plan: Plan) -> list[str]:
     if plan.too_large:
         lines += ["", "Faster, and too large:"]
         lines += [f"  {way(p.candidate)}: lacks {-p.spare / GIB:.1f} GiB" for p in plan.too_large]
-    return lines
+    return [*lines, "", *left_out(plan)]
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What the search met and passed over, and what it did not try, a line each."""
+    out, seq = plan.left_out, plan.question.seq
+    lines = [f"refused by the engine, {count:,} ways: {message}" for message, count in out.refused.most_common()]
+    if out.overfull:
+        lines.append(f"too large, {out.overfull:,} layouts: masters, gradients and moments alone")
+    if out.idle:
+        lines.append(
+            f"idle ranks, {out.idle:,} layouts: {plan.question.tokens:,} tokens are too few documents of {seq:,}"
+        )
+    return [*lines, f"not tried: {NOT_TRIED}"]
 
 
 PARTS = ("weights", "moments", "gradients", "gathered", "activations", "head")
@@ -93,11 +106,15 @@ def why_none(plan: Plan) -> str:
     if plan.closest is not None:
         return f"No layout fits; the closest, {way(plan.closest.candidate)}, lacks {-plan.closest.spare / GIB:.1f} GiB."
     if plan.considered:
-        return "No layout fits that the engine accepts."
-    return (
-        f"No layout fits: masters, gradients and moments alone exceed the memory of {question.gpus} GPUs, or "
-        f"{question.tokens:,} tokens a step are too few documents of {question.seq:,} for every rank."
-    )
+        (message, count), *_ = plan.left_out.refused.most_common(1)
+        return f"No layout fits that the engine accepts; of {count:,} it says: {message}"
+    why = []
+    if plan.left_out.overfull:
+        why.append(f"masters, gradients and moments alone exceed the memory of {question.gpus} GPUs")
+    if plan.left_out.idle:
+        few = f"{question.tokens:,} tokens a step are too few documents of {question.seq:,} for every rank"
+        why.append(f"where they fit, {few}" if why else few)
+    return f"No layout fits: {'; '.join(why)}."
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -106,6 +123,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "question": plan.question._asdict(),
         "hardware": plan.hardware.model_dump(),
         "considered": plan.considered,
+        "left_out": asdict(plan.left_out) | {"not_tried": NOT_TRIED},
         "best": [_as_json(plan, placed) for placed in plan.best],
         "too_large": [_as_json(plan, placed) for placed in plan.too_large],
     }

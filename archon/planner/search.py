@@ -1,4 +1,4 @@
-"""Every legal layout of so many GPUs × micro-batch × recompute policy: which fit, and which of those is fastest.
+"""Legal layouts of so many GPUs × micro-batches × recompute policies: which fit, and which of those is fastest.
 
 Seconds are found first, for all; memory only from the fastest on, until enough layouts fit. So the layouts whose memory
 is asked for are those that win and those that would, if they fitted.
@@ -6,6 +6,7 @@ is asked for are those that win and those that would, if they fitted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -22,7 +23,7 @@ from archon.planner.hardware import Hardware
 from archon.planner.memory import WIDTHS, Memory, MemoryModel, State, candidate_ranks, state_of
 from archon.planner.time import Seconds, TimeModel
 from archon.planner.weights import ModelWeights
-from archon.schema.config import EngineConfig
+from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 from archon.schema.errors import LayoutError, UserError
 
 POLICIES: tuple[dict[str, Any], ...] = (
@@ -33,6 +34,12 @@ POLICIES: tuple[dict[str, Any], ...] = (
 )
 # A context degree beyond this, or a micro-batch, is left to those who ask for it.
 MAX_CONTEXT, MAX_PACK = 16, 131072
+# What is legal and left out, since it seldom wins.
+NOT_TRIED = (
+    f"t beyond a node, c beyond {MAX_CONTEXT}, replicas of less than a node, zero-bubble schedules, stages by hand or "
+    "more than 2 a rank, selective beyond every second layer, memory_budget, cpu_offload, reshard_after_forward, a "
+    f"context_parallel but auto, micro-batches of other than 2ⁿ documents or beyond {MAX_PACK:,} tokens"
+)
 
 
 class Question(NamedTuple):
@@ -58,8 +65,7 @@ class Candidate:
     @property
     def policy(self) -> str:
         """The recompute policy, in a word or two."""
-        ac = self.options["activation_checkpoint"]
-        return ac["mode"] if ac["mode"] != "selective" else f"selective {ac['selective']}"
+        return ActivationCheckpointConfig.model_validate(self.options["activation_checkpoint"]).name
 
     def key(self) -> tuple[object, ...]:
         """Candidates of one key are the same layout, differently run."""
@@ -75,6 +81,17 @@ class Placed:
     spare: int
 
 
+@dataclass
+class LeftOut:
+    """What a search met and did not propose: layouts, each schedule of a pipeline counted, whose masters, gradients and
+    moments leave no room (`overfull`) or whose ranks and stages too few documents keep busy (`idle`); candidates that
+    fit and that the engine does not take, by its message."""
+
+    overfull: int = 0
+    idle: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The best that fit, fastest first, and faster ones that do not. `closest` lacks the least, where none fits."""
@@ -86,6 +103,7 @@ class Plan:
     too_large: list[Placed]
     considered: int
     closest: Placed | None = None
+    left_out: LeftOut = field(default_factory=LeftOut)
 
 
 class Planner:
@@ -104,7 +122,8 @@ class Planner:
                 f"tokens is {question.tokens}, which holds no document of seq = {question.seq}; raise tokens"
             )
         times = TimeModel(self.args, self.hardware, question.seq)
-        candidates = sorted(self.candidates(question, times), key=lambda c: c.seconds.total)
+        left_out = LeftOut()
+        candidates = sorted(self.candidates(question, times, left_out), key=lambda c: c.seconds.total)
         found: dict[object, Placed] = {}
         missed: dict[object, Placed] = {}
         closest: Placed | None = None
@@ -114,14 +133,17 @@ class Planner:
             if candidate.key() in found:
                 continue
             placed = self.place(question, candidate)
-            if placed.spare >= 0 and self._is_accepted(question, candidate):
-                found[candidate.key()] = placed
-            elif placed.spare < 0:
+            if placed.spare < 0:
                 missed.setdefault(candidate.key(), placed)
                 if closest is None or placed.spare > closest.spare:
                     closest = placed
+            elif refusal := self._refusal(question, candidate):
+                left_out.refused[refusal] += 1
+            else:
+                found[candidate.key()] = placed
         too_large = [placed for key, placed in missed.items() if key not in found][:near]
-        return Plan(question, self.hardware, times.flops, list(found.values()), too_large, len(candidates), closest)
+        best_ones, considered = list(found.values()), len(candidates)
+        return Plan(question, self.hardware, times.flops, best_ones, too_large, considered, closest, left_out)
 
     def config(self, question: Question, candidate: Candidate) -> EngineConfig:
         """The engine's configuration of a candidate."""
@@ -146,8 +168,8 @@ class Planner:
             config, layout, plan, state, packed * seq, -(-own // packed)
         )
 
-    def candidates(self, question: Question, times: TimeModel) -> Iterator[Candidate]:
-        """All that are legal and whose masters and moments leave room for anything else."""
+    def candidates(self, question: Question, times: TimeModel, left_out: LeftOut) -> Iterator[Candidate]:
+        """All that are tried and whose masters and moments leave room for anything else; counts the layouts of none."""
         hw, wide = self.hardware, max(4, WIDTHS[question.dtype])
         for layout in layouts(self.args, question.gpus, hw.gpus_per_node):
             for pipeline in self._pipelines(layout):
@@ -156,8 +178,11 @@ class Planner:
                 plan = self.memory.plan(base, layout)
                 state = self._fullest_state(layout, plan)
                 if 4 * wide * state.own + hw.reserve_bytes > hw.memory_bytes:
+                    left_out.overfull += 1
                     continue
-                for tokens, n in micro_batches(question, layout):
+                sizes = list(micro_batches(question, layout))
+                left_out.idle += not sizes
+                for tokens, n in sizes:
                     for policy in POLICIES:
                         for reduction in ("per_step", "per_microbatch") if n > 1 and plan is None else ("per_step",):
                             own = options | {"activation_checkpoint": policy, "gradient_reduction": reduction}
@@ -184,14 +209,14 @@ class Planner:
             self._configs[key] = EngineConfig.model_validate(fields | options)
         return self._configs[key]
 
-    def _is_accepted(self, question: Question, candidate: Candidate) -> bool:
-        """Whether the engine would take it."""
+    def _refusal(self, question: Question, candidate: Candidate) -> str:
+        """Why the engine would not take it; nothing where it would."""
         config = self.config(question, candidate)
         try:
             check_layout(config, self.args, candidate.layout.dims("cuda"))
-        except UserError:
-            return False
-        return True
+        except UserError as error:
+            return str(error)
+        return ""
 
 
 def micro_batches(question: Question, layout: ParallelLayout) -> Iterator[tuple[int, int]]:

@@ -123,6 +123,19 @@ class ActivationCheckpointConfig(StrictModel):
             raise ValueError(f"selective must be 'op' or a number of layers >= 1, got {self.selective}")
         return self
 
+    @property
+    def name(self) -> str:
+        """The policy in words: `none`, `full`, `selective op`, `selective 2`, `memory_budget 0.5`."""
+        detail = {"selective": f" {self.selective}", "memory_budget": f" {self.memory_budget}"}
+        return self.mode + detail.get(self.mode, "")
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The policy of that name; without its number or `op`, the default's. ConfigError where there is none."""
+        mode, _, detail = name.partition(" ")
+        detailed = detail and mode in ("selective", "memory_budget")
+        return cls.parse({"mode": mode, mode: detail} if detailed else {"mode": name}, source="a recompute policy")
+
 
 class PipelineConfig(StrictModel):
     """How a layout with p > 1 cuts the model into stages and runs them."""

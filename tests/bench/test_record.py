@@ -41,6 +41,14 @@ def test_the_figures_of_a_row() -> None:
     assert "128 a second (80 to 160)" in text and "4.00 % full, 2.00 % causal" in text and "bubble" in text
 
 
+def test_a_row_says_how_the_experts_were_chosen() -> None:
+    found = row("d1", [1.0])
+    assert not any("routing" in line for line in describe(found)), "a dense model has none"
+    assert found.measured is not None
+    found.measured.routing = "natural"
+    assert "  routing     natural" in describe(found)
+
+
 def test_a_comparison_marks_what_is_beyond_the_spread() -> None:
     a = record(row("d1", [1.0, 1.2]), row("d2", [1.0, 1.2]), row("t2", [1.0]), row("p2", [1.0]))
     b = record(
@@ -95,6 +103,12 @@ def error(rank: int, kinds: list[str], message: str, time: float) -> tuple[str, 
         ([("rank0.stack", HUNG.format("c", "wait")), ("rank1.stack", HUNG.format("d", "sleep")), ("rank2.stack", "")],
          1, "hung", "no end after 9 s: rank 0 in wait (c.py:7); rank 1 in sleep (d.py:7)"),
         ([("output.txt", "  exitcode  : -9 (pid: 3)")], 1, "out of memory", "killed by signal 9"),
+        ([("output.txt", "  exitcode  : -15 (pid: 3)\n  exitcode  : -6 (pid: 4)")],
+         1, "failed", "a rank ended by signal 6"),
+        ([("output.txt", "  exitcode  : 1 (pid: 3)\n  exitcode  : -9 (pid: 4)"),
+          error(0, ["RuntimeError"], "connection closed", 2)], 1, "out of memory", "killed by signal 9"),
+        ([("output.txt", "  exitcode  : 3 (pid: 3)\n  exitcode  : -15 (pid: 4)")],
+         1, "failed", "a rank ended with exit code 3"),
         ([("output.txt", "")], -signal.SIGTERM, "hung", "could not say where"),
         ([("output.txt", "one\nlast words\n")], 3, "failed", "exit code 3: last words"),
     ],

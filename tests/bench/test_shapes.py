@@ -6,6 +6,8 @@ import pytest
 
 from archon.bench.config import SweepConfig
 from archon.bench.shapes import even_shape, parse_shape, share
+from archon.planner.search import POLICIES
+from archon.schema.config import ActivationCheckpointConfig
 from archon.schema.errors import ConfigError
 
 
@@ -48,6 +50,14 @@ def test_what_no_point_could_honour_is_refused(changes: dict[str, object], messa
 def test_too_few_documents_for_the_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 documents leave some of the 4 data-parallel ranks without one"):
         share(even_shape(8, 16), 100, 0, 4)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, {"mode": "memory_budget", "memory_budget": 0.3}], ids=str)
+def test_a_policy_is_measured_by_the_name_that_a_plan_gives_it(policy: dict[str, object]) -> None:
+    asked = ActivationCheckpointConfig.model_validate(policy)
+    config = SweepConfig.parse({"model": "m", "seq": [64], "recompute": [asked.name]})
+    (point,) = config.points()
+    assert point.recompute == asked.name and config.engine_config(point).activation_checkpoint == asked
 
 
 def test_points_that_must_agree_follow_one_another() -> None:

@@ -14,6 +14,7 @@ from archon.reach import reach
 from tests.distributed.cases import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
+LOSSES = {"loss", "grad_norm", "loss_after_one_step"}
 # A minute on two idle cores, of which most goes into starting processes.
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -26,6 +27,8 @@ if os.environ.get("RANK") == "1":
     def train_batch(self, *args):
         if os.environ["FAULT"] == "memory":
             torch.empty(2**50)
+        if os.environ["FAULT"] == "crash":
+            os.abort()
         time.sleep(1000)
     ArchonEngine.train_batch = train_batch
 """
@@ -39,9 +42,9 @@ def config(folder: Path, layouts: list[str], **changes: Any) -> SweepConfig:
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> BenchRecord:
-    """d3 cannot be dealt these documents' heads; the others are measured."""
+    """t3 cannot be dealt the model's heads; the others, after it too, are measured."""
     folder = tmp_path_factory.mktemp("sweep")
-    made = run_sweep(config(folder, ["d1", "d2", "p2", "t3"]), folder / "record.json")
+    made = run_sweep(config(folder, ["d1", "t3", "d2", "p2"]), folder / "record.json")
     assert read_record(folder / "record.json") == made
     return made
 
@@ -51,14 +54,12 @@ def measured(swept: BenchRecord, layout: str) -> Row:
 
 
 def test_every_layout_computes_the_loss_of_the_first_before_it_is_timed(swept: BenchRecord) -> None:
-    assert [row.status for row in swept.rows] == ["ok", "ok", "ok", "refused"], [row.reason for row in swept.rows]
+    assert [row.status for row in swept.rows] == ["ok", "refused", "ok", "ok"], [row.reason for row in swept.rows]
     assert measured(swept, "d1").checks == []
     for layout in ("d2", "p2"):
         checks = measured(swept, layout).checks
-        assert {(check.what, check.peer) for check in checks} == {
-            (what, "d1") for what in ("loss", "grad_norm", "loss_after_one_step")
-        }
-    assert "LayoutError" in swept.rows[-1].reason
+        assert {(check.what, check.peer) for check in checks} == {(what, "d1") for what in LOSSES}
+    assert "LayoutError" in measured(swept, "t3").reason
 
 
 def test_phases_add_up_to_the_step_on_every_rank(swept: BenchRecord) -> None:
@@ -86,14 +87,48 @@ def test_bytes_are_those_foretold(swept: BenchRecord, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "seconds", "status", "reason"),
-    [("memory", 600.0, "out of memory", "can't allocate memory"), ("hang", 30.0, "hung", "no end after 30 s: rank")],
+    [
+        ("memory", 600.0, "out of memory", "can't allocate memory"),
+        ("crash", 600.0, "failed", "a rank ended by signal 6"),
+        ("hang", 60.0, "hung", "no end after 60 s: rank"),
+    ],
 )
-def test_a_point_that_fails_becomes_a_row(
+def test_a_point_that_fails_becomes_a_row_and_the_next_is_measured(
     fault: str, seconds: float, status: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("FAULT", fault)
-    made = run_sweep(config(tmp_path, ["d2"], time_limit_s=seconds))
-    (row,) = made.rows
-    assert row.status == status and reason in row.reason and row.measured is None
+    failed, after = run_sweep(config(tmp_path, ["d2", "d1"], time_limit_s=seconds)).rows
+    assert failed.status == status and reason in failed.reason and failed.measured is None
+    # Nothing was measured before it that it could be compared with.
+    assert (after.status, after.checks) == ("ok", []), after.reason
+
+
+def test_recomputation_and_dtypes_compute_the_same_losses(tmp_path: Path) -> None:
+    varied = {"recompute": ["none", "full"], "dtype": ["float32", "bfloat16"]}
+    rows = run_sweep(config(tmp_path, ["d1", "c2"], **varied)).rows
+    assert [row.status for row in rows] == ["ok"] * 8, [row.reason for row in rows]
+    for row in rows:
+        first = (row.point.layout, row.point.recompute) == ("d1", "none")
+        assert {check.what for check in row.checks} == (set() if first else LOSSES)
+        kinds = {"all_to_all"} if row.point.layout == "c2" else set()
+        assert kinds <= row.phases_s.keys()
+
+
+def test_a_compiled_point_computes_the_loss_of_an_eager_one(tmp_path: Path) -> None:
+    eager, compiled = run_sweep(config(tmp_path, ["d1"], recompute=["selective"], compile=[False, True])).rows
+    assert (eager.status, compiled.status) == ("ok", "ok"), compiled.reason
+    assert {check.what for check in compiled.checks} == LOSSES
+    assert compiled.point.name.endswith("compiled")
+
+
+def test_experts_on_other_ranks_are_reached_by_all_to_all(tmp_path: Path) -> None:
+    made = config(tmp_path, ["d1", "d2e2"]).model_copy(update={"model": write_config(tmp_path / "moe", "moe")})
+    alone, spread = run_sweep(made).rows
+    assert (alone.status, spread.status) == ("ok", "ok"), (alone.reason, spread.reason)
+    assert {check.what for check in spread.checks} == LOSSES
+    assert "all_to_all" in spread.phases_s and "all_to_all" not in alone.phases_s
+    assert spread.measured is not None and alone.measured is not None
+    assert "all_to_all" in {of.kind for of in spread.measured.traffic}
+    assert (alone.measured.routing, spread.measured.routing) == ("natural", "natural")

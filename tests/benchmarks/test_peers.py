@@ -6,6 +6,9 @@ import contextlib
 import io
 import os
 import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ from benchmarks.record import Record
 MODULE = "benchmarks.train_step"
 COMPARED = ["loss", "grad_norm", "loss_after_one_step"]
 NOT_TO_BE_MET = ">= 1000"
+# No extra brings torchtitan; where it is not installed there is nothing to compare, and that it is reported is tested
+# below on every machine.
+INSTALLED = [peer for peer in train_step.EVEN_AIMS if peer != "torchtitan" or find_spec("torchtitan")]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +42,10 @@ def ours(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peer", train_step.EVEN_AIMS)
+@pytest.mark.parametrize("peer", INSTALLED)
 def test_a_peer_computes_what_archon_does(peer: str, options: dict[str, Any], ours: dict[str, Any]) -> None:
     worker = Worker(MODULE, peer, options)
     try:
-        if peer == "torchtitan" and worker.missing is not None:  # which no extra brings
-            assert worker.missing.startswith("ModuleNotFoundError") and "--no-deps torchtitan" in worker.missing
-            return
         assert worker.facts is not None, worker.missing
         checks = train_step.compare({"archon": ours, peer: worker.facts}, "float32")
         assert [(check.what, check.peer) for check in checks] == [(what, peer) for what in COMPARED]
@@ -108,6 +111,20 @@ def test_a_peer_that_is_not_installed_is_reported(run: tuple[Record, str]) -> No
     assert reason.startswith("ModuleNotFoundError: No module named 'torchtitan' (to install it: pip install ")
     assert f"torchtitan: MISSING, {reason}" in screen
     assert f"Missing: torchtitan ({reason})." in readme.section(record)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("ranks")
+def test_one_command_compares_every_peer_or_says_that_it_is_missing() -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--rounds", "1", "--threads", "2"]
+    done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for peer in (*train_step.EVEN_AIMS, train_step.FSDP2):
+        if peer in (*INSTALLED, train_step.FSDP2):
+            assert f", {peer} " in done.stdout and f"  archon / {peer}: " in done.stdout
+        else:
+            assert f"  {peer}: MISSING, ModuleNotFoundError" in done.stdout
 
 
 @pytest.mark.slow

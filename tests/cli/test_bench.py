@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
+import pytest
+import yaml
+
+from archon.bench import SweepConfig, read_record
+from archon.cli.bench import sweep_of
+from archon.schema.config import EngineConfig
 from tests.bench.made import record, row
 
 
@@ -16,6 +22,8 @@ from tests.bench.made import record, row
         (("MODEL", "d2x", "--seq", "64"), "layout"),
         (("MODEL", "--seq", "sixty"), "seq.0: got 'sixty'"),
         (("MODEL", "--seq", "64", "--recompute", "ful"), "did you mean 'full'?"),
+        (("MODEL", "--seq", "64", "--recompute", "selective 0"), "a number of layers >= 1, got 0"),
+        (("--config", "none.yaml"), "none.yaml"),
         (("MODEL", "--seq", "64", "--dtype", "float16"), "dtype.0: got 'float16'"),
         (("MODEL", "--seq", "64", "--compile", "perhaps"), "compile.0: got 'perhaps'"),
         (("MODEL", "--seq", "64", "--micro-batch", "32"), "do not fit micro-batches of 32"),
@@ -41,4 +49,52 @@ def test_two_records_are_compared_and_one_is_drawn(archon, tmp_path):
     assert done.code == 0 and "faster" in done.out
     drawn = archon("report", tmp_path / "a.json")
     assert drawn.code == 0 and (tmp_path / "a.html").exists()
+    assert archon("report", tmp_path / "a.json", "--trace", tmp_path / "trace.json").code == 0
+    assert {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {0, 1}
+    assert "is none; leave it out" in archon("report", tmp_path, "--trace", tmp_path / "trace.json").complaint
     assert "leave it out" in archon("report", tmp_path / "a.json", "--serve", "0").complaint
+
+
+PLANNED = ("--gpus", 2, "--tokens", 1024, "--seq", 32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation_checkpoint": {"mode": "selective", "selective": 2}, "gradient_reduction": "per_microbatch"},
+        {"activation_checkpoint": {"mode": "memory_budget", "memory_budget": 0.25}, "compile": True},
+        {"layout": "p2", "pipeline": {"schedule": "interleaved_1f1b"}, "optimizer": {"lr": 1e-3}},
+    ],
+    ids=["as planned", "selective", "memory budget", "pipeline"],
+)
+def test_what_is_measured_of_a_plan_is_what_it_runs(archon, checkpoint, tmp_path, changes):
+    file = tmp_path / "run.yaml"
+    assert archon("plan", checkpoint, *PLANNED, "--output", file).code == 0
+    run = yaml.safe_load(file.read_text())
+    run["model"] |= changes
+    file.write_text(yaml.safe_dump(run))
+
+    config = SweepConfig.parse(sweep_of(file, "cpu"))
+
+    (point,) = config.points()
+    assert (point.layout, point.shape.lengths) == (run["model"]["layout"], [32] * 32)
+    measured, asked = config.engine_config(point), EngineConfig.parse(run["model"])
+    for field in ("path", "dtype", "max_tokens_per_mb", "activation_checkpoint", "gradient_reduction", "pipeline"):
+        assert getattr(measured, field) == getattr(asked, field), field
+    assert measured.compile is changes.get("compile", False), "auto compiles nothing on a CPU"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_a_plan_is_measured_and_options_beside_it_win(archon, checkpoint, tmp_path):
+    file, written = tmp_path / "run.yaml", tmp_path / "record.json"
+    assert archon("plan", checkpoint, *PLANNED, "--output", file).code == 0
+    beside = ("--recompute", "none,selective 2", "--dtype", "float32", "--device", "cpu", "--steps", 1)
+    done = archon("bench", "--config", file, *beside, "--record", written)
+    assert done.code == 0, done.err
+    layout = yaml.safe_load(file.read_text())["model"]["layout"]
+    points = [row.point for row in read_record(written).rows]
+    assert [(point.layout, point.recompute, point.dtype) for point in points] == [
+        (layout, policy, "float32") for policy in ("none", "selective 2")
+    ]

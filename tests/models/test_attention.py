@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from archon.models.attention import sdpa
 from archon.models.attention import varlen as varlen_backend
 from archon.models.attention.backend import resolve_backend
 from archon.models.attention.meta import PackedAttention
+from archon.models.layers import attention as attention_layer
 from archon.schema.errors import ConfigError
 from tests.models.reference import relative
 from tests.tolerances import FLASH_BF16, FORMULA_FP64
@@ -156,20 +158,37 @@ def reference_varlen(*args: Any, **kwargs: Any) -> Tensor:
     return definition(*qkv, lengths, given["window_size"][0], given["scale"]).to(given["query"].dtype)
 
 
+def places(tensors: Iterable[Tensor]) -> list[int]:
+    """Where each begins in memory."""
+    return [x.data_ptr() for x in tensors]
+
+
 @pytest.fixture
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Puts both kernels' references in their place; the places of the queries, keys and values they are given."""
+    found: list[int] = []
+
+    def noted(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            found.extend(places(args[:3]))
+            return kernel(*args, **kwargs)
+
+        return call
+
     module = types.ModuleType("flash_attn")
-    module.flash_attn_varlen_func = reference_flash  # type: ignore[attr-defined]
+    module.flash_attn_varlen_func = noted(reference_flash)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(varlen, "varlen_attn", functools.wraps(REAL_VARLEN)(reference_varlen))
+    monkeypatch.setattr(varlen, "varlen_attn", functools.wraps(REAL_VARLEN)(noted(reference_varlen)))
     varlen_backend._asks_for_gqa.cache_clear()
+    return found
 
 
-@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("backend", ["flash", "varlen"])
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_kernels_are_called_by_their_contract(backend: Any, window: int | None, kv_heads: int) -> None:
+def test_kernels_are_called_by_their_contract(
+    backend: Any, window: int | None, kv_heads: int, given: list[int]
+) -> None:
     lengths = (9, 1, 30)
     qkv = draw(40, torch.bfloat16, kv_heads=kv_heads)
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
@@ -178,6 +197,29 @@ def test_kernels_are_called_by_their_contract(backend: Any, window: int | None, 
     expected = sdpa.sdpa_attention(*(x.float() for x in qkv), lengths, window=window, scale=SCALE)
     assert actual.dtype == torch.bfloat16
     assert relative(actual.float(), expected) <= FLASH_BF16
+    assert given == places(qkv), "without a copy"
+
+
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+def test_a_layer_hands_the_kernel_what_it_turned_and_projected_without_a_copy(
+    backend: Any, given: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Tensor] = []  # kept, so that nothing else takes their places
+
+    def turn(*args: Tensor) -> Tensor:
+        made.append(rotate(*args))
+        return made[-1]
+
+    rotate = attention_layer.rotate
+    monkeypatch.setattr(attention_layer, "rotate", turn)
+    module = attention_layer.Attention(0, 32, 4, 2, 8, bias=False, out_bias=False, qk_norm_eps=1e-6, window=None)
+    module.bfloat16().wv.register_forward_hook(lambda _module, _args, out: made.insert(0, out))
+    meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
+    meta.backend = backend
+    angles = torch.rand(40, 1, 4, dtype=torch.bfloat16)
+    module(torch.randn(40, 32, dtype=torch.bfloat16), angles.cos(), angles.sin(), meta)
+    values, queries, keys = made
+    assert given == places((queries, keys, values))
 
 
 def test_lengths_are_read_from_the_device_once_and_only_when_needed() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from archon.models.layers.rope import RotaryEmbedding
 from archon.models.qwen3 import Qwen3ModelArgs
-from tests.models.reference import FIRST_MOE_SEED, ROPE_KINDS, random_config
+from tests.models.reference import FIRST_MOE_SEED, ROPE_KINDS, build_pair, pack, random_config
 
 SEEDS = range(1, FIRST_MOE_SEED, 2)
 
@@ -62,6 +64,32 @@ def test_a_float64_model_gets_float64_angles() -> None:
     cos, sin = rope(torch.arange(1000), torch.float64)
     assert cos.dtype == torch.float64
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos), rtol=0, atol=1e-15)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seed", [1, FIRST_MOE_SEED])
+def test_tables_are_made_once_a_forward_and_shared_by_all_layers(seed: int) -> None:
+    config = random_config(seed)
+    _, model, _ = build_pair(config)
+    tables: list[tuple[int, int]] = []
+    for block in model.layers.values():
+        block.register_forward_pre_hook(lambda _block, args: tables.append((args[1].data_ptr(), args[2].data_ptr())))
+    operators = Operators()
+    with operators:
+        model(*pack([9, 4, 6], config.vocab_size, seed)).sum().backward()
+    assert (operators.counts["cos"], operators.counts["sin"]) == (1, 1)
+    assert len(tables) == config.num_hidden_layers > 1 and len(set(tables)) == 1
 
 
 def test_length_dependent_kinds_say_so() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,9 +14,9 @@ from archon.hf_io import read_hf_config
 from archon.layout_check import check_layout
 from archon.models import get_model_spec, get_supported_model_types
 from archon.parallel.layout import parse_layout
-from archon.planner.describe import as_json, describe, speed
+from archon.planner.describe import as_json, describe, speed, why_none
 from archon.planner.hardware import read_hardware
-from archon.planner.search import Plan, Planner, Question, layouts
+from archon.planner.search import NOT_TRIED, LeftOut, Plan, Planner, Question, layouts
 from archon.schema.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
@@ -44,7 +46,8 @@ def plan(model: str, gpus: int, tokens: int = 2**17, seq: int = 4096) -> Plan:
 def test_every_supported_model_gets_a_layout_of_eight_gpus_or_a_reason(model: str) -> None:
     found = plan(model, 8)
     if model in TOO_LARGE:
-        assert not found.best and "masters, gradients and moments alone" in describe(found)[-1]
+        assert not found.best and found.left_out.overfull and not found.left_out.idle
+        assert describe(found)[-1].endswith(": masters, gradients and moments alone exceed the memory of 8 GPUs.")
         return
     seconds = [placed.candidate.seconds.total for placed in found.best]
     assert seconds == sorted(seconds)
@@ -62,6 +65,33 @@ def test_what_lost_says_why() -> None:
     assert all(f"\n{placed.candidate.layout} " in text for placed in found.best)
     assert text.count(" %: ") == len(found.best) - 1, "each but the first is slower by so much, in some part"
     assert all(placed.spare < 0 for placed in found.too_large)
+
+
+def test_what_is_left_out_is_told() -> None:
+    found = plan("Qwen3-0.6B", 8)
+    assert describe(found)[-1] == f"not tried: {NOT_TRIED}"
+    refused = Counter({"t = 3 divides no head": 2})
+    told = describe(replace(found, left_out=LeftOut(overfull=5, idle=7, refused=refused)))
+    assert told[-4:-1] == [
+        "refused by the engine, 2 ways: t = 3 divides no head",
+        "too large, 5 layouts: masters, gradients and moments alone",
+        "idle ranks, 7 layouts: 131,072 tokens are too few documents of 4,096",
+    ]
+
+
+MEMORY = "masters, gradients and moments alone exceed the memory of 17 GPUs"
+TOKENS = "4,096 tokens a step are too few documents of 4,096 for every rank"
+
+
+def test_without_a_layout_the_reason_is_the_one_that_holds() -> None:
+    """One document for 17 GPUs, whose number no other divides."""
+    idle, overfull = (plan(model, 17, tokens=4096) for model in ("Qwen3-0.6B", "Qwen3-235B-A22B"))
+    assert why_none(idle) == f"No layout fits: {TOKENS}."
+    assert why_none(overfull) == f"No layout fits: {MEMORY}."
+    both = replace(idle, left_out=LeftOut(overfull=1, idle=1))
+    assert why_none(both) == f"No layout fits: {MEMORY}; where they fit, {TOKENS}."
+    refused = replace(idle, considered=3, left_out=LeftOut(refused=Counter({"no": 2, "never": 1})))
+    assert why_none(refused) == "No layout fits that the engine accepts; of 2 it says: no"
 
 
 def test_the_json_has_the_same_layouts() -> None:

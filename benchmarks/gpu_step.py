@@ -1,0 +1,134 @@
+"""The GPU cases of `benchmarks.train_step`: shapes of released models in bfloat16, eager and compiled, beside
+transformers and beside what archon's planner foretells of the same step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from archon.bench.origin import spread
+from benchmarks import harness
+from benchmarks.checkpoints import shape
+from benchmarks.harness import Sides
+from benchmarks.record import Record
+
+EAGER, COMPILED, PLANNED = "archon (eager)", "archon (compiled)", "archon's planner"
+MFU_AIM = ">= 0.5"
+GPU, HARDWARE = "H200", "h200"
+
+
+class GpuCase(NamedTuple):
+    """A shape of `benchmarks.checkpoints`, its documents in one micro-batch, and what every side recomputes."""
+
+    model: str
+    documents: int
+    seq: int = 4096
+    recompute: str = "none"
+
+
+# The logits of transformers decide how many documents; archon's masters and moments how many layers of a 30B-A3B.
+CASES = {
+    "0.6B": GpuCase("0.6B", 8),
+    "1.7B": GpuCase("1.7B", 4),
+    "4B": GpuCase("4B", 2),
+    "30B-A3B": GpuCase("30B-A3B-8L", 2),
+    "0.6B-32k": GpuCase("0.6B", 1, 32768, "full"),
+    "4B-32k": GpuCase("4B", 1, 32768, "full"),
+}
+
+
+class Foretold(NamedTuple):
+    """What the planner says of a step: its seconds, and the bytes allocated at its fullest."""
+
+    seconds: float
+    bytes: int
+
+
+def foretold(options: dict[str, Any]) -> Foretold:
+    """The planner's figures of archon's step, eager and on one GPU, from the checkpoint's config alone."""
+    from archon.hf_io import read_hf_config
+    from archon.models import get_model_spec
+    from archon.parallel.layout import ParallelLayout
+    from archon.planner.hardware import read_hardware
+    from archon.planner.memory import state_of
+    from archon.planner.search import Planner
+    from archon.planner.time import TimeModel
+    from archon.schema.config import EngineConfig
+
+    hf_config = read_hf_config(options["checkpoint"])
+    spec = get_model_spec(hf_config["model_type"])
+    args, hardware, layout = spec.model_args_class.from_hf_config(hf_config), read_hardware(HARDWARE), ParallelLayout()
+    planner = Planner(spec, args, hardware)
+    config = EngineConfig(
+        path=options["checkpoint"],
+        dtype=options["dtype"],
+        max_tokens_per_mb=options["max_tokens_per_mb"],
+        activation_checkpoint={"mode": options["recompute"]},
+    )
+    tokens, seq = sum(options["lengths"]), max(options["lengths"])
+    state = state_of(planner.weights, layout, None, 0)
+    seconds = TimeModel(args, hardware, seq).step(config, layout, None, state, tokens, 1)
+    return Foretold(seconds.total, planner.memory.of_rank(config, layout, 0, tokens, 1).total)
+
+
+def note_foretold(record: Record, found: Foretold, seconds: dict[str, list[float]], tokens: int) -> None:
+    """Put what was foretold beside what was measured: `seconds` of each of archon's sides, whose memory is noted."""
+    memory = [{"memory": {"allocated": found.bytes}}]
+    record.sides[PLANNED] = spread([tokens / found.seconds], "tok/s", memory)
+    for side, measured in seconds.items():
+        record.ratios[f"{PLANNED} / {side}, step time"] = harness.ratio([found.seconds] * len(measured), measured)
+        if "allocated" in record.sides[side].memory_bytes:  # by a GPU alone
+            peak = float(record.sides[side].memory_bytes["allocated"])
+            record.ratios[f"{PLANNED} / {side}, memory"] = harness.ratio([float(found.bytes)], [peak])
+
+
+def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, keep: bool) -> Record:
+    """One GPU case. The sides run one after the other, since the masters and moments of two do not fit at once."""
+    from archon.flops import PEAK_BF16_FLOPS, MatmulShape
+    from benchmarks.train_step import TOLERANCE, TOLERANCE_AFTER_STEP
+
+    tokens, config = sum(options["lengths"]), shape(options["model"])
+    record = harness.new_record("train_step", f"gpu-{case}", options["threads"])
+    record.setup = {"model": config, "lengths": options["lengths"], "dtype": "bfloat16, float32 masters"}
+    record.setup["recompute"] = options["recompute"]
+    record.notes.append("sides one after the other, each alone on the GPU; MFU against 989 TFLOP/s, dense bfloat16")
+    record.notes.append(f"{PLANNED} foretells the eager step on an {GPU}")
+    if "num_experts" in config:
+        record.setup["routing"] = "natural"
+        record.notes.append("routing is natural: every side's own router chooses the experts")
+    work = MatmulShape.from_hf_config(config).packed(options["lengths"])
+    facts: dict[str, dict[str, Any]] = {}
+    seconds: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
+    for side in [EAGER, COMPILED, *([] if alone else ["transformers"])]:
+        try:
+            with Sides("benchmarks.train_step", [side], options) as sides:
+                if side in sides.workers:
+                    facts[side] = sides.facts(side)
+                runs = sides.alternate(rounds, warmup=2)
+        except harness.BenchmarkError as error:
+            if side == EAGER:
+                raise
+            record.missing[side] = str(error)
+            continue
+        record.missing |= sides.missing
+        if side not in runs:
+            continue
+        seconds[side] = [run["seconds"] for run in runs[side]]
+        rates[side] = [tokens / s for s in seconds[side]]
+        record.sides[side] = spread(rates[side], "tok/s", runs[side])
+        for convention in ("full", "causal"):
+            shares = [getattr(work.mfu(s, PEAK_BF16_FLOPS[GPU]), convention) for s in seconds[side]]
+            record.sides[f"{side}, {convention} MFU"] = spread([100 * share for share in shares], "%")
+        if case == "4B" and side != "transformers":
+            record.ratios[f"{side}, causal MFU"] = harness.ratio(shares, [1.0] * rounds, MFU_AIM)
+    for side in (EAGER, COMPILED):
+        if side in rates and "transformers" in rates:
+            record.ratios[f"{side} / transformers"] = harness.ratio(rates[side], rates["transformers"])
+    seconds.pop("transformers", None)
+    note_foretold(record, foretold(options), seconds, tokens)
+    for what, tolerance in (("loss", TOLERANCE), ("loss_after_one_step", TOLERANCE_AFTER_STEP)):
+        theirs = {peer: value[what] for peer, value in facts.items() if peer != EAGER}
+        record.checks += harness.check_close(what, facts[EAGER][what], theirs, tolerance["bfloat16"])
+    harness.finish(record, keep)
+    return record
