@@ -120,8 +120,8 @@ class PipelineForward:
 
     def read(self, sums: MetricSums, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
         """As `MetricSums.read`, on every rank: the last stage's ranks tell the others."""
-        values = sums.read(self.ranks, alike, **scalars) if self.is_last else None
-        return self._agree(values)
+        values = sums.read(self.ranks, None, **scalars) if self.is_last else None
+        return self._agree(values) | {name: float(value) for name, value in (alike or {}).items()}
 
     def _agree(self, value: Any) -> Any:
         """What the last stage's rank holds, numbers and names, on all ranks of the pipeline."""

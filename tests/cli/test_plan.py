@@ -16,6 +16,7 @@ def test_the_configuration_is_one_that_sft_accepts(archon, checkpoint, tmp_path,
     assert f"\n{layout} " in planned.out
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+2=", "response": "3"}) + "\n")
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)  # a test before may have joined a group
     data = (f"train_data.path={tmp_path / 'train.jsonl'}", f"run_dir={tmp_path / 'run'}")
     checked = archon("sft", "--config", file, *data, "--dry-run")
     assert checked.code == 0, checked.err
