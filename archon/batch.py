@@ -75,7 +75,8 @@ class PackedBatch:
 
     def _find_rows(self) -> tuple[Tensor, Tensor]:
         all_ = (self.labels != IGNORE_INDEX).nonzero().squeeze(1)
-        return all_, all_[self["loss_mask"][all_] != 0] if "loss_mask" in self else all_
+        has_mask = "loss_mask" in self and "loss_mask" not in self.per_document
+        return all_, all_[self["loss_mask"][all_] != 0] if has_mask else all_
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on `device`; from pinned memory and without waiting when the device is a GPU."""
@@ -96,7 +97,7 @@ class PackedBatch:
             per_document=self.per_document,
             source=self.source,
             shared=None if self.shared is None else self.shared.to(device),
-            rows=self.rows or self._find_rows(),
+            rows=self.rows or (self._find_rows() if self.tokens.device.type == "cpu" else None),
         )
 
     def with_shared_prefixes(self) -> PackedBatch:

@@ -71,14 +71,16 @@ def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
 
 
 def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[PackedBatch, list[PackedBatch]]:
-    """The whole batch as one pack and its micro-batches; a token outside the vocabulary is a `BatchError`."""
+    """The whole batch as one pack and its micro-batches; a token or label outside the vocabulary is a
+    `BatchError`."""
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
-    low, high = packed.tokens.aminmax()
-    if low < 0 or high >= vocab_size:
-        wrong = int(low if low < 0 else high)
-        raise BatchError(
-            f"token id {wrong} is outside the model's vocabulary of {vocab_size}; is it this model's tokenizer?"
-        )
+    for what, ids in (("token id", packed.tokens), ("label", packed.labels[packed.labels != IGNORE_INDEX])):
+        low, high = ids.aminmax() if ids.numel() else (0, 0)
+        if low < 0 or high >= vocab_size:
+            wrong = int(low if low < 0 else high)
+            raise BatchError(
+                f"{what} {wrong} is outside the model's vocabulary of {vocab_size}; is it this model's tokenizer?"
+            )
     return packed, split(packed, max_tokens)
 
 

@@ -137,7 +137,7 @@ def lines(records: Sequence[Record]) -> str:
         for record in records
         for name, value in record.ratios.items()
     ]
-    return table(["case", "ratio", "measured", "with", "without", "commit"], rows)
+    return table(["case", "ratio", "measured", "archon", "the other", "commit"], rows)
 
 
 def summary(records: Sequence[Record]) -> str:

@@ -46,7 +46,9 @@ class Watch:
         self._watcher.join()
 
     def _watch(self) -> None:
-        while not self._done.wait(EVERY):
+        going = True
+        while going:
+            going = not self._done.wait(EVERY)  # a last sample at the end, which may come before the first
             if (seen := sample(self._pid)) is not None:
                 self.samples.append(seen)
 

@@ -18,7 +18,7 @@ from archon.rl.rewards import RewardFailure
 from archon.rl.rows import Row, own_copy
 from archon.rl.types import GenerationHyperparameters, InferenceEngine, concat_padded_tensors
 from archon.rl.workflows.base import RolloutWorkflow, count_lost
-from archon.rl.workflows.results import checked_result, completed, joined, trajectory_ids
+from archon.rl.workflows.results import checked_result, completed, is_one_trajectory, joined, trajectory_ids
 from archon.rl.workflows.trajectory import UnusableAnswerError
 from archon.schema.errors import ConfigError, RolloutError, UserError
 from archon.world import World
@@ -250,9 +250,8 @@ class Rollout:
         returns_group = getattr(self.workflow, "returns_group", None)
         runs: list[dict[str, Any]] = []
         if returns_group is not False:
-            first = await self._run(prompt, context)
-            whole = returns_group or self.n_samples == 1 or first is None or bool(context.drops)
-            if whole or first is None or int(trajectory_ids(first).max()) > 0:
+            single, first = await self._run(prompt, context)
+            if returns_group or self.n_samples == 1 or first is None or not single:
                 return first
             runs.append(first)
             self._say_repeated(context)
@@ -261,30 +260,37 @@ class Rollout:
         )
         lost: list[BaseException] = []
         for outcome in outcomes:
-            if outcome is None:
-                count_lost(UnusableAnswerError("rejected_run", "a run of the workflow returned None"))
-            elif isinstance(outcome, RewardFailure | UnusableAnswerError):
+            if isinstance(outcome, RewardFailure | UnusableAnswerError):
                 count_lost(outcome)
                 lost.append(outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
+            elif (result := outcome[1]) is None:
+                count_lost(UnusableAnswerError("rejected_run", "a run of the workflow returned None"))
+            elif not outcome[0]:
+                raise RolloutError(
+                    f"{type(self.workflow).__name__}: a run of several for one prompt returned several trajectories; "
+                    "return one, or set returns_group = True on the class and return the whole group"
+                )
             else:
-                runs.append(outcome)
+                runs.append(result)
         if not runs and lost:
             raise lost[0]
         return joined(runs) if runs else None
 
-    async def _run(self, prompt: Prompt, context: EpisodeContext, run: int | None = None) -> dict[str, Any] | None:
-        """One run of the workflow, whose answers nobody else's result can refer to; `run` is its number of several,
-        which are tasks of their own."""
+    async def _run(
+        self, prompt: Prompt, context: EpisodeContext, run: int | None = None
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """One run of the workflow, whose answers nobody else's result can refer to: whether it returned a single
+        trajectory, and what can be trained on. `run` is its number of several, which are tasks of their own."""
         if run is not None:
             context = workflow_context.enter_sample(run)
             context.seed = derive_seed(context.seed, run, 0) if run else context.seed
         engine = EpisodeEngine(self.engine, context, None if context.is_eval else self._check)
         result = await self.workflow.arun_episode(engine, Row(own_copy(prompt.row)))
         name, apart = type(self.workflow).__name__, getattr(self.workflow, "returns_group", None) is True
-        result = completed(result, engine.answered, name, apart=apart)
-        return None if result is None else checked_result(result, context, name)
+        single, result = is_one_trajectory(result), completed(result, engine.answered, name, apart=apart)
+        return single, None if result is None else checked_result(result, context, name)
 
     def _say_repeated(self, context: EpisodeContext) -> None:
         if self._said_repeated or context.is_eval:

@@ -73,7 +73,7 @@ def command(
         )
     from archon.bench import SweepConfig, run_sweep
     from archon.bench.table import describe, table
-    from archon.cli.config import read_values
+    from archon.cli.config import laid_over, read_values
 
     given = {
         "model": None if model is None else str(model),
@@ -94,7 +94,7 @@ def command(
         "fresh": fresh or None,
     }
     planned = {} if run is None else sweep_of(run, device)
-    engine = planned.pop("engine", {}) | read_values(None, set_ or [])
+    engine = laid_over(planned.pop("engine", {}), read_values(None, set_ or []))
     if lengths:
         planned.pop("seq", None)
     chosen = {name: value for name, value in given.items() if value not in (None, [])}
@@ -125,7 +125,8 @@ def sweep_of(file: Path, device: str | None = None) -> dict[str, Any]:
     model, longest = run.model, run.train_data.max_length
     batch = {} if longest is None else {"seq": [longest], "tokens": run.batch_size * longest}
     device = device or model.device
-    engine = model.model_dump(include=model.model_fields_set - SET_HERE)
+    # Weights and documents are the sweep's own.
+    engine = model.model_dump(include=model.model_fields_set - SET_HERE - {"init_from_scratch", "share_prefixes"})
     return batch | {
         "model": model.path,
         "layouts": [model.layout],

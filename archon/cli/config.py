@@ -6,7 +6,7 @@ import importlib
 import json
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -59,6 +59,13 @@ def read_values(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{source}: an override is not YAML: {_first_line(error)}") from None
     assert isinstance(data, dict)
     return {str(key): value for key, value in data.items()}
+
+
+def laid_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with what `over` says, section by section."""
+    both = {name: (values[name], over[name]) for name in values.keys() & over.keys()}
+    sections = {name: laid_over(*pair) for name, pair in both.items() if all(isinstance(x, Mapping) for x in pair)}
+    return {**values, **over, **sections}
 
 
 def _source(file: Path | None) -> str:

@@ -58,11 +58,10 @@ def left_out(plan: Plan) -> list[str]:
     out, seq = plan.left_out, plan.question.seq
     lines = [f"refused by the engine, {count:,} ways: {message}" for message, count in out.refused.most_common()]
     if out.overfull:
-        lines.append(f"too large, {out.overfull:,} layouts: masters, gradients and moments alone")
+        lines.append(f"too large, {out.overfull:,} layouts and schedules: masters, gradients and moments alone")
     if out.idle:
-        lines.append(
-            f"idle ranks, {out.idle:,} layouts: {plan.question.tokens:,} tokens are too few documents of {seq:,}"
-        )
+        too_few = f"{plan.question.tokens:,} tokens are too few documents of {seq:,}"
+        lines.append(f"idle ranks, {out.idle:,} layouts and schedules: {too_few}")
     return [*lines, f"not tried: {NOT_TRIED}"]
 
 

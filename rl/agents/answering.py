@@ -70,17 +70,20 @@ async def answer(
         coroutine = _answer_one(asker, call, request, index, items.put_nowait, stream)
         tasks.append(asyncio.create_task(coroutine, name=f"archon-{call.id}-{index}"))
     asker.unfinished += len(tasks)
+    failed = False
     try:
         left = len(tasks)
         while left:
             item = await items.get()
             if isinstance(item, Exception):
+                failed = True
                 raise item
             left -= isinstance(item, Choice)
             yield item
     finally:
         for task in tasks:
-            task.cancel()
+            cancelled = task.cancel()
+            asker.unfinished -= failed and cancelled  # by its sibling's failure, and by no client that has gone
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

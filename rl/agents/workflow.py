@@ -113,7 +113,7 @@ class AgentWorkflow(RolloutWorkflow):
             # answers.
             async with http_client() as client, limit:
                 reward = await self.agent.run(
-                    own_copy(data), base_url=base_url, api_key=session.key, http_client=client
+                    own_copy(dict(data.items())), base_url=base_url, api_key=session.key, http_client=client
                 )
             credit(session, reward)
             rows = session.export(self.style, self.turn_discount)

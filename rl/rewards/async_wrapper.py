@@ -58,7 +58,8 @@ class AsyncRewardWrapper:
 
     An `async def` reward is cancelled when its time is up; blocking code inside one cannot be.
 
-    A wrapper around a wrapper is that wrapper, so that a workflow may wrap whatever `reward_fn` it is given.
+    A wrapper around a wrapper is that wrapper, so that a workflow may wrap whatever `reward_fn` it is given; closing it
+    closes the one.
 
     Args:
         reward_fn: A function `fn(prompt, completions, prompt_ids, completion_ids, **data)`, or its name as
@@ -70,14 +71,14 @@ class AsyncRewardWrapper:
         RewardError: the function cannot be sent to another process, or is wrapped already with other limits.
     """
 
-    def __new__(cls, reward_fn: Callable[..., Any] | str, *_: Any, **__: Any) -> Self:
+    def __new__(cls, reward_fn: Callable[..., Any] | str | None = None, *_: Any, **__: Any) -> Self:
         return reward_fn if isinstance(reward_fn, cls) else super().__new__(cls)
 
     def __init__(
         self, reward_fn: Callable[..., Any] | str, timeout_seconds: float = _SECONDS, max_workers: int | None = None
     ) -> None:
-        if isinstance(reward_fn, AsyncRewardWrapper):  # and so this one: see __new__
-            reward_fn._require_own_limits(timeout_seconds, max_workers)
+        if isinstance(reward_fn, type(self)):  # it is this one: see __new__
+            self._require_own_limits(timeout_seconds, max_workers)
             return
         if worker.in_worker:
             raise RewardError(
@@ -94,6 +95,7 @@ class AsyncRewardWrapper:
         self._max_workers = max_workers or min(8, os.cpu_count() or 1)
         self._signature = _signature_of(function)
         parameters = self._signature.parameters if self._signature else {}
+        self._parameters = list(parameters)
         self._ids = [
             name for name in ARGUMENTS[2:] if name in parameters and parameters[name].default is inspect.Parameter.empty
         ]
@@ -123,7 +125,8 @@ class AsyncRewardWrapper:
                 cannot be sent to another process.
         """
         for name in ARGUMENTS[: len(arguments)]:
-            data.pop(name, None)
+            if name not in self._parameters[len(arguments) :]:  # else it is the function's own, given by keyword
+                data.pop(name, None)
         if len(arguments) <= 2:
             data = dict.fromkeys(self._ids) | data
         started = time.perf_counter()

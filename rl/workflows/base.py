@@ -81,7 +81,7 @@ def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseExce
         else:
             kept.append((sample, outcome))
     if not kept:
-        raise next(iter(workflow_context.get().first_errors.values()))
+        raise next(outcome for outcome in outcomes if isinstance(outcome, BaseException))
     return kept
 
 

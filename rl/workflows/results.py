@@ -125,6 +125,21 @@ def trajectory_ids(result: Mapping[str, Any]) -> Tensor:
     return ids
 
 
+def is_one_trajectory(result: Any) -> bool:
+    """Whether what a workflow returned is a single trajectory, be it usable or not; False where it is malformed."""
+    if isinstance(result, list):
+        return len(result) == 1
+    if not isinstance(result, dict):
+        return False
+    if "attention_mask" not in result:  # a short form of one answer, or the parts of one trajectory
+        return True
+    ids = result.get("trajectory_ids")
+    if isinstance(ids, Tensor):
+        return len(ids.unique()) == 1
+    rewards = result.get("rewards")
+    return isinstance(rewards, Tensor) and rewards.numel() == 1
+
+
 def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The results of several runs on one prompt as one group; no trajectory is of two runs."""
     parts, before = [], 0
@@ -158,13 +173,15 @@ def _without_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> d
     keep = usable["reward_not_finite"] & usable["logprob_not_finite"] & usable["no_loss_token"]
     if keep.all():
         return result
-    for kind, rows in usable.items():
-        for row in (~rows).nonzero().flatten().tolist():
-            context.drop(
-                kind, UnusableAnswerError(kind, f"row {row} of the workflow's result: {kind.replace('_', ' ')}")
-            )
+    errors = [
+        UnusableAnswerError(kind, f"row {row} of the workflow's result: {kind.replace('_', ' ')}")
+        for kind, rows in usable.items()
+        for row in (~rows).nonzero().flatten().tolist()
+    ]
+    for error in errors:
+        context.drop(error.kind, error)
     if not keep.any():
-        raise next(iter(context.first_errors.values()))
+        raise errors[0]
     indices = keep.nonzero().flatten().tolist()
     return {
         name: value[keep] if isinstance(value, Tensor) else [value[i] for i in indices]

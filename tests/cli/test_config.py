@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import Field
 
-from archon.cli.config import field_lines, load_config
+from archon.cli.config import field_lines, laid_over, load_config
 from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel
 from archon.schema.errors import ConfigError
 
@@ -31,6 +31,13 @@ def test_overrides_lie_over_the_file(tmp_path):
     config = load_config(Small, file, ["optimizer.lr=5e-5", "tags=[x,y]"])
     assert (config.name, config.steps, config.optimizer.lr, config.optimizer.beta2) == ("a", 7, 5e-5, 0.9)
     assert config.tags == ["x", "y"]
+
+
+def test_values_are_laid_over_others_section_by_section():
+    values = {"pipeline": {"schedule": "zbv", "stages": 2}, "dtype": "float32", "tags": [1]}
+    over = {"pipeline": {"stages": 4}, "tags": [2], "dtype": {"x": 1}}
+    expected = {"pipeline": {"schedule": "zbv", "stages": 4}, "dtype": {"x": 1}, "tags": [2]}
+    assert laid_over(values, over) == expected
 
 
 def test_environment_and_other_keys_can_be_named(tmp_path, monkeypatch):

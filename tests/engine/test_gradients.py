@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.batch import PackedBatch
+from archon.batch import PackedBatch, pack
 from archon.engine import ArchonEngine
 from archon.loss import CrossEntropyLoss, document_sums, loss_token_count, masked_sum
 from archon.schema.errors import BatchError, ConfigError
@@ -173,6 +173,15 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     batch["input_ids"][0, 3] = 101
     with pytest.raises(BatchError, match="token id 101 is outside the model's vocabulary of 101"):
         engine.forward_batch(batch)
+
+
+@pytest.mark.parametrize("label", [-1, 101])
+def test_a_label_outside_the_vocabulary_is_refused(tmp_path: Path, label: int) -> None:
+    engine = make_engine(tmp_path)
+    packed = pack(sft_batch())
+    packed.labels[2] = label
+    with pytest.raises(BatchError, match=f"label {label} is outside the model's vocabulary of 101"):
+        engine.train_batch(packed, CrossEntropyLoss(), loss_token_count)
 
 
 def test_a_critic_trains_on_its_values(tmp_path: Path) -> None:

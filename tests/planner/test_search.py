@@ -74,8 +74,8 @@ def test_what_is_left_out_is_told() -> None:
     told = describe(replace(found, left_out=LeftOut(overfull=5, idle=7, refused=refused)))
     assert told[-4:-1] == [
         "refused by the engine, 2 ways: t = 3 divides no head",
-        "too large, 5 layouts: masters, gradients and moments alone",
-        "idle ranks, 7 layouts: 131,072 tokens are too few documents of 4,096",
+        "too large, 5 layouts and schedules: masters, gradients and moments alone",
+        "idle ranks, 7 layouts and schedules: 131,072 tokens are too few documents of 4,096",
     ]
 
 

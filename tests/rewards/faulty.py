@@ -100,3 +100,8 @@ def told(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **
     """What it was given, as parts of a reward: lengths of texts and lists, -1 for None."""
     given = {"prompt": prompt, "completions": completions, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
     return {name: -1.0 if value is None else float(len(value)) for name, value in (given | data).items()}
+
+
+def keyword_prompt(result: str, gold: str, *, prompt: str) -> float:
+    """The length of an argument that bears a documented name and stands elsewhere."""
+    return float(len(prompt))

@@ -87,6 +87,19 @@ async def test_a_function_with_names_of_its_own_is_called_by_them() -> None:
             await reward("", "7", [], [])
 
 
+async def test_a_name_behind_those_given_by_position_is_the_functions_own() -> None:
+    with AsyncRewardWrapper(faulty.keyword_prompt, max_workers=1) as reward:
+        assert await reward("7", "8", prompt="abc") == 3.0
+
+
+async def test_a_wrapper_of_a_class_of_ones_own_wraps_another() -> None:
+    class Own(AsyncRewardWrapper):
+        pass
+
+    with AsyncRewardWrapper(faulty.same, max_workers=1) as inner, Own(inner) as outer:
+        assert await outer("7", "7") == 1.0
+
+
 def test_a_workflow_that_calls_by_position_refuses_such_a_function() -> None:
     with pytest.raises(RewardError, match=r"same must take \(prompt, completions, prompt_ids, completion_ids, "):
         wrapped_reward(faulty.same)

@@ -112,6 +112,29 @@ def test_each_run_has_its_own_number_seed_and_row(engine: InProcessEngine, token
     assert episode.trajectories["rewards"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_what_a_workflow_counts_as_dropped_does_not_make_a_group_of_its_answer(
+    engine: InProcessEngine, tokenizer: Any
+) -> None:
+    class Counts(guide.OneAnswer):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+            workflow_context.drop("tool", TimeoutError("no answer"))
+            return await super().arun_episode(engine, data)
+
+    (episode,), _ = run(engine, Counts(GCONFIG, tokenizer, rewards.constant), 1)
+    assert len(episode.earned) == 4 and episode.context.drops["tool"] == 4
+
+
+def test_one_of_several_runs_returns_one_trajectory(engine: InProcessEngine, tokenizer: Any) -> None:
+    class Two(guide.OneAnswer):
+        returns_group = False
+
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+            return [await super(Two, self).arun_episode(engine, data) for _ in range(2)]
+
+    said = failure(engine, Two(GCONFIG, tokenizer, rewards.constant))
+    assert "Two: a run of several for one prompt returned several trajectories; return one, or set" in said
+
+
 def test_a_run_that_fails_or_rejects_costs_its_sample_and_is_counted(engine: InProcessEngine, tokenizer: Any) -> None:
     class Sometimes(guide.OneAnswer):
         returns_group = False
