@@ -79,7 +79,7 @@ def fuzz(url: str, operation: Operation, examples: int) -> Counter[int]:
             case.path_parameters["session"] = own_session(url)
         if of_ours and operation.name in FITTING and not case.meta.is_negative_at(ParameterLocation.BODY):
             case.body |= FITTING[operation.name]
-        response = case.call(base_url=url, headers=OWN)
+        response = case.call(base_url=url, headers=OWN, timeout=120)
         seen[response.status_code] += 1
         # What the description allows may still be more than the context holds.
         case.validate_response(response, headers=OWN, excluded_checks=[positive_data_acceptance])
