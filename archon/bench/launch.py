@@ -61,12 +61,10 @@ def explain(folder: Path, code: int, limit: float) -> tuple[Status, str]:
     """Why a point failed, from what its ranks left behind."""
     output = (folder / OUTPUT).read_text(errors="replace")
     told = [int(found) for found in re.findall(r"exitcode\s*:\s*(-?\d+)", output)]
+    # What the other ranks say of one that ended by a signal is no cause; torchrun ends them by SIGTERM.
+    if signals := [-found for found in told if found < 0 and found != -signal.SIGTERM]:
+        return _ended(signals[0])
     errors = [json.loads(path.read_text()) for path in sorted(folder.glob(ERROR.format("*")))]
-    # What the other ranks say of one that ended by a signal is no cause; torchrun ends them by SIGTERM. An abort may
-    # come of an error that is told.
-    signals = [-found for found in told if found < 0 and found != -signal.SIGTERM]
-    if signals and not (errors and set(signals) == {signal.SIGABRT}):
-        return _ended(next((number for number in signals if number != signal.SIGABRT), signal.SIGABRT))
     if errors:
         first = min(errors, key=lambda error: error["time"])
         return _status(first["kinds"], first["message"]), one_line(f"{first['kinds'][0]}: {first['message']}")
