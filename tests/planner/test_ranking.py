@@ -1,4 +1,4 @@
-"""How orders of layouts are compared; `python -m benchmarks.plan_ranking` compares the planner's with measured steps."""
+"""How orders of layouts are compared; `python -m benchmarks.plan_ranking` does it with measured steps."""
 
 from __future__ import annotations
 
