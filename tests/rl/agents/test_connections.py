@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from typing import Any
@@ -73,7 +74,8 @@ async def test_a_request_that_never_ends_is_ended(serve: Start, client: httpx.As
             if reader.at_eof():
                 break
             await asyncio.sleep(0.05)
-        assert await asyncio.wait_for(reader.read(), 1) == b""
+        with contextlib.suppress(ConnectionError):  # a line sent after the end is answered by a reset
+            assert await asyncio.wait_for(reader.read(), 1) == b""
         writer.close()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(head + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
