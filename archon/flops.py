@@ -18,8 +18,15 @@ from archon.schema.errors import ConfigError
 if TYPE_CHECKING:
     from archon.models.args import BaseModelArgs
 
-PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12}
-"""Dense bfloat16 peak of a part, in FLOP/s, against which MFU is given."""
+PEAK_BF16_FLOPS = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+}
+"""Dense bfloat16 peak of a part, by what its name has, in FLOP/s (NVIDIA's data sheets): MFU is against it."""
 
 
 class Flops(NamedTuple):

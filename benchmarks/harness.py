@@ -36,6 +36,10 @@ class BenchmarkError(RuntimeError):
     """The sides did not compute the same thing, or archon itself could not run: nothing is timed."""
 
 
+class DisagreementError(BenchmarkError):
+    """Two sides did not compute the same thing."""
+
+
 class Worker:
     """A side in a process of its own, driven by lines of JSON.
 
@@ -296,13 +300,13 @@ def one_line(error: BaseException) -> str:
 
 
 def check_close(what: str, ours: float, theirs: Mapping[str, float], tolerance: float) -> list[Check]:
-    """Compare archon's number with every peer's. Raises BenchmarkError at the first that differs by more."""
+    """Compare archon's number with every peer's. Raises DisagreementError at the first that differs by more."""
     checks = []
     for peer, value in theirs.items():
         difference = relative_difference(ours, value)
         say(f"  {what}: archon {ours:.7g}, {peer} {value:.7g}, relative difference {difference:.1e}")
         if not difference <= tolerance:
-            raise BenchmarkError(
+            raise DisagreementError(
                 f"{what} of archon and {peer} differ by {difference:.2e} > {tolerance:.0e}; nothing is timed"
             )
         checks.append(Check(what=what, peer=peer, difference=difference, tolerance=tolerance))
@@ -310,12 +314,12 @@ def check_close(what: str, ours: float, theirs: Mapping[str, float], tolerance: 
 
 
 def check_same(what: str, ours: Any, theirs: Mapping[str, Any]) -> list[Check]:
-    """Demand equality of archon's value with every peer's. Raises BenchmarkError at the first that differs."""
+    """Demand equality of archon's value with every peer's. Raises DisagreementError at the first that differs."""
     checks = []
     for peer, value in theirs.items():
         say(f"  {what}: archon and {peer} {'agree' if ours == value else 'DIFFER'}")
         if ours != value:
-            raise BenchmarkError(f"{what} of archon and {peer} differ; nothing is timed")
+            raise DisagreementError(f"{what} of archon and {peer} differ; nothing is timed")
         checks.append(Check(what=what, peer=peer, difference=0.0, tolerance=0.0))
     return checks
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -32,16 +33,21 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, default=1024, help="most tokens of a micro-batch (default 1024)")
     parser.add_argument("--record", type=Path, help="JSON file")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, options.model)
+        folder.mkdir()
         Path(folder, "config.json").write_text(json.dumps(shape(options.model)), encoding="utf-8")
         wanted = SweepConfig(
-            model=folder,
+            model=str(folder),
             layouts=options.layouts,
             tokens=options.tokens,
             seq=[options.seq],
             micro_batch=[options.micro_batch],
         )
-        made = run_sweep(wanted, options.record, lambda row: say(f"{row.point.name}: {row.status} {row.reason}"))
+        command = shlex.join(["python", "-m", "benchmarks.layouts", *sys.argv[1:]])
+        made = run_sweep(
+            wanted, options.record, lambda row: say(f"{row.point.name}: {row.status} {row.reason}"), command
+        )
     say("\n".join(table(made)))
     return int(any(row.status != "ok" for row in made.rows))
 

@@ -153,13 +153,13 @@ def autocast_each(parts: Iterator[Any], autocast: Any) -> Iterator[Any]:
         yield part
 
 
-def compare(facts: Mapping[str, dict[str, Any]], dtype: str) -> list[Check]:
-    """Every side's first two steps against archon's. BenchmarkError where a side computed something else."""
+def compare(facts: Mapping[str, dict[str, Any]], dtype: str, ours: str = "archon") -> list[Check]:
+    """Every side's first two steps against `ours`. DisagreementError where a side computed something else."""
     checks = []
     for what in ("loss", "grad_norm", "loss_after_one_step"):
         tolerance = (TOLERANCE_AFTER_STEP if what == "loss_after_one_step" else TOLERANCE)[dtype]
-        theirs = {peer: found[what] for peer, found in facts.items() if peer != "archon"}
-        checks += harness.check_close(what, facts["archon"][what], theirs, tolerance)
+        theirs = {peer: found[what] for peer, found in facts.items() if peer != ours}
+        checks += harness.check_close(what, facts[ours][what], theirs, tolerance)
     return checks
 
 

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
+from threading import RLock
 from typing import Any
 
 from archon.models.args import BaseModelArgs
@@ -48,9 +49,11 @@ class ModelSpec:
 
 
 class _Registry:
-    """Specs by `model_type`; the built-in families and the entry points are read on first use."""
+    """Specs by `model_type`; the built-in families and the entry points are read on first use, by one thread while
+    others wait."""
 
     def __init__(self) -> None:
+        self._lock = RLock()
         self._specs: dict[str, ModelSpec] = {}
         self._discovered = False
 
@@ -66,10 +69,11 @@ class _Registry:
             self._specs.update(dict.fromkeys(spec.supported_model_types, spec))
 
     def specs(self) -> dict[str, ModelSpec]:
-        if not self._discovered:
-            self._discovered = True
-            self.add(importlib.import_module(f"archon.models.{family}.spec").SPEC for family in FAMILIES)
-            self.add(entry.load() for entry in metadata.entry_points(group=ENTRY_POINT_GROUP))
+        with self._lock:
+            if not self._discovered:
+                self._discovered = True
+                self.add(importlib.import_module(f"archon.models.{family}.spec").SPEC for family in FAMILIES)
+                self.add(entry.load() for entry in metadata.entry_points(group=ENTRY_POINT_GROUP))
         return self._specs
 
 

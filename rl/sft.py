@@ -132,7 +132,7 @@ class SFTTrainer:
         if self.held_out is not None:
             require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
         require_same_rows(rows, config.train_data.path)
-        self._require_room(rows)
+        require_room(rows, config.model.max_tokens_per_mb)
         self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
         self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
         self.engine = ArchonEngine(config.model)
@@ -148,17 +148,6 @@ class SFTTrainer:
             self.loader.load_state_dict(state["rows"])
             self._enough = state["enough"]
         self.runner.rewind(self.step or -1)
-
-    def _require_room(self, rows: Sequence[dict[str, Any]]) -> None:
-        """ConfigError, before the first step, for a row that no micro-batch can hold."""
-        most = self.config.model.max_tokens_per_mb
-        columns = ("input_ids", "chosen_ids", "rejected_ids")
-        longest = max(len(row[column]) for row in rows for column in columns if column in row)
-        if longest > most:
-            raise ConfigError(
-                f"a row of train_data has {longest} tokens, more than model.max_tokens_per_mb = {most}; raise that, or "
-                f"leave long rows out with train_data.max_length={most}"
-            )
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step on the next rows."""
@@ -211,3 +200,14 @@ class SFTTrainer:
         keep = self.config.checkpoint.keep
         save_newest(self.runner, self.engine, self.step, state, keep, asynchronous=asynchronous)
         self._saved_step = self.step
+
+
+def require_room(rows: Sequence[dict[str, Any]], most: int) -> None:
+    """ConfigError, before the first step, for a row of training data that no micro-batch of `most` tokens can hold."""
+    columns = ("input_ids", "chosen_ids", "rejected_ids")
+    longest = max(len(row[column]) for row in rows for column in columns if column in row)
+    if longest > most:
+        raise ConfigError(
+            f"a row of train_data has {longest} tokens, more than model.max_tokens_per_mb = {most}; raise that, or "
+            f"leave long rows out with train_data.max_length={most}"
+        )

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from archon.bench.shapes import Shape, even_shape, parse_shape
 from archon.schema.config import ActivationCheckpointConfig, ComputeDtype, EngineConfig, StrictModel
-from archon.schema.errors import ConfigError
+from archon.schema.errors import ConfigError, UserError
 
 Recompute = Annotated[str, AfterValidator(lambda name: ActivationCheckpointConfig.named(name).name)]
 """A recompute policy by its name, as `archon plan` prints it."""
@@ -36,6 +36,16 @@ class Point(StrictModel):
     def same_loss(self) -> tuple[str, str]:
         """Points that share this compute the same loss, but for rounding."""
         return str(self.shape.lengths), self.dtype
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing can be measured; nothing where something can."""
+        if max(self.shape.lengths) <= self.micro_batch:
+            return ""
+        return (
+            f"documents of {max(self.shape.lengths)} tokens ({self.shape.name}) do not fit micro-batches of "
+            f"{self.micro_batch}; raise --micro-batch"
+        )
 
     @property
     def name(self) -> str:
@@ -102,16 +112,25 @@ class SweepConfig(StrictModel):
         layouts = [str(parse_layout(layout)) for layout in self.layouts]
         for layout in layouts:
             parse_layout(layout).dims()
-        return list(self._points(layouts))
+        points = list(self._points(layouts))
+        reasons = [self.refusal(point) for point in points]
+        if all(reasons):
+            raise ConfigError(reasons[0])
+        return points
+
+    def refusal(self, point: Point) -> str:
+        """Why a point cannot be measured, as far as that is seen without starting it; nothing where it can."""
+        from archon.engine_build import resolve_device
+
+        try:
+            resolve_device(self.engine_config(point).device)
+        except UserError as error:
+            return str(error)
+        return point.refusal
 
     def _points(self, layouts: list[str]) -> Iterator[Point]:
         varied = product(self.shapes(), self.dtype, self.micro_batch, self.recompute, self.compile, layouts)
         for shape, dtype, micro_batch, recompute, compiled, layout in varied:
-            if max(shape.lengths) > micro_batch:
-                raise ConfigError(
-                    f"documents of {max(shape.lengths)} tokens ({shape.name}) do not fit micro-batches of "
-                    f"{micro_batch}; raise --micro-batch"
-                )
             yield Point(
                 layout=layout,
                 shape=shape,

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,4 +114,4 @@ def _where(stacks: Mapping[str, str]) -> str:
 
 def one_line(text: str) -> str:
     """Joined and cut."""
-    return " ".join(text.split())[:LONGEST_REASON]
+    return textwrap.shorten(text, LONGEST_REASON, placeholder=" …")

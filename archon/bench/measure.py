@@ -49,7 +49,7 @@ def measure(
     Raises DeviationError where they do not, and whatever the engine refuses.
     """
     device = resolve_device(config.device)
-    start = MemoryMeter()
+    start = MemoryMeter(device.type == "cuda")
     engine = ArchonEngine(config)
     engine.initialize()
     world = World.now()
@@ -66,7 +66,7 @@ def measure(
     checks = [] if reference is None else compare_losses(losses, *reference, point.dtype)
     for _ in range(warmup - 2):
         step()
-    meter = MemoryMeter()
+    meter = MemoryMeter(device.type == "cuda")
     seconds = [_timed(step, world) for _ in range(steps)]
     memory = _memory(start, meter)
     with CollectiveRecorder(group_names(engine.parallel_dims)) as recorder:
@@ -161,7 +161,7 @@ def _peak(device: torch.device, dtype: str, given: float | None, by_rank: list[R
     if device.type == "cpu":
         return sum(rank.gemm_flops for rank in by_rank), f"measured product of {GEMM_SIZE}² matrices, {dtype}"
     name = torch.cuda.get_device_name(device)
-    part = next((part for part in PEAK_BF16_FLOPS if part in name), None)
+    part = max((part for part in PEAK_BF16_FLOPS if part in name), key=len, default=None)
     if part is None or dtype != "bfloat16":
         return None, f"the peak of {name} in {dtype} is not known; give --peak-flops"
     return PEAK_BF16_FLOPS[part] * len(by_rank), f"dense bfloat16 peak of {part}"

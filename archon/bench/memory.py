@@ -39,11 +39,14 @@ class MemoryMeter:
 
     `rss_peak` is the whole process's largest resident memory, `rss_above_start` what it grew by; on a GPU also torch's
     peak `allocated` and `reserved` there. `rss` is the resident memory at the start, 0 where it cannot be known.
+
+    Args:
+        on_gpu: whether the work is done on a GPU; by default, if there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool = True) -> None:
         give_back_free_memory()
-        self._gpu = _cuda()
+        self._gpu = _cuda() if on_gpu else None
         if self._gpu is not None:
             self._gpu.synchronize()
             self._gpu.reset_peak_memory_stats()

@@ -130,6 +130,9 @@ def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable
         name, end = event["name"], event["ts"] + event["dur"]
         if "nccl" in name.lower():
             kind = next((kind for part, kind in _NCCL.items() if part in name), "collective")
+            # NCCL exchanges among all by the kernel that sends between two; torch says what it was asked for.
+            asked = str(event.get("args", {}).get("Collective name", "")).replace("_", "")
+            kind = "all_to_all" if kind == "send_recv" and asked.startswith("alltoall") else kind
             yield Span(kind, event["ts"], end)
             continue
         launched = launches.get(event.get("args", {}).get("correlation"), event["ts"])

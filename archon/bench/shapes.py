@@ -49,7 +49,7 @@ def parse_shape(text: str, tokens: int) -> Shape:
     always the same."""
     if re.fullmatch(r"\d+(,\d+)*", text):
         lengths = [int(part) for part in text.split(",")]
-        return Shape(name=f"{len(lengths)} ragged to {max(lengths)}", lengths=lengths)
+        return Shape(name=f"{len(lengths)} ragged to {max(lengths)}, {sum(lengths)} in all", lengths=lengths)
     found = re.fullmatch(r"(uniform|lognormal):(\d+)", text)
     if found is None:
         raise ConfigError(

@@ -14,28 +14,34 @@ from archon.bench.origin import machine, origin
 from archon.bench.partition import STEP
 from archon.bench.record import BenchRecord, Losses, Measurement, Row
 from archon.bench.worker import Request
-from archon.schema.errors import UserError
 
 # What the phases may add up to beside the step by the clock: a profile's first and last moments.
 PHASE_TOLERANCE = 0.05
 
 
 def run_sweep(
-    config: SweepConfig, record: Path | None = None, said: Callable[[Row], None] = lambda row: None
+    config: SweepConfig,
+    record: Path | None = None,
+    said: Callable[[Row], None] = lambda row: None,
+    command: str | None = None,
+    starting: Callable[[Point], None] = lambda point: None,
 ) -> BenchRecord:
     """Measure every point of `config`.
 
     Args:
         record: the file to write, anew after each point.
         said: told of each row as it comes.
+        command: what a reader runs to have the same again; by default `archon` and this process's arguments.
+        starting: told of each point before it runs.
 
     Raises ConfigError or LayoutError for what no point could honour, before anything is started. A point that is
     refused, fails, runs out of memory or hangs becomes a row.
     """
     points = config.points()
-    made = BenchRecord(setup=_setup(config), **origin(shlex.join(["archon", *sys.argv[1:]])))
+    made = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
     references: dict[tuple[str, str], tuple[str, Losses]] = {}
     for point in points:
+        starting(point)
         row = run_point(config, point, references.get(point.same_loss))
         if row.measured is not None:
             references.setdefault(point.same_loss, (point.layout, row.measured.losses))
@@ -51,12 +57,10 @@ def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] |
     from archon.parallel.layout import parse_layout
 
     ranks = parse_layout(point.layout).world_size
-    try:
-        engine = config.engine_config(point)
-    except UserError as error:
-        return Row(point=point, status="refused", reason=one_line(str(error)))
+    if reason := config.refusal(point):
+        return Row(point=point, status="refused", reason=one_line(reason))
     request = Request(
-        engine=engine,
+        engine=config.engine_config(point),
         point=point,
         steps=config.steps,
         warmup=config.warmup,
@@ -88,7 +92,9 @@ def _notes(measured: Measurement) -> list[str]:
 
 def _setup(config: SweepConfig) -> dict[str, object]:
     from archon.hf_io import read_hf_config
+    from archon.models import get_model_spec
 
     hf_config = read_hf_config(str(config.folder))
+    get_model_spec(str(hf_config.get("model_type")))  # which another family has not
     plain = {name: value for name, value in hf_config.items() if isinstance(value, int | float | str)}
     return {"sweep": config.model_dump(), "model": plain}

@@ -21,8 +21,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def table(record: BenchRecord) -> list[str]:
     """Every point in a line; those that failed say why."""
+    kinds = next((row.peak_memory for row in record.rows if row.measured is not None), {})
+    memory = f"{' / '.join(MEMORY.get(kind, kind) for kind in kinds) or 'memory'}, MiB"
     rows: list[tuple[str, ...]] = [
-        ("point", "tok/s", "a rank", "step, ms", "min to max", "MFU full", "causal", "memory, MiB", "bubble")
+        ("point", "tok/s", "a rank", "step, ms", "min to max", "MFU full", "causal", memory, "bubble")
     ]
     failed = []
     for row in record.rows:
@@ -40,7 +42,7 @@ def table(record: BenchRecord) -> list[str]:
                 f"{1e3 * m.step_s.median:.1f}",
                 f"{1e3 * m.step_s.min:.1f} to {1e3 * m.step_s.max:.1f}",
                 *mfu,
-                " ".join(f"{size / 2**20:,.0f}" for size in row.peak_memory.values()) or "-",
+                " / ".join(f"{size / 2**20:,.0f}" for size in row.peak_memory.values()) or "-",
                 bubble,
             )
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from archon.cli.files import require_folder
 
 SETTINGS: dict[str, Any] = {
     "name": "bench",
@@ -20,7 +23,7 @@ def command(
         Path | None, typer.Argument(metavar="MODEL", help="checkpoint folder, or one that holds only config.json")
     ] = None,
     layouts: Annotated[
-        list[str] | None, typer.Argument(metavar="[LAYOUT]…", help="such as d2t2 p2t2; the first is the reference")
+        list[str] | None, typer.Argument(metavar="[LAYOUT]…", help="such as d2t2 p2t2; the first is the reference (d1)")
     ] = None,
     run: Annotated[
         Path | None,
@@ -100,9 +103,14 @@ def command(
     chosen = {name: value for name, value in given.items() if value not in (None, [])}
     config = SweepConfig.parse(planned | chosen | {"engine": engine}, source="bench")
     for file in (record, trace):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{file.parent} is not a folder, and {file.name} is to be written there; make it first")
-    made = run_sweep(config, record, lambda row: print("\n".join(describe(row)), flush=True))
+        if file is not None:
+            require_folder(file)
+    made = run_sweep(
+        config,
+        record,
+        said=lambda row: print("\n".join(describe(row)), flush=True),
+        starting=lambda point: print(f"measuring {point.name}", file=sys.stderr, flush=True),
+    )
     print("\n" + "\n".join(table(made)))
     if trace is not None:
         from archon.bench.trace import write_trace

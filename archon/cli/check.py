@@ -49,7 +49,7 @@ def check_rl(config: RLConfig) -> list[str]:
     with blank_checkpoint(config.bootstrap, config.actor.path) as made:
         steps = config.total_steps * config.algorithm.ppo_epochs * config.algorithm.minibatches
         found = check_model("actor", config.actor, made, steps)
-        if config.ref is not None:
+        if config.ref is not None and config.algorithm.kl_coef > 0:
             found += check_model("ref", config.ref, made)
         if config.critic is not None:
             found += check_model("critic", config.critic, made, steps)
@@ -86,7 +86,7 @@ def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
         tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, made)
     found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
-        found += check_data(name, data, kind, tokenizer)
+        found += check_data(name, data, kind, tokenizer, config.model.max_tokens_per_mb)
     return found
 
 
@@ -118,18 +118,19 @@ def check_run_dir(path: str | Path, *, resume: bool) -> None:
 
 
 def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_steps: int | None = None) -> list[str]:
-    """Layout, device, attention backend, schedule (where its end is known) and config of a model; its weights are not
-    read."""
+    """Layout, device, attention backend, schedule (where its end is known), config and files of a model; its weights
+    are not read."""
     import torch
 
     from archon.engine_build import resolve_device
     from archon.hf_io import read_hf_config
+    from archon.hf_reader import HFCheckpoint
     from archon.inspect import inspect_checkpoint
     from archon.layout_check import check_layout
     from archon.models.attention.backend import resolve_backend
     from archon.optim import check_schedule
     from archon.parallel.layout import parse_layout
-    from archon.ranks import require_processes
+    from archon.ranks import require_processes, started_processes
 
     device = resolve_device(config.device)
     dims = parse_layout(config.layout).dims(device.type)
@@ -141,11 +142,17 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
         raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
     assert found.args is not None  # as nothing was refused
     check_layout(config, found.args, dims)
-    require_processes(dims.world_size)
+    if config.path not in made and not config.init_from_scratch:
+        HFCheckpoint(config.path).close()
+    # A dry run by itself foretells the run of all; among others it must be one of so many.
+    alone = started_processes() == 1
+    if not alone:
+        require_processes(dims.world_size)
     origin = ", to be made by the bootstrap" if config.path in made else ""
     lines = [f"{name}: {found.family}, {found.parameters:,} parameters{origin}"]
     if dims.world_size > 1:
-        lines.append(f"{name}: layout {config.layout} on {dims.world_size} processes")
+        how = f": start the run with torchrun --nproc-per-node {dims.world_size} -m archon …" if alone else ""
+        lines.append(f"{name}: layout {config.layout} on {dims.world_size} processes{how}")
     return lines
 
 
@@ -157,11 +164,16 @@ def check_tokenizer(path: str, made: Mapping[str, str]) -> tuple[Any, str]:
     return tokenizer, f"tokenizer: {len(tokenizer):,} tokens"
 
 
-def check_data(name: str, config: DatasetConfig | None, kind: DatasetKind, tokenizer: Any) -> list[str]:
-    """Read the rows a run would train on."""
+def check_data(
+    name: str, config: DatasetConfig | None, kind: DatasetKind, tokenizer: Any, room: int | None = None
+) -> list[str]:
+    """Read the rows a run would train on; with `room`, each must fit a micro-batch of so many tokens."""
     from archon.rl.data import load_rows
+    from archon.rl.sft import require_room
 
     if config is None:
         return []
     rows = load_rows(config, kind, tokenizer)
+    if room is not None and name == "train_data":
+        require_room(rows, room)
     return [f"{name}: {len(rows):,} rows" + (f", {rows.n_filtered:,} too long" if rows.n_filtered else "")]

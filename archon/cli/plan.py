@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from archon.cli.files import require_folder
+
 SETTINGS: dict[str, Any] = {
     "name": "plan",
     "help": "The fastest layouts that fit so many GPUs.",
@@ -36,6 +38,9 @@ def command(
         ),
     ] = None,
 ) -> None:
+    for file in (calibrate, output):
+        if file is not None:
+            require_folder(file)
     if calibrate is not None:
         _calibrate(gpu, dtype, calibrate)
         return

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from archon.planner.hardware import Hardware, read_hardware
+from archon.planner.hardware import Hardware, known_hardware, read_hardware
 from archon.planner.probe import (
     efficiency,
     fit_latency,
@@ -43,6 +43,7 @@ def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
     known = read_hardware(like)
     if device.type == "cpu":
         return _calibrate_cpu(known, dtype)
+    _check_name(like, torch.cuda.get_device_name(device))
     found: dict[str, Any] = {
         "name": f"{like}-calibrated",
         "gemm_efficiency": _share("products", _gemm(device, dtype), known.flops(str(dtype).removeprefix("torch."))),
@@ -63,14 +64,16 @@ def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
     """
     device, world = torch.device("cpu"), World.now()
     gemm, processors = _products(dtype, world)
+    narrow = dtype == torch.bfloat16
+    other = _alone(lambda: _gemm(device, torch.float32 if narrow else torch.bfloat16), world)
     memory = _alone(lambda: _memory(device), world)
     layer, micro_batch = _alone(host_seconds, world)
     found: dict[str, Any] = {
         "name": "cpu",
-        "bf16_flops": gemm,
-        "fp32_flops": gemm,
+        "bf16_flops": gemm if narrow else other,
+        "fp32_flops": other if narrow else gemm,
         "gemm_efficiency": 1.0,
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.size,
         "reserve_bytes": 2**29,
         "memory_bandwidth": memory,
         "memory_efficiency": 1.0,
@@ -97,6 +100,13 @@ def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
     draft = Hardware.model_validate(known.model_dump() | found)
     share = _alone(lambda: efficiency(draft, dtype), world)
     return draft.model_copy(update={"gemm_efficiency": share})
+
+
+def _check_name(like: str, device_name: str) -> None:
+    """ConfigError where the GPU at hand is another of the known ones than the one it is taken for."""
+    here = next((name for name in known_hardware() if name.split("-")[0].upper() in device_name), like)
+    if like in known_hardware() and here.split("-")[0] != like.split("-")[0]:
+        raise ConfigError(f"this GPU is {device_name}, not {like}: give --gpu {here}")
 
 
 def _share(what: str, reached: float, peak: float) -> float:

@@ -14,21 +14,22 @@ GIB = 2**30
 def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
     """Tokens a second of one GPU, and MFU with attention counted causally and fully."""
     question = plan.question
-    documents = candidate.micro_batches * (candidate.tokens // question.seq) * candidate.layout.dp
-    # What fills the last micro-batches only in part is not counted as work.
-    tokens = min(question.tokens, documents * question.seq)
+    # Of whole documents, whatever they leave unfilled.
+    tokens = question.tokens // question.seq * question.seq
     rate = tokens / candidate.seconds.total / question.gpus
     peak = plan.hardware.flops(question.dtype)
     return rate, rate * plan.flops.causal / peak, rate * plan.flops.full / peak
 
 
 def describe(plan: Plan) -> list[str]:
-    """The plan as lines of text: the best, why the others lost."""
+    """The plan as lines of text: the best, why the others lost. Without any, `why_none` is to be said as well."""
     question, hw = plan.question, plan.hardware
     asked = f"{question.gpus} × {hw.name}, {question.tokens:,} tokens a step in documents of {question.seq:,}"
     lines = [f"{asked}; {plan.considered:,} ways considered"]
+    if plan.question.seq > plan.positions:
+        lines.append(f"documents are longer than the {plan.positions:,} positions that the model was made for")
     if not plan.best:
-        return [*lines, *left_out(plan), "", why_none(plan)]
+        return [*lines, *left_out(plan)]
     rows: list[tuple[str, ...]] = [
         ("layout", "recompute", "schedule", "tokens", "n", *PARTS, "in all", "tok/s", "MFU c|f, %", "behind")
     ]
@@ -122,7 +123,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "question": plan.question._asdict(),
         "hardware": plan.hardware.model_dump(),
         "considered": plan.considered,
-        "left_out": asdict(plan.left_out) | {"not_tried": NOT_TRIED},
+        "left_out": vars(plan.left_out) | {"refused": dict(plan.left_out.refused), "not_tried": NOT_TRIED},
         "best": [_as_json(plan, placed) for placed in plan.best],
         "too_large": [_as_json(plan, placed) for placed in plan.too_large],
     }

@@ -61,6 +61,10 @@ class State:
     def gathered(self) -> int:
         return sum(n.gathered for stage in self.layers for n in stage) + sum(n.gathered for n in self.rest)
 
+    @property
+    def experts(self) -> int:
+        return sum(n.experts for stage in self.layers for n in stage)
+
 
 def state_of(weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int) -> State:
     """What `rank` of the layout holds; masters and each moment have so many elements."""

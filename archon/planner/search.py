@@ -104,6 +104,8 @@ class Plan:
     considered: int
     closest: Placed | None = None
     left_out: LeftOut = field(default_factory=LeftOut)
+    positions: int = 1 << 62
+    """Of the longest document that the model was made for."""
 
 
 class Planner:
@@ -112,7 +114,8 @@ class Planner:
     def __init__(self, spec: ModelSpec, args: BaseModelArgs, hardware: Hardware) -> None:
         self.args, self.hardware = args, hardware
         self.weights = ModelWeights.of(spec, args)
-        self.memory = MemoryModel(args, self.weights)
+        # Only ranks on a CPU share processors.
+        self.memory = MemoryModel(args, self.weights, "cpu" if hardware.processors else "cuda")
         self._configs: dict[str, EngineConfig] = {}
 
     def plan(self, question: Question, best: int = 10, near: int = 5) -> Plan:
@@ -143,7 +146,10 @@ class Planner:
                 found[candidate.key()] = placed
         too_large = [placed for key, placed in missed.items() if key not in found][:near]
         best_ones, considered = list(found.values()), len(candidates)
-        return Plan(question, self.hardware, times.flops, best_ones, too_large, considered, closest, left_out)
+        positions = self.args.max_seq_len
+        return Plan(
+            question, self.hardware, times.flops, best_ones, too_large, considered, closest, left_out, positions
+        )
 
     def config(self, question: Question, candidate: Candidate) -> EngineConfig:
         """The engine's configuration of a candidate."""
@@ -221,9 +227,10 @@ class Planner:
 
 def micro_batches(question: Question, layout: ParallelLayout) -> Iterator[tuple[int, int]]:
     """(tokens of a micro-batch, micro-batches of a step) that give every rank whole documents and a pipeline enough."""
-    documents = question.tokens // question.seq // layout.dp
-    if documents < 1:
+    whole = question.tokens // question.seq
+    if whole < layout.dp:
         return
+    documents = -(-whole // layout.dp)  # of the rank that has most: the others wait for it
     packed = 1
     while packed <= documents and packed * question.seq <= max(MAX_PACK, question.seq):
         n = -(-documents // packed)

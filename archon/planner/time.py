@@ -21,7 +21,7 @@ from archon.parallel.pipeline import StagePlan
 from archon.planner.activations import BlockSizes, Share, block_of
 from archon.planner.hardware import Hardware
 from archon.planner.memory import WIDTHS, State
-from archon.schema.config import EngineConfig
+from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 
 # Attention's share of the efficiency of plain products: softmax and recomputed scores between smaller products (Dao
 # 2023, arXiv:2307.08691, table of the backward pass: 50 to 60 % of what products reach).
@@ -203,7 +203,10 @@ class TimeModel:
             vocab = 1 if args.is_critic else args.vocab_size
             products += 6 * T * args.dim * vocab / tp / peak
             elementwise += TILE_PASSES * T * vocab / tp * share.wide / self._memory
-        again = 1 if config.activation_checkpoint.mode == "none" else 1.5
+        ac = config.activation_checkpoint
+        # The share of the blocks whose forward, and what it sends, comes twice.
+        twice = 0.0 if ac.mode == "none" else 1 / _every(ac)
+        again = 1 + twice / 2
         stream = T * args.dim * b
         return Seconds(
             products,
@@ -213,7 +216,7 @@ class TimeModel:
             Link(hw, tp, 1).seconds(8 * count * stream, 8 * count) * again,
             self._context(layout, share, count) * again,
             self._experts(layout, share, layers) * again,
-            host=count * hw.layer_overhead_s * (1 if again == 1 else 4 / 3) + last * hw.micro_batch_overhead_s,
+            host=count * hw.layer_overhead_s * (1 + twice / 3) + last * hw.micro_batch_overhead_s,
         )
 
     def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
@@ -230,8 +233,7 @@ class TimeModel:
             return 0.0
         if ac.mode == "selective" and ac.selective == "op":
             return elementwise / 4
-        every = ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1
-        return ((products + attention) / 3 + elementwise / 4) / every
+        return ((products + attention) / 3 + elementwise / 4) / _every(ac)
 
     def _context(self, layout: ParallelLayout, share: Share, layers: int) -> float:
         args = self.args
@@ -262,17 +264,27 @@ class TimeModel:
         keeps = plan is not None or config.reshard_after_forward == "never"
         gathers = 1 if keeps else 2 * n
         reduces = 1 if config.gradient_reduction == "per_step" else n
+        pp, within = layout.pp, layout.ep * layout.etp
+        blocks = self.args.n_layers / pp
+        sparse = sum(met != every for met, every, _ in self._layers) / pp
+        each, times = gathers * b + reduces * wide, gathers + reduces
         link = Link(self.hardware, layout.dp_shard * layout.cp, layout.tp)
-        blocks = self.args.n_layers / (1 if plan is None else plan.pp)
-        traffic = link.seconds(state.gathered * (gathers * b + reduces * wide), blocks * (gathers + reduces))
+        traffic = link.seconds((state.gathered - state.experts) * each, blocks * times)
+        own = Link(self.hardware, layout.dp_shard * layout.cp * layout.tp // within, within)
+        traffic += own.seconds(state.experts * each, sparse * times)
         replicas = Link(self.hardware, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
         traffic += 2 * reduces * replicas.seconds(state.own * wide, blocks)
         if layout.world_size > 1:
-            traffic += self.hardware.shard_overhead_s * blocks * (gathers + reduces)
+            traffic += self.hardware.shard_overhead_s * (blocks + sparse) * times
         # With a pipeline all of it lies at the two ends of a step; else in every micro-batch that has some.
         beside = 0.0 if plan is not None else computed if not keeps else computed / n
-        first = traffic / max(blocks, 1) / max(gathers + reduces, 1)
+        first = traffic / max(blocks, 1) / max(times, 1)
         return max(traffic - self.hardware.overlap * beside, first if traffic else 0.0)
+
+
+def _every(ac: ActivationCheckpointConfig) -> int:
+    """One in how many blocks is computed again."""
+    return ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1
 
 
 def _sum(parts: list[Seconds]) -> Seconds:

@@ -60,22 +60,29 @@ def _cut(rows: int, ways: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class Numels:
-    """Elements of a set of weights: on one rank, and gathered over the ranks that FSDP spreads them over."""
+    """Elements of a set of weights: on one rank, and gathered over the ranks that FSDP spreads them over; `experts` are
+    those of the gathered that come from an expert's own ranks."""
 
     own: int = 0
     gathered: int = 0
+    experts: int = 0
 
     def __add__(self, other: Numels) -> Numels:
-        return Numels(self.own + other.own, self.gathered + other.gathered)
+        return Numels(self.own + other.own, self.gathered + other.gathered, self.experts + other.experts)
 
     def __mul__(self, times: int) -> Numels:
-        return Numels(self.own * times, self.gathered * times)
+        return Numels(self.own * times, self.gathered * times, self.experts * times)
 
 
 @lru_cache(maxsize=65536)
 def numels(weights: tuple[Weight, ...], layout: ParallelLayout, rank: int) -> Numels:
     """What `rank` holds of `weights`, and what it gathers of them."""
-    return Numels(sum(w.shard(layout, rank) for w in weights), sum(prod(w.local(layout)) for w in weights))
+    local = [(prod(w.local(layout)), w.role == "experts") for w in weights]
+    return Numels(
+        sum(w.shard(layout, rank) for w in weights),
+        sum(size for size, _ in local),
+        sum(size for size, expert in local if expert),
+    )
 
 
 @dataclass(frozen=True)

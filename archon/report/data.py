@@ -86,8 +86,9 @@ def load_run(run_dir: str | Path) -> Run:
     path = Path(run_dir)
     metrics = path / METRICS_FILE
     if not metrics.is_file():
-        what = "holds no metrics.jsonl; is it the folder of a run?" if path.is_dir() else "is not a folder"
-        raise ConfigError(f"{path} {what}")
+        if path.is_dir():
+            raise ConfigError(f"{path} holds no metrics.jsonl; is it the folder of a run?")
+        raise ConfigError(f"{path} is neither the folder of a run nor a record of archon bench")
     records = read_jsonl(metrics)
     series = _series(records)
     if not series:

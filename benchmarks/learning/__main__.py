@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from archon.metrics import read_jsonl
@@ -34,6 +35,8 @@ HERE = Path(__file__).parent
 ARITHMETIC = ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"
 START, RISE, FLAT, CLOSE, SECONDS = 0.5, 0.3, 0.1, 0.05, 360
 SHUFFLED = ("control.shuffle_rewards=true",)
+# A trainer in this process has its seeds for itself.
+MEASURING = Lock()
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bo
     if code != 0:
         return found | {"reached": False}
     rows = read_jsonl(run_dir / "metrics.jsonl")
-    rewards = task.measure(run_dir) if task.measure else [row["eval/reward"] for row in rows if "eval/reward" in row]
+    with MEASURING:
+        rewards = (
+            task.measure(run_dir) if task.measure else [row["eval/reward"] for row in rows if "eval/reward" in row]
+        )
     found |= {"steps": rows[-1]["step"], "before": rewards[0], "after": rewards[-1]}
     found |= {"highest": max(rewards), "lowest": min(rewards)}
     if control:

@@ -71,6 +71,17 @@ def test_a_step_on_a_gpu_is_cut_by_what_the_device_did() -> None:
     assert profile.collective_busy_s == pytest.approx({"all_gather": 20e-6}), "hidden or not"
 
 
+def test_an_exchange_among_all_is_not_one_between_stages() -> None:
+    """NCCL runs both by one kernel."""
+    kernels = [
+        event("ncclDevKernel_SendRecv(args)", 110, 120, "kernel", 8, **{"Collective name": "all_to_allv"}),
+        event("ncclDevKernel_SendRecv(args)", 120, 125, "kernel", 8, **{"Collective name": "send"}),
+        event("ncclDevKernel_SendRecv(args)", 125, 128, "kernel", 8),
+    ]
+    profile = read_profile({"traceEvents": [label("step", 100, 200), *kernels]}, on_gpu=True)
+    assert profile.collective_busy_s == pytest.approx({"all_to_all": 10e-6, "send_recv": 8e-6})
+
+
 def test_what_overlaps_counts_once() -> None:
     parts = covered(
         Span("step", 0, 10),

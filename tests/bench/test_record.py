@@ -65,6 +65,17 @@ def test_a_comparison_marks_what_is_beyond_the_spread() -> None:
     assert by_layout["p2"].endswith("in A alone") and by_layout["c2"].endswith("in B alone")
 
 
+def test_a_comparison_says_what_else_differs_and_keeps_points_measured_twice() -> None:
+    a, b = record(row("d1", [1.0]), row("d1", [2.0])), record(row("d1", [1.0]), row("d1", [2.0]))
+    a.setup, b.setup = ({"sweep": {"engine": {"x": x}, "threads": 2}, "model": {"hidden_size": 64 * x}} for x in (1, 2))
+    lines = compare_records(a, b)
+    assert lines[2:4] == [
+        "the two differ in the model's hidden_size: 64 and 128",
+        "the two differ in the engine's x: 1 and 2",
+    ]
+    assert [line.split()[0] for line in lines[4:]] == ["point", "d1", "d1"]
+
+
 def test_the_page_shows_bars_timelines_and_no_markup_of_the_record(tmp_path: Path) -> None:
     failed = Row(point=point("t2"), status="failed", reason="</script><img src=x>")
     record(row("d1", [1.0, 1.2]), failed).write(tmp_path / "a.json")

@@ -6,6 +6,7 @@ import pytest
 
 from archon.bench.config import SweepConfig
 from archon.bench.shapes import even_shape, parse_shape, share
+from archon.bench.sweep import run_point
 from archon.planner.search import POLICIES
 from archon.schema.config import ActivationCheckpointConfig
 from archon.schema.errors import ConfigError
@@ -45,6 +46,18 @@ def test_the_ranks_together_have_every_document_once() -> None:
 def test_what_no_point_could_honour_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SweepConfig.parse({"model": "m"} | changes).points()
+
+
+def test_what_one_point_alone_cannot_honour_is_its_row() -> None:
+    config = SweepConfig.parse({"model": "m", "seq": [64, 32], "tokens": 64, "micro_batch": [32, 64]})
+    rows = {point.name: run_point(config, point) for point in config.points() if point.refusal}
+    assert {name: (row.status, row.reason) for name, row in rows.items()} == {
+        "d1 1×64 mb 32 float32": (
+            "refused",
+            "documents of 64 tokens (1×64) do not fit micro-batches of 32; raise --micro-batch",
+        )
+    }
+    assert len(config.points()) == 4
 
 
 def test_too_few_documents_for_the_ranks_are_refused() -> None:

@@ -31,6 +31,8 @@ from tests.bench.made import record, row
         (("MODEL", "--seq", "64", "--set", "layout=d2"), "engine.layout is set by the sweep itself"),
         (("MODEL", "--seq", "64", "--set", "layout"), "override 'layout' is not key=value"),
         (("MODEL", "--seq", "64", "--record", "nowhere/a.json"), "nowhere is not a folder"),
+        (("MODEL", "--seq", "64", "--device", "tpu"), "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (("MODEL", "d1", "d2", "--seq", "64", "--set", "share_prefix=1"), "did you mean 'share_prefixes'?"),
         (("nowhere", "--seq", "64"), "nowhere"),
         (("--compare", "a.json", "b.json"), "a.json: No such file"),
         (("--compare", "MODEL/config.json", "b.json"), "config.json is not a record of archon bench"),

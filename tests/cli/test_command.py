@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,7 +168,6 @@ def test_a_dry_run_of_the_demo_checks_what_its_bootstrap_would_make(archon, tmp_
         ("train_data.path=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
         ("reward=no_such_reward", "unknown reward 'no_such_reward'"),
         ("workflow=no.such.Workflow", "workflow 'no.such.Workflow' cannot be imported"),
-        ("actor.layout=d3", "the layout needs 3 processes, but 1 are running"),
         ("actor.layout=t3", "tp = 3 does not divide the 4 attention heads; nearest layouts that this model fits: c3"),
         ("run_dir=/dev/null/run", "/dev/null is not a folder"),
         ("actor.attn_type=varlen", "attn_type 'varlen' is impossible here"),
@@ -176,6 +176,30 @@ def test_a_dry_run_of_the_demo_checks_what_its_bootstrap_would_make(archon, tmp_
 )
 def test_a_dry_run_finds_what_the_run_would_stumble_over(archon, rl_overrides, change, complaint):
     assert complaint in archon("rl", *rl_overrides, change, "--dry-run").complaint
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("model.max_tokens_per_mb=4", "a row of train_data has"),
+        ("model.path={}", "it holds no weights: neither model.safetensors nor"),
+    ],
+)
+def test_a_dry_run_of_training_finds_what_the_run_would_stumble_over(
+    archon, sft_overrides, checkpoint, tmp_path, change, complaint
+):
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare)
+    (bare / "model.safetensors").unlink()
+    asked = change.format(bare)
+    assert complaint in archon("sft", *sft_overrides, asked, "--dry-run").complaint
+    assert archon("sft", *sft_overrides, f"model.path={bare}", "model.init_from_scratch=true", "--dry-run").code == 0
+
+
+def test_a_dry_run_alone_says_how_many_processes_the_run_needs(archon, rl_overrides):
+    done = archon("rl", *rl_overrides, "actor.layout=d2", "--dry-run")
+    assert done.code == 0 and "# train_data: " in done.out
+    assert "# actor: layout d2 on 2 processes: start the run with torchrun --nproc-per-node 2 -m archon …" in done.out
 
 
 @pytest.mark.slow

@@ -28,6 +28,19 @@ def test_the_plan_as_json(archon, checkpoint):
     assert found["question"]["gpus"] == 4 and found["config"]["model"]["layout"] == found["best"][0]["layout"]
 
 
+def test_a_plan_that_cannot_be_written_is_not_made(archon, checkpoint, tmp_path):
+    for option in ("--output", "--calibrate"):
+        complaint = archon("plan", checkpoint, "--gpus", 1, option, tmp_path / "none" / "a.yaml").complaint
+        assert f"{tmp_path / 'none'} is not a folder" in complaint
+
+
+def test_documents_beyond_the_models_positions_are_told(archon, checkpoint):
+    told = "documents are longer than the 64 positions that the model was made for"
+    for seq, expected in ((64, False), (128, True)):
+        done = archon("plan", checkpoint, "--gpus", 1, "--tokens", 1024, "--seq", seq)
+        assert done.code == 0 and (told in done.out) is expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

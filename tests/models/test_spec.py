@@ -6,6 +6,8 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -34,6 +36,21 @@ def test_families_are_known_by_their_model_types() -> None:
     assert get_model_spec("qwen3") is SPEC
     assert is_supported_model("qwen2")
     assert not is_supported_model("gpt2")
+
+
+def test_a_thread_that_asks_while_another_reads_the_families_waits(
+    registry: spec._Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(**_: object) -> list[object]:
+        time.sleep(0.2)
+        return []
+
+    monkeypatch.setattr(metadata, "entry_points", slow)
+    add = registry.add
+    monkeypatch.setattr(registry, "add", lambda specs: (time.sleep(0.1), add(specs)))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: "qwen3" in registry.specs(), range(4)))
+    assert found == [True] * 4
 
 
 @pytest.mark.usefixtures("registry")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from archon.flops import PEAK_BF16_FLOPS
+from archon.planner.calibrate import _check_name
 from archon.planner.hardware import known_hardware, read_hardware
 from archon.planner.time import Link
 from archon.schema.errors import ConfigError
@@ -19,9 +20,17 @@ def test_every_known_name_is_a_whole_file() -> None:
 
 
 def test_the_peak_is_the_one_that_mfu_is_given_against() -> None:
-    for name, peak in PEAK_BF16_FLOPS.items():
-        known = read_hardware({"H100": "h100-80gb", "H200": "h200"}[name])
+    for name, part in {"a100-80gb": "A100", "h100-80gb": "H100", "h200": "H200"}.items():
+        known, peak = read_hardware(name), PEAK_BF16_FLOPS[part]
         assert known.flops("bfloat16") == pytest.approx(peak, rel=1e-3)  # 989.4 rounded
+
+
+def test_a_gpu_is_not_taken_for_another_one() -> None:
+    _check_name("h100-80gb", "NVIDIA H100 80GB HBM3")
+    _check_name("h100-80gb", "NVIDIA B200")  # of which nothing is known
+    _check_name("mine.yaml", "NVIDIA H200")
+    with pytest.raises(ConfigError, match=r"this GPU is NVIDIA A100-SXM4-80GB, not h100-80gb: give --gpu a100-80gb"):
+        _check_name("h100-80gb", "NVIDIA A100-SXM4-80GB")
 
 
 def test_a_file_of_ones_own_comes_back(tmp_path: Path) -> None:

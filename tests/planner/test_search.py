@@ -16,7 +16,7 @@ from archon.models import get_model_spec, get_supported_model_types
 from archon.parallel.layout import parse_layout
 from archon.planner.describe import as_json, describe, speed, why_none
 from archon.planner.hardware import read_hardware
-from archon.planner.search import NOT_TRIED, LeftOut, Plan, Planner, Question, layouts
+from archon.planner.search import NOT_TRIED, LeftOut, Plan, Planner, Question, layouts, micro_batches
 from archon.schema.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
@@ -79,6 +79,18 @@ def test_what_is_left_out_is_told() -> None:
     ]
 
 
+def test_documents_that_the_ranks_cannot_share_evenly_are_those_of_the_fullest() -> None:
+    """Twelve documents on eight ranks: four ranks have two, in micro-batches of one or of two."""
+    question = Question("model", 8, 12 * 4096, 4096)
+    assert list(micro_batches(question, parse_layout("d8"))) == [(4096, 2), (8192, 1)]
+    assert list(micro_batches(question, parse_layout("d2t4"))) == [(4096, 6), (8192, 3), (16384, 2)]
+    assert not list(micro_batches(question._replace(tokens=7 * 4096), parse_layout("d8"))), "a rank would be idle"
+    found = planner("Qwen3-0.6B").plan(question)
+    for placed in found.best:
+        c = placed.candidate
+        assert c.micro_batches * (c.tokens // 4096) * c.layout.dp >= 12, c.layout
+
+
 MEMORY = "masters, gradients and moments alone exceed the memory of 17 GPUs"
 TOKENS = "4,096 tokens a step are too few documents of 4,096 for every rank"
 
@@ -96,6 +108,8 @@ def test_without_a_layout_the_reason_is_the_one_that_holds() -> None:
 
 def test_the_json_has_the_same_layouts() -> None:
     found = plan("Qwen3-0.6B", 8)
+    refused = replace(found, left_out=LeftOut(refused=Counter({"t = 3 divides no head": 2})))
+    assert json.loads(json.dumps(as_json(refused)))["left_out"]["refused"] == {"t = 3 divides no head": 2}
     data = json.loads(json.dumps(as_json(found)))
     assert [way["layout"] for way in data["best"]] == [str(placed.candidate.layout) for placed in found.best]
     for way in data["best"]:

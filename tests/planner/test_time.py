@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import pytest
 
 from archon.models import get_model_spec
+from archon.parallel.layout import parse_layout
 from archon.planner.hardware import Hardware, read_hardware
+from archon.planner.memory import state_of
 from archon.planner.probe import fit_latency
 from archon.planner.search import Planner
 from archon.planner.time import Link, Seconds
 from archon.schema.config import EngineConfig
-from tests.planner.models import DENSE
+from tests.planner.models import DENSE, MOE
 
 SEQ, DOCUMENTS = 256, 16
 # What a machine of two cores might be measured to do, with four ranks.
@@ -31,10 +36,13 @@ CPU = read_hardware("h100-80gb").model_copy(
 )
 
 
-def step(layout: str, hardware: Hardware, micro_batch: int = 1024) -> Seconds:
+def step(
+    layout: str, hardware: Hardware, micro_batch: int = 1024, policy: Mapping[str, object] = MappingProxyType({})
+) -> Seconds:
     spec = get_model_spec("qwen3")
     planner = Planner(spec, spec.model_args_class.from_hf_config(DENSE), hardware)
     fields = {"path": "model", "layout": layout, "dtype": "float32", "max_tokens_per_mb": micro_batch}
+    fields |= {"activation_checkpoint": dict(policy)}
     return planner.seconds(EngineConfig.model_validate(fields), SEQ, DOCUMENTS)
 
 
@@ -65,6 +73,34 @@ def test_no_traffic_is_hidden_without_overlap() -> None:
     hides = CPU.model_copy(update={"overlap": 1.0})
     assert step("d2", hides).fsdp < step("d2", CPU).fsdp
     assert step("p2", hides).stages == 0 < step("p2", CPU).stages
+
+
+def test_experts_come_from_the_ranks_that_hold_the_same() -> None:
+    """With e ranks of experts there are d / e of each: the gathered weights of the others go over all d."""
+    spec, nodes = get_model_spec("qwen3_moe"), CPU.model_copy(update={"processors": 0.0, "shard_overhead_s": 0.0})
+    args = spec.model_args_class.from_hf_config(MOE)
+    fields = {"path": "model", "dtype": "float32", "max_tokens_per_mb": 1024}
+    found = {}
+    for layout in ("d4", "d4e2", "d4e4"):
+        planner = Planner(spec, args, nodes.model_copy(update={"node_latency_s": 0.0, "node_latency_per_rank_s": 0.0}))
+        state = state_of(planner.weights, parse_layout(layout), None, 0)
+        config = EngineConfig.model_validate(fields | {"layout": layout})
+        dense, experts, ranks = state.gathered - state.experts, state.experts, 4 // parse_layout(layout).ep
+        # One micro-batch: gathered for the forward and for the backward, shared out once.
+        bytes_ = 3 * 4 * (dense * 3 / 4 + experts * (ranks - 1) / ranks)
+        found[layout] = planner.seconds(config, SEQ, 16).fsdp
+        assert found[layout] == pytest.approx(bytes_ / (1e9 * nodes.link_efficiency))
+    assert found["d4"] > found["d4e2"] > found["d4e4"]
+
+
+def test_every_second_block_is_computed_and_sent_again() -> None:
+    again = {
+        policy: step("t4", CPU, policy={"mode": "selective", "selective": every} if every else {"mode": "none"})
+        for policy, every in (("none", 0), ("all", 1), ("half", 2))
+    }
+    for part in ("tensor_parallel", "host", "recompute"):
+        none, half, whole = (getattr(again[policy], part) for policy in ("none", "half", "all"))
+        assert whole > none and half - none == pytest.approx((whole - none) / 2), part
 
 
 def test_a_larger_group_takes_longer_to_begin() -> None:

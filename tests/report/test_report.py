@@ -120,7 +120,7 @@ def test_the_moving_average_keeps_a_line_and_skips_gaps():
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere is not a folder"):
+    with pytest.raises(ConfigError, match=r"nowhere is neither the folder of a run nor a record"):
         load_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"holds no metrics.jsonl"):
         load_run(tmp_path)

@@ -279,7 +279,8 @@ def test_archon_rl_refuses_an_unknown_key_in_one_line(trainable: dict[str, Any],
 
 def test_a_dry_run_checks_it(trainable: dict[str, Any], run_rl: Any) -> None:
     trainable["buffer"]["explorer_input"]["taskset"]["default_reward_fn_type"] = "exact_match"
-    assert run_rl(trainable, "--dry-run")[0] == 0
+    code, errors = run_rl(trainable, "--dry-run")
+    assert code == 0, errors
     code, errors = run_rl(put(trainable, T + "workflow_args", {"level": 1}) | {"archon": {"runs": 1}}, "--dry-run")
     assert code == 2 and "unknown key 'runs'" in errors
 
