@@ -3,7 +3,8 @@
 `archon.load_model` against transformers' `from_pretrained` and torch.distributed.checkpoint's Hugging Face reader, as
 it is and into float32. Every side builds its model and then touches every byte of it, since transformers maps the file
 and lets the first use pay: `trained` reads and writes each, as the first optimiser step does; `read` only reads, as
-inference does. Anonymous memory beyond the model is watched from outside in a run of its own.
+inference does. Anonymous memory beyond the model is watched from outside in a run of its own. One side more reads
+nothing: it only has the kernel provide the model's memory, as archon does, below which no copy of the weights can go.
 
     python -m benchmarks.load
     python -m benchmarks.load --case float32 --quick
@@ -15,6 +16,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
 
 ARCHON, TRANSFORMERS, DCP = "archon", "transformers", "torch.distributed.checkpoint"
+MEMORY = "memory alone, nothing read"
 AIMS = {"bfloat16": "<= 0.4", "float32": "<= 0.65"}
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], dict[str, Any]]]:
     """Load once and hash every tensor; the parent compares the hashes by Hugging Face name."""
-    load = {ARCHON: load_archon, TRANSFORMERS: load_transformers, DCP: load_dcp}[side]
+    load = {ARCHON: load_archon, TRANSFORMERS: load_transformers, DCP: load_dcp, MEMORY: load_nothing}[side]
 
     def run(touch: str) -> dict[str, Any]:
         start = time.perf_counter()
@@ -42,7 +45,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
     model = load(options)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    hashes = {name: digest(tensor) for name, tensor in hf_named(side, model, options)}
+    hashes = {name: digest(tensor) for name, tensor in hf_named(side, model, options) if side != MEMORY}
     del model
     return {"hashes": hashes, "model_bytes": size, "largest_tensor_bytes": largest}, run
 
@@ -66,9 +69,30 @@ def load_transformers(options: dict[str, Any]) -> Any:
 
 def load_dcp(options: dict[str, Any]) -> Any:
     """transformers' model on the meta device, then allocated, then filled by the reader, one thread a core."""
-    import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    model = allocated(options)
+    state = dict(model.named_parameters())
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(options["checkpoint"], thread_count=options["threads"]))
+    return model
+
+
+def load_nothing(options: dict[str, Any]) -> Any:
+    """The same model allocated, each page of it provided by as many threads as archon reads with."""
+    from archon.hf_reader import READERS
+    from archon.pages import populate
+
+    model = allocated(options)
+    with ThreadPoolExecutor(READERS) as pool:
+        for _ in pool.map(populate, model.parameters()):
+            pass
+    return model
+
+
+def allocated(options: dict[str, Any]) -> Any:
+    """transformers' model with memory and no values."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -76,8 +100,6 @@ def load_dcp(options: dict[str, Any]) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options["dtype"]))
     model.to_empty(device="cpu")
     model.tie_weights()
-    state = dict(model.named_parameters())
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(options["checkpoint"], thread_count=options["threads"]))
     return model
 
 
@@ -137,10 +159,14 @@ def measure(dtype: str, options: dict[str, Any], rounds: int, keep: bool) -> Non
         "shards": options["shards"],
     }
     record.notes.append("page cache warm; every side reads every byte of the model it has loaded")
-    with Sides("benchmarks.load", [ARCHON, TRANSFORMERS, DCP], {**options, "dtype": dtype}) as sides:
-        theirs = {name: sides.facts(name)["hashes"] for name in sides.workers if name != ARCHON}
+    with Sides("benchmarks.load", [ARCHON, TRANSFORMERS, DCP, MEMORY], {**options, "dtype": dtype}) as sides:
+        theirs = {name: sides.facts(name)["hashes"] for name in sides.workers if name not in (ARCHON, MEMORY)}
         record.checks += harness.check_same("hashes of all weights", sides.facts(ARCHON)["hashes"], theirs)
-        beyond = {name: anonymous_beyond(worker, sides.facts(name)) for name, worker in sides.workers.items()}
+        beyond = {
+            name: anonymous_beyond(worker, sides.facts(name))
+            for name, worker in sides.workers.items()
+            if name != MEMORY
+        }
         largest = sides.facts(ARCHON)["largest_tensor_bytes"] / 1e9
         record.setup |= {key: sides.facts(ARCHON)[key] for key in ("model_bytes", "largest_tensor_bytes")}
         runs = {touch: sides.alternate(rounds, touch=touch) for touch in TOUCH}
@@ -148,7 +174,11 @@ def measure(dtype: str, options: dict[str, Any], rounds: int, keep: bool) -> Non
         seconds = {side: [run["seconds"] for run in results[side]] for side in results}
         for side, values in seconds.items():
             record.sides[f"{side}, {touch}"] = spread(values, "s", results[side])
-            if side != ARCHON:
+            if side == MEMORY and TRANSFORMERS in seconds:
+                record.ratios[f"{side} / {TRANSFORMERS}, time until {touch}"] = harness.ratio(
+                    values, seconds[TRANSFORMERS]
+                )
+            elif side not in (ARCHON, MEMORY):
                 aim = AIMS[dtype] if side == TRANSFORMERS and touch == "trained" else None
                 record.ratios[f"archon / {side}, time until {touch}"] = harness.ratio(seconds[ARCHON], values, aim)
     for side, values in beyond.items():

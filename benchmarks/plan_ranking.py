@@ -171,6 +171,14 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def record_lines(head: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """First what was measured with and the taus, then a line a layout."""
+    taus = {name: kendall_tau(pairs(rows)) for name, rows in found.items()}
+    first = dict(head) | {"machine": head["machine"].model_dump()}
+    first |= {"tau": kendall_tau(*map(pairs, found.values())), "tau_of_models": taus}
+    return [first, *({"model": name, **row} for name, rows in found.items() for row in rows)]
+
+
 def main() -> int:
     """Calibrate, measure, foretell, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,15 +195,13 @@ def main() -> int:
             name: rank_layouts(RANKED[name], hardware, Sizes(), options.rounds, Path(folder, name))
             for name in options.models
         }
-    tau = kendall_tau(*map(pairs, found.values()))
-    head = origin(shlex.join(["python", "-m", "benchmarks.plan_ranking", *sys.argv[1:]]))
-    head |= {"hardware": hardware.model_dump(), "sizes": Sizes()._asdict(), "tau": tau, "aim": AIM}
-    head["tau_of_models"] = {name: kendall_tau(pairs(rows)) for name, rows in found.items()}
-    lines = [head, *({"model": name} | row for name, rows in found.items() for row in rows)]
-    options.record.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, rows in found.items():
         say("\n".join(table(name, rows)))
+    tau = kendall_tau(*map(pairs, found.values()))
     say(f"Kendall's tau {tau:.2f} in all, within models; at least {AIM} is wanted")
+    head = origin(shlex.join(["python", "-m", "benchmarks.plan_ranking", *sys.argv[1:]]))
+    head |= {"hardware": hardware.model_dump(), "sizes": Sizes()._asdict(), "rounds": options.rounds, "aim": AIM}
+    options.record.write_text("".join(json.dumps(line) + "\n" for line in record_lines(head, found)))
     return int(not tau >= AIM or any("reason" in row for rows in found.values() for row in rows))
 
 

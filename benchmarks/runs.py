@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,23 @@ def _serve_load(lines: Sequence[Line]) -> list[list[str]]:
     ]
 
 
+def _ranking(lines: Sequence[Line]) -> list[list[str]]:
+    head, *rows = lines
+    return [
+        [
+            name,
+            " ".join(
+                row["layout"]
+                for row in sorted(rows, key=lambda row: row.get("measured_s", math.inf))
+                if row["model"] == name
+            ),
+            f"{tau:.2f}",
+            f"≥ {head['aim']} {'✓' if tau >= head['aim'] else '✗ missed'}",
+        ]
+        for name, tau in head["tau_of_models"].items()
+    ]
+
+
 def _held(line: Line) -> list[str]:
     return [f"{line['after_warm_up'][name]:.0f} → {line['at_the_end'][name]:.0f}" for name in _HELD]
 
@@ -109,5 +127,11 @@ _TABLES = {
         "make test-serve-load",
         ("64 agents", "answers", "errors", "lost", "the bare generator's speed", *_HEADS, ""),
         _serve_load,
+    ),
+    "plan_ranking": (
+        "The planner's order of layouts",
+        "python -m benchmarks.plan_ranking",
+        ("four gloo ranks", "layouts, from the fastest", "Kendall's tau", "aim"),
+        _ranking,
     ),
 }

@@ -21,6 +21,7 @@ from archon.parallel.pipeline import StagePlan
 from archon.planner.activations import BlockSizes, Share, block_of
 from archon.planner.hardware import Hardware
 from archon.planner.memory import WIDTHS, State
+from archon.ranks import context_parallel_kind
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 
 # Attention's share of the efficiency of plain products: softmax and recomputed scores between smaller products (Dao
@@ -177,7 +178,7 @@ class TimeModel:
         """One micro-batch forward and backward through a stage; remembered, since most stages are alike."""
         within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
         ac = config.activation_checkpoint
-        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype)
+        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel)
         if key not in self._stages:
             self._stages[key] = self._micro_batch(config, within, layers, last, tokens)
         return self._stages[key]
@@ -214,7 +215,7 @@ class TimeModel:
             elementwise,
             recompute,
             Link(hw, tp, 1).seconds(8 * count * stream, 8 * count) * again,
-            self._context(layout, share, count) * again,
+            self._context(config, layout, share, count) * again,
             self._experts(layout, share, layers) * again,
             host=count * hw.layer_overhead_s * (1 + twice / 3) + last * hw.micro_batch_overhead_s,
         )
@@ -235,11 +236,16 @@ class TimeModel:
             return elementwise / 4
         return ((products + attention) / 3 + elementwise / 4) / _every(ac)
 
-    def _context(self, layout: ParallelLayout, share: Share, layers: int) -> float:
-        args = self.args
-        heads = args.n_heads // layout.tp * 2 + 2 * max(args.n_kv_heads // layout.tp, layout.cp)
-        sent = 2 * layers * share.tokens * heads * args.head_dim * share.bytes
-        return Link(self.hardware, layout.cp, layout.tp).exchange(sent, 8 * layers)
+    def _context(self, config: EngineConfig, layout: ParallelLayout, share: Share, layers: int) -> float:
+        args, link = self.args, Link(self.hardware, layout.cp, layout.tp)
+        heads, key_heads = args.n_heads // layout.tp, max(1, args.n_kv_heads // layout.tp)
+        row = 2 * layers * share.tokens * args.head_dim * share.bytes
+        kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, args.n_heads, args.n_kv_heads)
+        if kind == "allgather":
+            # Keys and values gathered in one, and their gradients summed to their ranks.
+            return link.seconds(2 * row * layout.cp * key_heads, 2 * layers)
+        # Queries, keys, values and results swapped, and their gradients.
+        return link.exchange(row * 2 * (heads + max(key_heads, layout.cp)), 8 * layers)
 
     def _experts(self, layout: ParallelLayout, share: Share, layers: Layers) -> float:
         sparse = sum(times for (met, every, _), times in layers if met != every)

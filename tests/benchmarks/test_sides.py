@@ -71,11 +71,12 @@ def test_every_reader_gives_the_same_weights(dtype, tmp_path):
     made = make_checkpoint(tmp_path, "tiny", dtype="bfloat16", shards=2)
     options = {"threads": 1, "checkpoint": str(made), "dtype": dtype}
     hashes = {}
-    for side in (load.ARCHON, load.TRANSFORMERS, load.DCP):
+    for side in (load.ARCHON, load.TRANSFORMERS, load.DCP, load.MEMORY):
         facts, run = load.prepare(side, options)
         assert facts["model_bytes"] == parameters_of(shape("tiny")) * (2 if dtype == "bfloat16" else 4)
         assert run(touch="trained")["seconds"] > 0
         hashes[side] = facts["hashes"]
+    assert hashes.pop(load.MEMORY) == {}, "it reads nothing"
     check_same("weights", hashes.pop(load.ARCHON), hashes)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from benchmarks.plan_ranking import kendall_tau
+from archon.bench.origin import origin
+from benchmarks.plan_ranking import kendall_tau, record_lines
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,15 @@ def test_kendalls_tau_counts_the_pairs_in_the_same_order(foretold: list[float], 
 def test_pairs_of_different_models_are_not_compared() -> None:
     assert kendall_tau([(1.0, 30.0), (2.0, 40.0)], [(10.0, 2.0), (11.0, 1.0)]) == 0
     assert kendall_tau([(1.0, 30.0), (2.0, 40.0)], [(10.0, 1.0), (11.0, 2.0)]) == 1
+
+
+def test_the_record_says_what_was_measured_and_what_not() -> None:
+    rows = [
+        {"layout": "d1", "predicted_s": 2.0, "measured_s": 1.0},
+        {"layout": "d2", "predicted_s": 4.0, "measured_s": 3.0},
+    ]
+    failed = {"layout": "d4", "predicted_s": 1.0, "reason": "failed: out of memory"}
+    head, *lines = json.loads(json.dumps(record_lines(origin("it"), {"dense": [*rows, failed]})))
+    assert (head["command"], head["tau"], head["tau_of_models"]) == ("it", 1, {"dense": 1})
+    assert [line["layout"] for line in lines] == ["d1", "d2", "d4"]
+    assert {line["model"] for line in lines} == {"dense"}

@@ -37,12 +37,16 @@ CPU = read_hardware("h100-80gb").model_copy(
 
 
 def step(
-    layout: str, hardware: Hardware, micro_batch: int = 1024, policy: Mapping[str, object] = MappingProxyType({})
+    layout: str,
+    hardware: Hardware,
+    micro_batch: int = 1024,
+    policy: Mapping[str, object] = MappingProxyType({}),
+    context: str = "auto",
 ) -> Seconds:
     spec = get_model_spec("qwen3")
     planner = Planner(spec, spec.model_args_class.from_hf_config(DENSE), hardware)
     fields = {"path": "model", "layout": layout, "dtype": "float32", "max_tokens_per_mb": micro_batch}
-    fields |= {"activation_checkpoint": dict(policy)}
+    fields |= {"activation_checkpoint": dict(policy), "context_parallel": context}
     return planner.seconds(EngineConfig.model_validate(fields), SEQ, DOCUMENTS)
 
 
@@ -73,6 +77,20 @@ def test_no_traffic_is_hidden_without_overlap() -> None:
     hides = CPU.model_copy(update={"overlap": 1.0})
     assert step("d2", hides).fsdp < step("d2", CPU).fsdp
     assert step("p2", hides).stages == 0 < step("p2", CPU).stages
+
+
+def test_context_ranks_swap_heads_or_gather_keys() -> None:
+    wire = CPU.model_copy(
+        update={"processors": 0.0, "node_latency_s": 0.0, "node_latency_per_rank_s": 0.0, "node_bandwidth": 1e9}
+    )
+    layers, passes = DENSE["num_hidden_layers"], 2 * SEQ * DOCUMENTS // 1024  # micro-batches, forward and backward
+    head = 1024 * DENSE["head_dim"] * 4 / (1e9 * wire.link_efficiency)  # of the whole pack
+    heads, key_heads = DENSE["num_attention_heads"], DENSE["num_key_value_heads"]
+    gathered = step("c4", wire, context="allgather").context_parallel
+    assert gathered == pytest.approx(passes * layers * 2 * key_heads * head * 3 / 4)
+    swapped = step("c4", wire, context="ulysses").context_parallel
+    assert swapped == pytest.approx(passes * layers * 2 * (heads + key_heads) * head / 4 * 3 / 4)
+    assert step("c4", wire).context_parallel == swapped
 
 
 def test_experts_come_from_the_ranks_that_hold_the_same() -> None:
