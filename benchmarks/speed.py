@@ -1,9 +1,8 @@
 """What each device for speed brings: archon with it, and the same without it, in turn.
 
-A training step of the Qwen3 of 26 million parameters (float32; an even batch of 4 × 512 tokens, the ragged one of
-`benchmarks.train_step`, or answers to shared prompts), or its generation (32 prompts, 64 new tokens each). Nothing else
-differs between the two sides, which must compute the same first. Cases named tried-… are the other way about: what is
-not done, beside what is.
+A training step of the Qwen3 of 26 million parameters (float32; an even batch of 4 × 512 tokens, many short documents,
+or answers to shared prompts), or its generation (32 prompts, 64 new tokens each). Nothing else differs between the two
+sides, which must compute the same first. Cases named tried-… are the other way about: what is not done, beside what is.
 
     python -m benchmarks.speed
     python -m benchmarks.speed --case fused-adamw --quick
@@ -147,7 +146,7 @@ CASES = {
     "blockwise-attention": Case("torch's kernel", "even", kernel_for_long_documents),
     "elementwise-layers": Case("ordinary operations", "even", plain_layers),
     "fused-loss": Case("scores, then the loss", "even", scores_then_loss),
-    "documents-by-length": Case("documents as they come", "ragged", documents_as_they_come),
+    "documents-by-length": Case("documents as they come", "short", documents_as_they_come),
     "shared-prompts": Case("each prompt anew", "prompts", each_prompt_anew),
     "decode-weights": Case("weights as trained", "decode", weights_as_trained),
     "tried-one-product": Case("gate and up, and Q, K and V, in one product each", "even", one_product),
@@ -184,7 +183,7 @@ def lengths_of(kind: str) -> list[int]:
     """Of the documents of a training step, or of the answers to decode."""
     return {
         "even": [512] * 4,
-        "ragged": list(train_step.RAGGED_LENGTHS),
+        "short": [12 + 5 * i % 9 for i in range(256)],
         "prompts": [PROMPT + ANSWER] * (SHARED_PROMPTS * ANSWERS),
         "decode": [DECODED] * 32,
     }[kind]
@@ -230,7 +229,7 @@ def main() -> None:
             lengths = lengths_of(CASES[name].kind)
             options = {"threads": arguments.threads, "checkpoint": str(made), "model": model, "case": name}
             options |= {"device": "cpu", "dtype": "float32", "slots": 32, "lengths": lengths}
-            options["max_tokens_per_mb"] = 1024 if CASES[name].kind == "ragged" else sum(lengths)
+            options["max_tokens_per_mb"] = sum(lengths)
             measure(name, options, arguments.rounds, not (arguments.quick or arguments.no_record))
     return None
 
