@@ -9,7 +9,7 @@ KILL_RECORD := benchmarks/records/kills.jsonl
 MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
 .PHONY: help setup demo test test-slow test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
-	test-serve-load test-browser lint format bench
+	test-ranking test-serve-load test-browser lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
@@ -57,6 +57,9 @@ test-learning: setup
 
 test-soak: setup
 	.venv/bin/python -m benchmarks.soak --record benchmarks/records/soak.jsonl
+
+test-ranking: setup
+	.venv/bin/python -m benchmarks.plan_ranking
 
 test-serve-load: setup
 	.venv/bin/python -m benchmarks.serve_load --record benchmarks/records/serve_load.jsonl

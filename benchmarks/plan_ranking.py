@@ -1,6 +1,6 @@
 """The planner's ranking of layouts against measured steps, on gloo ranks of this machine.
 
-    python -m benchmarks.plan_ranking                    # a small Qwen3 and a small MoE; records/plan_ranking.jsonl
+    python -m benchmarks.plan_ranking      # make test-ranking: a small Qwen3 and MoE; records/plan_ranking.jsonl
     python -m benchmarks.plan_ranking dense --rounds 1 --record trial.jsonl
 
 What calibrates the planner is `archon plan --calibrate`: products, copies, collectives and a plain pass of another
@@ -32,6 +32,7 @@ from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
 from archon.planner.hardware import Hardware, read_hardware
 from archon.planner.search import Planner
+from archon.planner.time import Seconds
 from benchmarks.harness import ROOT, say
 
 RECORD = ROOT / "benchmarks" / "records" / "plan_ranking.jsonl"
@@ -113,12 +114,11 @@ def calibrated(ranks: int, folder: Path) -> Hardware:
     return read_hardware(str(file))
 
 
-def rank_layouts(ranked: Ranked, hardware: Hardware, sizes: Sizes, rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Each layout with its measured and foretold seconds; `measured_s` is absent where it failed, and `reason` says
-    why."""
+def sweep_of(ranked: Ranked, sizes: Sizes, folder: Path) -> SweepConfig:
+    """Its layouts, one step for each; the model's configuration is written to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(ranked.config)))
-    sweep = SweepConfig(
+    return SweepConfig(
         model=str(folder),
         layouts=list(ranked.layouts),
         tokens=sizes.tokens,
@@ -128,6 +128,23 @@ def rank_layouts(ranked: Ranked, hardware: Hardware, sizes: Sizes, rounds: int, 
         threads=1,
         device="cpu",
     )
+
+
+def foretold(ranked: Ranked, sizes: Sizes, hardware: Hardware, folder: Path) -> dict[str, Seconds]:
+    """What the planner says of a step, by layout."""
+    sweep = sweep_of(ranked, sizes, folder)
+    spec = get_model_spec(str(ranked.config["model_type"]))
+    planner = Planner(spec, spec.model_args_class.from_hf_config(read_hf_config(folder)), hardware)
+    return {
+        layout: planner.seconds(sweep.engine_config(point), sizes.seq, sizes.tokens // sizes.seq)
+        for layout, point in zip(ranked.layouts, sweep.points(), strict=True)
+    }
+
+
+def rank_layouts(ranked: Ranked, hardware: Hardware, sizes: Sizes, rounds: int, folder: Path) -> list[dict[str, Any]]:
+    """Each layout with its measured and foretold seconds; `measured_s` is absent where it failed, and `reason` says
+    why."""
+    sweep = sweep_of(ranked, sizes, folder)
     times: dict[str, list[float]] = {layout: [] for layout in ranked.layouts}
     reasons: dict[str, str] = {}
     for _ in range(rounds):
@@ -137,11 +154,8 @@ def rank_layouts(ranked: Ranked, hardware: Hardware, sizes: Sizes, rounds: int, 
                 reasons[layout] = f"{row.status}: {row.reason}"
             else:
                 times[layout].append(row.measured.step_s.median)
-    spec = get_model_spec(str(ranked.config["model_type"]))
-    planner = Planner(spec, spec.model_args_class.from_hf_config(read_hf_config(folder)), hardware)
     rows = []
-    for layout, point in zip(ranked.layouts, sweep.points(), strict=True):
-        seconds = planner.seconds(sweep.engine_config(point), sizes.seq, sizes.tokens // sizes.seq)
+    for layout, seconds in foretold(ranked, sizes, hardware, folder).items():
         row: dict[str, Any] = {"layout": layout, "ranks": parse_layout(layout).world_size, "predicted_s": seconds.total}
         row["parts_s"] = {name: part for name, part in asdict(seconds).items() if part}
         if layout in reasons:
@@ -183,7 +197,7 @@ def main() -> int:
     """Calibrate, measure, foretell, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(RANKED), help=f"default: {' '.join(RANKED)}")
-    parser.add_argument("--rounds", type=int, default=3, help="sweeps over a model's layouts (default 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="sweeps over a model's layouts (default 2)")
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines, written anew")
     options = parser.parse_args()
     if unknown := [name for name in options.models if name not in RANKED]:

@@ -130,7 +130,7 @@ _TABLES = {
     ),
     "plan_ranking": (
         "The planner's order of layouts",
-        "python -m benchmarks.plan_ranking",
+        "make test-ranking",
         ("four gloo ranks", "layouts, from the fastest", "Kendall's tau", "aim"),
         _ranking,
     ),

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from archon.planner.hardware import Hardware, known_hardware, read_hardware
 from archon.planner.probe import (
+    collectives,
     efficiency,
     fit_latency,
     host_seconds,
     largest,
-    latencies,
+    rate,
     seconds,
     shard_seconds,
 )
@@ -30,7 +31,7 @@ from archon.world import World
 # Rows, columns and inner size of the product; elements of the copy and of the tensor that is summed over ranks.
 GEMM = {"cuda": 8192, "cpu": 1024}
 COPIED = {"cuda": 2**29, "cpu": 2**24}
-SUMMED = {"cuda": 2**27, "cpu": 2**22}
+SUMMED = 2**27
 ROUNDS = 5
 
 
@@ -85,9 +86,9 @@ def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
     }
     crowding = max(1.0, world.size / processors)
     if world.size > 1:
-        bandwidth = _link(device) * crowding
-        by_size = latencies(world.size)
-        latency, more = (s / crowding for s in fit_latency(by_size))
+        by_size = collectives(world.size)
+        bandwidth = rate(by_size) * crowding
+        latency, more = (s / crowding for s in fit_latency({size: of.between for size, of in by_size.items()}))
         found |= {
             "node_bandwidth": bandwidth,
             "network_bandwidth": bandwidth,
@@ -95,7 +96,7 @@ def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
             "node_latency_s": latency,
             "node_latency_per_rank_s": more,
             "network_latency_s": latency,
-            "shard_overhead_s": max(0.0, shard_seconds(world.size) - by_size[world.size]) / crowding,
+            "shard_overhead_s": max(0.0, shard_seconds(world.size) - by_size[world.size].hot) / crowding,
         }
     draft = Hardware.model_validate(known.model_dump() | found)
     share = _alone(lambda: efficiency(draft, dtype), world)
@@ -166,6 +167,6 @@ def _memory(device: torch.device) -> float:
 
 def _link(device: torch.device) -> float:
     """Bytes/s that a rank sends in an all-reduce: 2 (n - 1) / n of the tensor (nccl-tests' bus bandwidth)."""
-    n, tensor = World.now().size, torch.zeros(SUMMED[device.type], device=device)
+    n, tensor = World.now().size, torch.zeros(SUMMED, device=device)
     own = 2 * (n - 1) / n * tensor.numel() * 4 / seconds(lambda: dist.all_reduce(tensor), device, ROUNDS)
     return -largest(-own)

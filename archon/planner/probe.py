@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +37,11 @@ SMALL: dict[str, Any] = {
 SMALL_TOKENS = 512
 FEW, MANY = 2, 6
 ROUNDS = 7
-# Collectives of a round: some that share one start of the clock.
+# Pairs of collectives of a round, which share one start of the clock.
 REPEATS = 10
+# Products between two of them, of a millisecond or two in all, as a block of a small model has.
+PRODUCTS = 4
+LARGE_BYTES = 2**22
 
 
 def seconds(work: Callable[[], Any], device: torch.device, rounds: int = ROUNDS) -> float:
@@ -102,19 +104,47 @@ def _pass_seconds(args: Qwen3ModelArgs, tokens: int, dtype: torch.dtype) -> floa
     return seconds(work, torch.device("cpu"))
 
 
-def latencies(ranks: int) -> dict[int, float]:
-    """Seconds of a small gather or reduce-scatter by the size of its group, all groups at it; of the slowest rank."""
+class Collectives(NamedTuple):
+    """Seconds of a gather or reduce-scatter, all groups of a size at it, of the slowest rank.
+
+    `hot` is a small one right behind another, `between` a small one between products, where a rank also waits for one
+    that is slower; `large` gathers `LARGE_BYTES` from each rank.
+    """
+
+    hot: float
+    between: float
+    large: float
+
+
+def collectives(ranks: int) -> dict[int, Collectives]:
+    """By the size of the group: the smallest that divides the ranks, and all of them."""
+    left, right = torch.randn(128, 256), torch.randn(256, 768)
+    small, large = torch.zeros(1), torch.zeros(LARGE_BYTES // 4)
+
+    def timed(group: Group, x: Tensor | None, products: int) -> float:
+        def work() -> None:
+            y = x
+            for collective in (all_gather, reduce_scatter) * REPEATS:
+                for _ in range(products):
+                    torch.matmul(left, right)
+                if y is not None:
+                    y = collective(y, group)
+
+        dist.barrier()
+        return largest(seconds(work, torch.device("cpu"))) / (2 * REPEATS)
+
     found = {}
     for size in sorted({next(size for size in range(2, ranks + 1) if ranks % size == 0), ranks}):
         group = Group.of(init_device_mesh("cpu", (ranks // size, size), mesh_dim_names=("apart", "within"))["within"])
-        work = partial(_to_and_fro, torch.zeros(1), group)
-        found[size] = largest(seconds(work, torch.device("cpu"))) / (2 * REPEATS)
+        hot, alone, busy = timed(group, small, 0), timed(group, None, PRODUCTS), timed(group, small, PRODUCTS)
+        found[size] = Collectives(hot, max(hot, busy - alone), timed(group, large, 0))
     return found
 
 
-def _to_and_fro(x: Tensor, group: Group) -> None:
-    for _ in range(REPEATS):
-        x = reduce_scatter(all_gather(x, group), group)
+def rate(found: Mapping[int, Collectives]) -> float:
+    """Bytes/s that a rank of the largest group receives in a large gather."""
+    size, of = max(found.items())
+    return (size - 1) * LARGE_BYTES / max(of.large - of.hot, 1e-9)
 
 
 def fit_latency(by_size: Mapping[int, float]) -> tuple[float, float]:

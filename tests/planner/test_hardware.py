@@ -9,6 +9,7 @@ import pytest
 from archon.flops import PEAK_BF16_FLOPS
 from archon.planner.calibrate import _check_name
 from archon.planner.hardware import known_hardware, read_hardware
+from archon.planner.probe import LARGE_BYTES, Collectives, rate
 from archon.planner.time import Link
 from archon.schema.errors import ConfigError
 
@@ -69,3 +70,8 @@ def test_a_group_within_a_node_uses_the_fast_link() -> None:
     assert inside.seconds(2**30, 1) == pytest.approx(1e-5 + moved / (450e9 * h100.link_efficiency))
     assert across.seconds(2**30, 1) == pytest.approx(2e-5 + moved / (50e9 * h100.link_efficiency))
     assert Link(h100, 1, 1).seconds(2**30, 1) == 0
+
+
+def test_a_large_gather_gives_the_rate_without_what_it_takes_to_begin() -> None:
+    found = {2: Collectives(0.1, 0.2, 9.0), 4: Collectives(0.5, 2.0, 3.5)}
+    assert rate(found) == 3 * LARGE_BYTES / 3.0

@@ -1,13 +1,15 @@
-"""How orders of layouts are compared; `python -m benchmarks.plan_ranking` does it with measured steps."""
+"""How orders of layouts are compared, and how the planner's does against measured steps."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from archon.bench.origin import origin
-from benchmarks.plan_ranking import kendall_tau, record_lines
+from archon.planner.hardware import Hardware
+from benchmarks.plan_ranking import AIM, RANKED, RECORD, Sizes, foretold, kendall_tau, record_lines
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,15 @@ def test_the_record_says_what_was_measured_and_what_not() -> None:
     assert (head["command"], head["tau"], head["tau_of_models"]) == ("it", 1, {"dense": 1})
     assert [line["layout"] for line in lines] == ["d1", "d2", "d4"]
     assert {line["model"] for line in lines} == {"dense"}
+
+
+def test_the_planner_orders_layouts_as_their_steps_were_measured(tmp_path: Path) -> None:
+    """Steps on gloo ranks, timed by `make test-ranking`; what is foretold of them is what the planner says today."""
+    head, *rows = map(json.loads, RECORD.read_text().splitlines())
+    hardware = Hardware.model_validate(head["hardware"])
+    for name, ranked in RANKED.items():
+        now = foretold(ranked, Sizes(**head["sizes"]), hardware, tmp_path / name)
+        measured = {row["layout"]: row["measured_s"] for row in rows if row["model"] == name}
+        assert measured.keys() == now.keys() and len(measured) >= 12
+        assert kendall_tau([(measured[layout], seconds.total) for layout, seconds in now.items()]) >= AIM
+    assert head["tau"] >= AIM
