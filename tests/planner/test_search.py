@@ -47,7 +47,7 @@ def test_every_supported_model_gets_a_layout_of_eight_gpus_or_a_reason(model: st
     found = plan(model, 8)
     if model in TOO_LARGE:
         assert not found.best and found.left_out.overfull and not found.left_out.idle
-        assert describe(found)[-1].endswith(": masters, gradients and moments alone exceed the memory of 8 GPUs.")
+        assert ": masters, gradients and moments alone exceed the memory of 8 GPUs" in why_none(found)
         return
     seconds = [placed.candidate.seconds.total for placed in found.best]
     assert seconds == sorted(seconds)
