@@ -14,7 +14,7 @@ from archon.optim import LRSchedule, build_optimizer, clip_gradients, decay_grou
 from archon.schema.config import OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError
 from tests.engine.tiny import make_engine, reference_gradients, sft_batch
-from tests.tolerances import FORMULA_FP64, STEPS_FP64
+from tests.tolerances import FORMULA_FP32, FORMULA_FP64, STEPS_FP64
 
 
 def schedule_by_hand(kind: str, step: int, warmup: int, total: int, floor: float) -> float:
@@ -72,6 +72,15 @@ def test_no_weight_decay_on_norms_biases_and_embeddings(tmp_path: Path, family: 
     assert plain == {n for n in names.values() if "norm" in n or n.endswith("bias") or n.startswith("tok_embeddings")}
     assert ("output.weight" in decayed) is not tied
     assert any(n.endswith("bias") for n in plain) is (family == "qwen2")
+
+
+def test_the_norm_of_a_large_gradient_has_all_its_digits() -> None:
+    """torch sums the squares of a float32 tensor one after the other on a CPU, and loses the fourth digit here."""
+    large = torch.nn.Parameter(torch.zeros(2**21))
+    large.grad = torch.randn(2**21, generator=torch.Generator().manual_seed(0)) ** 3
+    exact = float(large.grad.double().norm())
+    assert abs(float(large.grad.norm()) / exact - 1) > 1e-5
+    assert float(gradient_norm([large])) == pytest.approx(exact, rel=FORMULA_FP32)
 
 
 def test_the_gradient_norm_is_that_of_the_whole_model_and_clipping_scales_to_it() -> None:
