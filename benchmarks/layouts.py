@@ -33,6 +33,8 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, default=1024, help="most tokens of a micro-batch (default 1024)")
     parser.add_argument("--record", type=Path, help="JSON file")
     options = parser.parse_args()
+    if options.record:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, options.model)
         folder.mkdir()

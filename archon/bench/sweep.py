@@ -29,16 +29,18 @@ def run_sweep(
     """Measure every point of `config`.
 
     Args:
-        record: the file to write, anew after each point.
+        record: the file to write, before the first point and anew after each.
         said: told of each row as it comes.
         command: what a reader runs to have the same again; by default `archon` and this process's arguments.
         starting: told of each point before it runs.
 
-    Raises ConfigError or LayoutError for what no point could honour, before anything is started. A point that is
-    refused, fails, runs out of memory or hangs becomes a row.
+    Raises ConfigError or LayoutError for what no point could honour, and OSError for a record that cannot be written,
+    before anything is started. A point that is refused, fails, runs out of memory or hangs becomes a row.
     """
     points = config.points()
     made = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
+    if record is not None:
+        made.write(record)
     references: dict[tuple[str, str], tuple[str, Losses]] = {}
     for point in points:
         starting(point)
