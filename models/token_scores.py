@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from archon.models.layers.matmul import add_product
 from archon.parallel.comm import Group, all_reduce
 
 # Of one tile on a CPU: 8 MB in float32, which the last-level cache holds while the passes over it run; measured over
@@ -73,11 +74,7 @@ class _Projection:
     def logits(self, r0: int, r1: int, c0: int, c1: int, *, offset: int = 0) -> Tensor:
         """One tile [r, c] in `wide`, living in the shared buffer from `offset` on."""
         tile = self.buffer[offset : offset + (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0)
-        transposed = self.weight[c0:c1].t()
-        if self.hidden.dtype == self.wide:
-            torch.mm(self.hidden[r0:r1], transposed, out=tile)
-        else:
-            tile.copy_(self.hidden[r0:r1] @ transposed)
+        add_product(tile, self.hidden[r0:r1], self.weight[c0:c1].t(), first=True)
         scale = self.scale(r0, r1)
         return tile if isinstance(scale, float) and scale == 1.0 else tile.mul_(scale)
 
@@ -101,11 +98,11 @@ class _Gradients:
         narrow = core.to(self.projection.hidden.dtype)
         if self.hidden is not None:
             out = self.hidden[r0:r1]
-            _add_product(out, narrow, self.projection.weight[c0:c1], first=c0 == 0)
+            add_product(out, narrow, self.projection.weight[c0:c1], first=c0 == 0)
             if c1 == self.projection.weight.shape[0]:
                 out.mul_(factor)
         if self.weight is not None:
-            _add_product(self.weight[c0:c1], narrow.t(), scaled_hidden, first=r0 == 0)
+            add_product(self.weight[c0:c1], narrow.t(), scaled_hidden, first=r0 == 0)
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         dtype, weight_dtype = self.projection.hidden.dtype, self.projection.weight.dtype
@@ -113,16 +110,6 @@ class _Gradients:
             None if self.hidden is None else self.hidden.to(dtype),
             None if self.weight is None else self.weight.to(weight_dtype),
         )
-
-
-def _add_product(out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """out += left @ right, or = where `first`; sums across tiles stay in the dtype of `out`."""
-    if out.dtype == left.dtype:
-        torch.addmm(out, left, right, beta=0 if first else 1, out=out)
-    elif first:
-        out.copy_(left @ right)
-    else:
-        out.add_(left @ right)
 
 
 class _RowSums:

@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 
 from archon.models.layers import fused
 from archon.models.layers.feed_forward import ACTIVATIONS, FeedForward
-from archon.models.layers.matmul import MIN_MULTIPLICATIONS, linear
+from archon.models.layers.matmul import MIN_MULTIPLICATIONS, add_product, linear, product
 from archon.models.layers.norm import RMSNorm
 from archon.schema.errors import ConfigError
 from tests.models.reference import relative
@@ -117,3 +117,21 @@ def test_the_product_by_another_library_equals_torchs_with_its_gradients(bias: b
         ours, theirs = (torch.autograd.grad(y, inputs, grad, retain_graph=True) for y in (actual, expected))
         for a, b in zip(ours, theirs, strict=True):
             assert relative(a, b) <= FORMULA_FP32
+
+
+@pytest.mark.parametrize(("n", "m"), [(70, 200), (200, 70)])
+@pytest.mark.parametrize("lying", ["left", "right", "neither", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_matrices_in_memory_either_way_round_are_torchs(
+    n: int, m: int, lying: str, dtype: torch.dtype
+) -> None:
+    left, right = torch.randn(n, 96, dtype=dtype), torch.randn(96, m, dtype=dtype)
+    left = left.t().contiguous().t() if lying in ("left", "both") else left
+    right = right.t().contiguous().t() if lying in ("right", "both") else right
+    assert left.numel() * m >= MIN_MULTIPLICATIONS
+    expected, out, tolerance = left @ right, torch.full((n, m), 7.0), FORMULA_FP32
+    assert relative(product(left, right), expected) <= tolerance
+    add_product(out, left, right, first=True)
+    assert relative(out, expected.float()) <= tolerance
+    add_product(out, left, right)
+    assert relative(out, 2 * expected.float()) <= tolerance
