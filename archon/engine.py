@@ -199,7 +199,7 @@ class ArchonEngine:
         optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._skips.count(not finite, self.step, self.config.optimizer.max_skipped_in_a_row)
-        heap.give_back()
+        heap.give_back("training")
         return metrics | {
             "lr": lr,
             "micro_batches": float(len(parts)),

@@ -20,7 +20,9 @@ GROWTH, LEAST_BYTES = 1.25, 64 << 20
 # Products that are kept ready: those of some ten shapes of batches, forward and backward.
 KEPT_READY = 128
 
+# What may be held now, and whose work has just seen its holes given back.
 _allowed = 0.0
+_given_back_by: str | None = None
 
 
 def bound_kernel_caches() -> None:
@@ -30,18 +32,28 @@ def bound_kernel_caches() -> None:
         os.environ.setdefault(name, str(KEPT_READY))
 
 
-def give_back() -> bool:
+def give_back(work: str) -> bool:
     """Give the heap's free pages back to the system, if this process has grown by a quarter since it last did.
 
-    Called after a step; does nothing where the C library cannot. Returns whether it was done.
+    Called after a step of `work`; does nothing where the C library cannot. What a step itself needs is no growth: the
+    one that follows the last giving back, before any other work, says how much that is. Returns whether it was done.
     """
-    global _allowed
+    global _allowed, _given_back_by
     trim = _malloc_trim()
-    if trim is None or _resident_bytes() <= _allowed:
+    if trim is None:
+        return False
+    held, follows, _given_back_by = _resident_bytes(), _given_back_by == work, None
+    if follows:
+        _allowed = max(_allowed, _with_growth(held))
+    if held <= _allowed:
         return False
     trim(0)
-    _allowed = GROWTH * _resident_bytes() + LEAST_BYTES
+    _allowed, _given_back_by = _with_growth(_resident_bytes()), work
     return True
+
+
+def _with_growth(held: int) -> float:
+    return GROWTH * held + LEAST_BYTES
 
 
 def _resident_bytes() -> int:

@@ -29,11 +29,13 @@ TOLERANCE = train_step.TOLERANCE["float32"]
 
 
 class Case(NamedTuple):
-    """`other` is the side beside archon; `change` makes this process that side, before and after the model is made."""
+    """`other` is the side beside archon; `change` makes this process that side, before and after the model is made. A
+    run has so many `steps`."""
 
     other: str
     kind: str
     change: Callable[[Any], None]
+    steps: int = 1
 
 
 def rope_per_layer(engine: Any) -> None:
@@ -57,6 +59,13 @@ def products_by_mkl(engine: Any) -> None:
     from archon.models.layers import matmul
 
     matmul.has_onednn = lambda: False
+
+
+def nothing_kept(engine: Any) -> None:
+    """Give free memory back to the system after every step, whatever the step needs again."""
+    from archon import heap
+
+    heap._with_growth = lambda held: 0.0
 
 
 def kernel_for_long_documents(engine: Any) -> None:
@@ -144,6 +153,7 @@ CASES = {
     "fused-adamw-foreach": Case("foreach", "even", partial(optimizer_of, foreach=True)),
     "onednn-products": Case("products by MKL", "even", products_by_mkl),
     "blockwise-attention": Case("torch's kernel", "even", kernel_for_long_documents),
+    "kept-memory": Case("free memory given back", "even", nothing_kept, steps=4),
     "elementwise-layers": Case("ordinary operations", "even", plain_layers),
     "fused-loss": Case("scores, then the loss", "even", scores_then_loss),
     "documents-by-length": Case("documents as they come", "short", documents_as_they_come),
@@ -165,7 +175,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
     engine = train_step.archon_engine(options)
     change(engine)
     step = train_step.step_of(engine, documents(case.kind, options))
-    return {"first": step(), "second": step()}, lambda: dict(step())
+    return {"first": step(), "second": step()}, lambda: dict([step() for _ in range(case.steps)][-1])
 
 
 def documents(kind: str, options: dict[str, Any]) -> list[Any]:
@@ -207,7 +217,7 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None
                     f"{what} of the {step} step", ours[step][what], {other: theirs[step][what]}, tolerance
                 )
         runs = sides.alternate(rounds)
-    tokens = sum(options["lengths"])
+    tokens = sum(options["lengths"]) * case.steps
     rates = {side: [tokens / run["seconds"] for run in results] for side, results in runs.items()}
     for side, values in rates.items():
         record.sides[side] = spread(values, "tok/s", runs[side])

@@ -250,7 +250,7 @@ class Generator:
             self._forward(step, sampled)
         if sampled.sequences:
             self._sample(sampled)
-        heap.give_back()
+        heap.give_back("generation")
         self.stats.steps += 1
         self.stats.seconds += time.perf_counter() - started
 
