@@ -17,6 +17,8 @@ from pydantic import Field
 from archon.schema.config import StrictModel
 
 ROOT = Path(__file__).resolve().parents[2]
+# Files that no measurement depends on, as git is told to leave them out.
+NOT_MEASURED = (":!benchmarks/records", ":!*.md")
 PACKAGES = ("torch", "transformers", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")
 
 
@@ -93,12 +95,16 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the checkout, with `+` when tracked files differ from it; `unknown` outside a checkout."""
+    """The commit of the checkout, with `+` when tracked files differ from it, records and pages apart: a run writes
+    them. `unknown` outside a checkout."""
     if not (ROOT / ".git").exists():
         return "unknown"
     head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     changed = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no"], cwd=ROOT, capture_output=True, text=True
+        ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
