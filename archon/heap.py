@@ -17,7 +17,7 @@ from pathlib import Path
 # A process may hold so much more than after the last time, before its holes are given back again. Looking takes some
 # microseconds, giving back some tens of milliseconds, and as long again until the pages have been provided anew.
 GROWTH, LEAST_BYTES = 1.25, 64 << 20
-# Products that are kept ready: those of some ten shapes of batches, forward and backward.
+# Products that are kept ready: those of some six shapes of batches, forward, backward and of the head.
 KEPT_READY = 128
 
 # What may be held now, and whose work has just seen its holes given back.
