@@ -1,8 +1,8 @@
 """Memory that grows without being used, where every batch has another shape.
 
 glibc gives back what is free at its heap's end alone, and so many tensors of so many sizes leave holes before it. And
-oneDNN, which multiplies matrices in bfloat16 on a CPU, keeps what it made ready for each shape that it met, a thousand
-of them, some half a mebibyte each, and PyTorch as many again for each thread.
+oneDNN, which multiplies matrices on a CPU, keeps what it made ready for each shape that it met, a thousand of them, in
+bfloat16 some half a mebibyte each, and PyTorch as many again for each thread.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-# A process may hold so much more than after the last time, before its holes are given back again. Looking takes some
-# microseconds, giving back some tens of milliseconds, and as long again until the pages have been provided anew.
+# A process may hold so much more than its steps need, before its holes are given back. Looking takes some microseconds,
+# giving back some tens of milliseconds, and some hundreds until the pages of a large step have been provided anew.
 GROWTH, LEAST_BYTES = 1.25, 64 << 20
 # Products that are kept ready: those of some six shapes of batches, forward, backward and of the head.
 KEPT_READY = 128
 
-# What may be held now, and whose work has just seen its holes given back.
+# What may be held now; by work, what was held when its step had the holes given back, until its next step.
 _allowed = 0.0
-_given_back_by: str | None = None
+_held_before: dict[str, int] = {}
 
 
 def bound_kernel_caches() -> None:
@@ -33,22 +33,22 @@ def bound_kernel_caches() -> None:
 
 
 def give_back(work: str) -> bool:
-    """Give the heap's free pages back to the system, if this process has grown by a quarter since it last did.
+    """Give the heap's free pages back to the system, if this process holds a quarter more than its steps need.
 
-    Called after a step of `work`; does nothing where the C library cannot. What a step itself needs is no growth: the
-    one that follows the last giving back, before any other work, says how much that is. Returns whether it was done.
+    Called after a step of `work`; does nothing where the C library cannot. What is held after the step that had the
+    holes given back, and again after the next of the same work, is what a step needs. Returns whether it was done.
     """
-    global _allowed, _given_back_by
+    global _allowed
     trim = _malloc_trim()
     if trim is None:
         return False
-    held, follows, _given_back_by = _resident_bytes(), _given_back_by == work, None
-    if follows:
-        _allowed = max(_allowed, _with_growth(held))
+    held = _resident_bytes()
+    if work in _held_before:
+        _allowed = max(_allowed, _with_growth(min(held, _held_before.pop(work))))
     if held <= _allowed:
         return False
     trim(0)
-    _allowed, _given_back_by = _with_growth(_resident_bytes()), work
+    _allowed, _held_before[work] = _with_growth(_resident_bytes()), held
     return True
 
 

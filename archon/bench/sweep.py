@@ -12,7 +12,7 @@ from archon.bench.config import Point, SweepConfig
 from archon.bench.launch import one_line, run_ranks
 from archon.bench.origin import machine, origin
 from archon.bench.partition import STEP
-from archon.bench.record import BenchRecord, Losses, Measurement, Row
+from archon.bench.record import BenchRecord, Losses, Measurement, Row, require_writable
 from archon.bench.worker import Request
 
 # What the phases may add up to beside the step by the clock: a profile's first and last moments.
@@ -29,7 +29,7 @@ def run_sweep(
     """Measure every point of `config`.
 
     Args:
-        record: the file to write, before the first point and anew after each.
+        record: the file to write, anew after each point.
         said: told of each row as it comes.
         command: what a reader runs to have the same again; by default `archon` and this process's arguments.
         starting: told of each point before it runs.
@@ -40,7 +40,7 @@ def run_sweep(
     points = config.points()
     made = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
     if record is not None:
-        made.write(record)
+        require_writable(record)
     references: dict[tuple[str, str], tuple[str, Losses]] = {}
     for point in points:
         starting(point)

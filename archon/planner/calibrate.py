@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from archon.models.layers.matmul import product
 from archon.planner.hardware import Hardware, known_hardware, read_hardware
 from archon.planner.probe import (
     collectives,
@@ -146,14 +147,14 @@ def _alone(measure: Callable[[], Any], world: World) -> Any:
 
 
 def _gemm(device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS) -> float:
-    """FLOP/s of a large product."""
+    """FLOP/s of a large product, by the kernel of the models."""
     n = GEMM[device.type]
     left, right = (torch.randn(n, n, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     repeats = 10 if device.type == "cuda" else 1
 
     def work() -> None:
         for _ in range(repeats):
-            torch.matmul(left, right)
+            product(left, right)
 
     return repeats * 2 * n**3 / seconds(work, device, rounds)
 

@@ -56,13 +56,8 @@ def times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) ->
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left [n, k] times right [k, m]: [n, m], in memory either way round. Not differentiable."""
-    if not _suits(left, right.t()):
-        return left @ right
-    if not left.is_contiguous() and right.shape[1] < left.shape[0]:
-        # oneDNN first copies its left matrix into rows of its own: better the smaller of the two.
-        return times_transposed(right.t(), left).t()
-    return times_transposed(left, right.t())
+    """left [n, k] times right [k, m]: [n, m], both in memory either way round. Not differentiable."""
+    return times_transposed(left, right.t()) if _suits(left, right.t()) else left @ right
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
@@ -89,7 +84,7 @@ class _Linear(torch.autograd.Function):
         grad_rows = grad.flatten(0, -2)
         return (
             times_transposed(grad, weight.t()) if needs_x else None,
-            product(grad_rows.t(), x.flatten(0, -2)).contiguous() if needs_weight else None,
+            product(grad_rows.t(), x.flatten(0, -2)) if needs_weight else None,
             grad_rows.sum(0) if needs_bias else None,
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from archon.bench import BenchRecord, SweepConfig, read_record, run_sweep
+from archon.bench.config import Point
 from archon.bench.record import Row
 from archon.bench.sweep import PHASE_TOLERANCE
 from archon.reach import reach
@@ -103,6 +104,19 @@ def test_a_point_that_fails_becomes_a_row_and_the_next_is_measured(
     assert failed.status == status and reason in failed.reason and failed.measured is None
     # Nothing was measured before it that it could be compared with.
     assert (after.status, after.checks) == ("ok", []), after.reason
+
+
+def test_a_record_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path: Path) -> None:
+    def starting(point: Point) -> None:
+        raise InterruptedError(point.name)
+
+    with pytest.raises(FileNotFoundError):
+        run_sweep(config(tmp_path, ["d1"]), tmp_path / "nowhere" / "record.json", starting=starting)
+    old = tmp_path / "record.json"
+    old.write_text("measured before", encoding="utf-8")
+    with pytest.raises(InterruptedError):
+        run_sweep(config(tmp_path, ["d1"]), old, starting=starting)
+    assert old.read_text(encoding="utf-8") == "measured before"
 
 
 def test_recomputation_and_dtypes_compute_the_same_losses(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def holes(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     kept = tensors[::8]
     del tensors
     monkeypatch.setattr(heap, "_allowed", 0.0)
-    monkeypatch.setattr(heap, "_given_back_by", None)
+    monkeypatch.setattr(heap, "_held_before", {})
     yield heap._resident_bytes()
     del kept
 
@@ -53,7 +53,7 @@ def test_another_c_library_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
 def holding(monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
     """Let this process seem to hold so much, time after time, and giving back seem to leave what comes next."""
     monkeypatch.setattr(heap, "_allowed", 0.0)
-    monkeypatch.setattr(heap, "_given_back_by", None)
+    monkeypatch.setattr(heap, "_held_before", {})
     monkeypatch.setattr(heap, "_malloc_trim", lambda: lambda pad: 1)
     monkeypatch.setattr(heap, "_resident_bytes", iter([each << 20 for each in mebibytes]).__next__)
 
@@ -64,9 +64,17 @@ def test_what_a_step_needs_each_time_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert [give_back("training") for _ in range(7)] == [True, False, False, False, True, False, True]
 
 
-def test_what_other_work_left_behind_is_not_taken_for_what_a_step_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    holding(monkeypatch, 1400, 500, 600, 1400, 500)
-    assert [give_back(work) for work in ("training", "generation", "training")] == [True, False, True]
+def test_so_is_what_a_turn_of_several_works_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    holding(monkeypatch, 1400, 500, 600, 1400, 1400)
+    works = ("training", "generation", "training", "generation")
+    assert [give_back(work) for work in works] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("once", [800, 20_000])
+def test_what_is_held_once_goes_back(once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an evaluation left behind, or one long batch, just after the step that shows what is needed."""
+    holding(monkeypatch, 400, 200, once, 200, 400, 400)
+    assert [give_back("training") for _ in range(4)] == [True, True, False, False]
 
 
 RAGGED = """
