@@ -57,7 +57,13 @@ def times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) ->
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left [n, k] times right [k, m]: [n, m], both in memory either way round. Not differentiable."""
-    return times_transposed(left, right.t()) if _suits(left, right.t()) else left @ right
+    if not _suits(left, right.t()):
+        return left @ right
+    (n, k), m = left.shape, right.shape[1]
+    if not left.is_contiguous() and m * (n + k) < n * k:
+        # oneDNN copies a left matrix that lies transposed: the other one and the result, here, are less to copy.
+        return times_transposed(right.t(), left).t().contiguous()
+    return times_transposed(left, right.t())
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:

@@ -119,14 +119,14 @@ def test_the_product_by_another_library_equals_torchs_with_its_gradients(bias: b
             assert relative(a, b) <= FORMULA_FP32
 
 
-@pytest.mark.parametrize("size", [4, 70, 200])
+@pytest.mark.parametrize("size", [4, 70, 200, 260])
 @pytest.mark.parametrize("lying", ["left", "right", "neither", "both", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_products_of_matrices_in_memory_either_way_round_are_torchs(size: int, lying: str, dtype: torch.dtype) -> None:
-    left, right = torch.randn(size, 96, dtype=dtype), torch.randn(96, 270 - size, dtype=dtype)
+    left, right = torch.randn(size, 512, dtype=dtype), torch.randn(512, 270 - size, dtype=dtype)
     left = left.t().contiguous().t() if lying in ("left", "both") else left
     right = right.t().contiguous().t() if lying in ("right", "both") else right
-    left = left[:1].expand(size, 96) if lying == "expanded" else left
+    left = left[:1].expand(size, 512) if lying == "expanded" else left
     expected, out = left @ right, torch.full((size, 270 - size), torch.nan, dtype=dtype)
     assert relative(product(left, right), expected) <= FORMULA_FP32
     add_product(out, left, right, first=True)
