@@ -57,7 +57,8 @@ class _Projection:
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         vocab = weight.shape[0]
         self.rows, self.columns = tile_shape(hidden.shape[0], vocab, hidden.device, whole_rows)
-        # Reused by every tile: memory fresh from the system costs more than the arithmetic on it.
+        # Reused by every tile, also where a product is made elsewhere and copied in: memory fresh from the system costs
+        # more than the arithmetic on it.
         self.buffer = hidden.new_empty(self.rows * (vocab if whole_rows else self.columns), dtype=self.wide)
         self.spare = hidden.new_empty(self.rows * self.columns, dtype=self.wide)
 
