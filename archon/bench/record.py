@@ -164,19 +164,9 @@ class BenchRecord(StrictModel):
         data = self.model_dump()
         rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in data.pop("rows"))
         head = json.dumps(data, indent=1, ensure_ascii=False).removesuffix("\n}")
-        partial = _partial(path)
+        partial = Path(path).with_name(f".{Path(path).name}.new")
         partial.write_text(f'{head},\n "rows": [\n{rows}\n]}}\n', encoding="utf-8")
         partial.replace(path)
-
-
-def require_writable(path: str | Path) -> None:
-    """OSError where a record cannot be written there; what is there stays."""
-    _partial(path).touch()
-    _partial(path).unlink()
-
-
-def _partial(path: str | Path) -> Path:
-    return Path(path).with_name(f".{Path(path).name}.new")
 
 
 def read_record(path: str | Path) -> BenchRecord:

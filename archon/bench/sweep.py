@@ -12,8 +12,9 @@ from archon.bench.config import Point, SweepConfig
 from archon.bench.launch import one_line, run_ranks
 from archon.bench.origin import machine, origin
 from archon.bench.partition import STEP
-from archon.bench.record import BenchRecord, Losses, Measurement, Row, require_writable
+from archon.bench.record import BenchRecord, Losses, Measurement, Row
 from archon.bench.worker import Request
+from archon.schema.files import require_folder
 
 # What the phases may add up to beside the step by the clock: a profile's first and last moments.
 PHASE_TOLERANCE = 0.05
@@ -34,13 +35,13 @@ def run_sweep(
         command: what a reader runs to have the same again; by default `archon` and this process's arguments.
         starting: told of each point before it runs.
 
-    Raises ConfigError or LayoutError for what no point could honour, and OSError for a record that cannot be written,
+    Raises ConfigError or LayoutError for what no point could honour, and ConfigError for a record without a folder,
     before anything is started. A point that is refused, fails, runs out of memory or hangs becomes a row.
     """
     points = config.points()
     made = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
     if record is not None:
-        require_writable(record)
+        require_folder(record)
     references: dict[tuple[str, str], tuple[str, Losses]] = {}
     for point in points:
         starting(point)

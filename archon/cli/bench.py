@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from archon.cli.files import require_folder
+from archon.schema.files import require_folder
 
 SETTINGS: dict[str, Any] = {
     "name": "bench",
@@ -102,9 +102,8 @@ def command(
         planned.pop("seq", None)
     chosen = {name: value for name, value in given.items() if value not in (None, [])}
     config = SweepConfig.parse(planned | chosen | {"engine": engine}, source="bench")
-    for file in (record, trace):
-        if file is not None:
-            require_folder(file)
+    if trace is not None:
+        require_folder(trace)
     made = run_sweep(
         config,
         record,

@@ -12,6 +12,7 @@ from archon.bench.config import Point
 from archon.bench.record import Row
 from archon.bench.sweep import PHASE_TOLERANCE
 from archon.reach import reach
+from archon.schema.errors import ConfigError
 from tests.distributed.cases import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,11 +107,11 @@ def test_a_point_that_fails_becomes_a_row_and_the_next_is_measured(
     assert (after.status, after.checks) == ("ok", []), after.reason
 
 
-def test_a_record_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_record_without_a_folder_is_found_before_anything_is_measured(tmp_path: Path) -> None:
     def starting(point: Point) -> None:
         raise InterruptedError(point.name)
 
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
         run_sweep(config(tmp_path, ["d1"]), tmp_path / "nowhere" / "record.json", starting=starting)
     old = tmp_path / "record.json"
     old.write_text("measured before", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Files that a command writes."""
+"""Files that are written when the work is done."""
 
 from __future__ import annotations
 
