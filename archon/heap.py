@@ -43,8 +43,9 @@ def give_back(work: str) -> bool:
     if trim is None:
         return False
     held = _resident_bytes()
-    if work in _held_before:
-        _allowed = max(_allowed, _with_growth(min(held, _held_before.pop(work))))
+    before = _held_before.pop(work, None)
+    if before is not None:
+        _allowed = max(_allowed, _with_growth(min(held, before)))
     if held <= _allowed:
         return False
     trim(0)
