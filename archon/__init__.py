@@ -3,7 +3,7 @@
 Public names are loaded on first use, so that `import archon` and `archon --help` stay light.
 """
 
-from archon.heap import bound_kernel_caches
+from archon.schema.kernel_caches import bound_kernel_caches
 from archon.schema.lazy import lazy_exports
 
 __version__ = "0.1.0"
@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "engine": ("ArchonEngine",),
         "schema.config": ("EngineConfig",),
-        "hf_io": ("load_model", "save_model"),
+        "checkpoint": ("load_model", "save_model"),
         "models": ("get_model_spec",),
         "parallel": ("ArchonParallelDims",),
     },

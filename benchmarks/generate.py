@@ -66,8 +66,8 @@ def archon(side: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> 
     import torch
 
     from archon import load_model
+    from archon.generation import InProcessEngine
     from archon.rl import GenerationHyperparameters, ModelRequest
-    from archon.rl.generation import InProcessEngine
 
     model = load_model(options["checkpoint"], device=options["device"], dtype=getattr(torch, options["dtype"]))
     longest = PROMPT_LENGTH + max(options["lengths"])

@@ -46,7 +46,7 @@ class Foretold(NamedTuple):
 
 def foretold(options: dict[str, Any]) -> Foretold:
     """The planner's figures of archon's step, eager and on one GPU, from the checkpoint's config alone."""
-    from archon.hf_io import read_hf_config
+    from archon.checkpoint.hf_io import read_hf_config
     from archon.models import get_model_spec
     from archon.parallel.layout import ParallelLayout
     from archon.planner.hardware import read_hardware
@@ -84,7 +84,7 @@ def note_foretold(record: Record, found: Foretold, seconds: dict[str, list[float
 
 def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, keep: bool) -> Record:
     """One GPU case. The sides run one after the other, since the masters and moments of two do not fit at once."""
-    from archon.flops import PEAK_BF16_FLOPS, MatmulShape
+    from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
     from benchmarks.train_step import compare
 
     tokens, config = sum(options["lengths"]), shape(options["model"])

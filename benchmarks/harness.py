@@ -274,7 +274,7 @@ def _requests(ranks: int) -> Iterator[str]:
     if ranks == 1:
         yield from sys.stdin
         return
-    from archon.world import World
+    from archon.parallel.world import World
 
     world = World.now()  # which `prepare` has joined
     while line := world.tell(sys.stdin.readline):
@@ -283,7 +283,7 @@ def _requests(ranks: int) -> Iterator[str]:
 
 def _of_all_ranks(measured: dict[str, Any]) -> dict[str, Any]:
     """The slowest rank's seconds, and the sum of memory by kind."""
-    from archon.world import World
+    from archon.parallel.world import World
 
     everyone = [json.loads(data) for data in World.now().gather(json.dumps(measured).encode())]
     kinds = measured["memory"]

@@ -80,8 +80,8 @@ def load_dcp(options: dict[str, Any]) -> Any:
 
 def load_nothing(options: dict[str, Any]) -> Any:
     """The same model allocated, each page of it provided by as many threads as archon reads with."""
-    from archon.hf_reader import READERS
-    from archon.pages import populate
+    from archon.checkpoint.hf_reader import READERS
+    from archon.checkpoint.prefault import populate
 
     model = allocated(options)
     with ThreadPoolExecutor(READERS) as pool:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from archon.convert import opened_weights
-from archon.megatron_config import megatron_arguments
-from archon.megatron_io import rank_state
-from archon.megatron_layout import MegatronLayout, Placement, Rank, padded_vocabulary
+from archon.checkpoint.convert import opened_weights
+from archon.checkpoint.megatron.config import megatron_arguments
+from archon.checkpoint.megatron.layout import MegatronLayout, Placement, Rank, padded_vocabulary
+from archon.checkpoint.megatron.rank_files import rank_state
 
 
 def hf_tensors(path: str) -> dict[str, Tensor]:

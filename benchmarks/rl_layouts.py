@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from archon.metrics import read_jsonl
 from archon.parallel.layout import parse_layout
+from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, say
 
 RECIPE = ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"

@@ -58,11 +58,11 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
 
 def bare(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
     """The generator alone, loaded as the server loads it; makes the checkpoint first."""
-    from archon.hf_io import load_model, load_tokenizer
+    from archon.checkpoint.hf_io import load_model, load_tokenizer
+    from archon.generation import InProcessEngine
+    from archon.generation.types import GenerationHyperparameters, ModelRequest
     from archon.rl.bootstrap import make_tokenizer
-    from archon.rl.config import TokenizerRecipe
-    from archon.rl.generation import InProcessEngine
-    from archon.rl.types import GenerationHyperparameters, ModelRequest
+    from archon.training.bootstrap_config import TokenizerRecipe
     from benchmarks.checkpoints import make_checkpoint, shape
 
     folder = make_checkpoint(Path(options["folder"]), options["model"])

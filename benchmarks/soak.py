@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from archon.metrics import read_jsonl
+from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, BenchmarkError, say
 from benchmarks.watch import EVERY, Watch, descendants, verdict
 

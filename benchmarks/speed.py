@@ -63,7 +63,7 @@ def products_by_mkl(engine: Any) -> None:
 
 def nothing_kept(engine: Any) -> None:
     """Give free memory back to the system after every step, whatever the step needs again."""
-    from archon import heap
+    from archon.engine import heap
 
     heap._with_growth = lambda held: 0.0
 
@@ -93,7 +93,7 @@ def documents_as_they_come(engine: Any) -> None:
 
 def scores_then_loss(engine: Any) -> None:
     """The loss of token scores, its gradient made in the backward pass."""
-    from archon.train_step import Forward
+    from archon.engine.train_step import Forward
 
     Forward.loss.__kwdefaults__["fuse"] = False
 
@@ -106,7 +106,7 @@ def each_prompt_anew(engine: Any) -> None:
 
 def weights_as_trained(engine: Any) -> None:
     """Decode with the weights as the trainer has them."""
-    from archon.rl.generation import replica
+    from archon.generation import replica
 
     replica._pack_linears = lambda replica: None
 
@@ -142,7 +142,7 @@ def one_product(engine: Any) -> None:
         elif isinstance(module, attention.Attention):
             join(module, "wq", "wk", "wv")
     if engine is not None:
-        from archon.optim import build_optimizer
+        from archon.engine.optim import build_optimizer
 
         engine.optimizer = build_optimizer(engine.model, engine.config.optimizer)
 

@@ -109,7 +109,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
     """Open a side at the checkpoint; the parent compares prompts and the reward before training."""
     import logging
 
-    from archon.rl.datasets import encode_prompt
+    from archon.data import encode_prompt
     from archon.rl.trainer import RLTrainer
 
     logging.disable(logging.WARNING)
@@ -303,7 +303,7 @@ def make(options: dict[str, Any]) -> None:
     import torch
 
     from archon.rl.bootstrap import ensure_checkpoint
-    from archon.runner import Runner
+    from archon.training.runner import Runner
 
     torch.set_num_threads(options["threads"])
     config = rl_config({**options, "seed": 0})

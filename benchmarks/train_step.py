@@ -95,7 +95,7 @@ def archon_engine(options: dict[str, Any], compiled: bool = False) -> Any:
 
 def step_of(engine: Any, docs: list[Any]) -> Step:
     """`ArchonEngine.train_batch`, from the padded batch at its door."""
-    from archon.loss import CrossEntropyLoss, loss_token_count
+    from archon.engine.loss import CrossEntropyLoss, loss_token_count
     from benchmarks.peer_losses import padded
 
     ids, mask = padded(docs)
@@ -115,7 +115,7 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
     """A peer's forward with what every side shares around it: fused AdamW and clipping to norm 1."""
     import torch
 
-    from archon.optim import gradient_norm
+    from archon.engine.optim import gradient_norm
     from benchmarks import peers
     from benchmarks.peer_losses import LOSSES
 

@@ -8,17 +8,17 @@ from archon.schema.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "types": (
+        "archon.generation.types": (
             "GenerationHyperparameters",
             "InferenceEngine",
             "ModelRequest",
             "ModelResponse",
-            "concat_padded_tensors",
         ),
+        "trajectories": ("InteractionWithTokenLogpReward", "concat_padded_tensors"),
         "context": ("workflow_context",),
-        "workflows": ("InteractionWithTokenLogpReward", "MultiTurnWorkflow", "RLVRWorkflow", "RolloutWorkflow"),
+        "workflows": ("MultiTurnWorkflow", "RLVRWorkflow", "RolloutWorkflow"),
         "rewards": ("VALID_REWARD_FN", "AsyncRewardWrapper", "get_reward_fn"),
-        "datasets": (
+        "archon.data": (
             "VALID_DATASETS",
             "get_arithmetic_rl_dataset",
             "get_arithmetic_sft_dataset",
@@ -30,8 +30,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "get_torl_data_rl_dataset",
             "get_torl_data_sft_dataset",
         ),
-        "generation": ("InProcessEngine",),
-        "trinity": (
+        "archon.generation": ("InProcessEngine",),
+        "compat.trinity": (
             "EID",
             "REWARD_FUNCTIONS",
             "WORKFLOWS",
@@ -49,11 +49,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "TrinityWorkflow",
             "Workflow",
         ),
-        "agents": ("AgentWorkflow",),
-        "config": ("PreferenceConfig", "RLConfig", "SFTConfig"),
+        "workflows.agent": ("AgentWorkflow",),
+        "config": ("RLConfig",),
         "trainer": ("RLTrainer",),
-        "sft": ("SFTTrainer",),
-        "preference": ("PreferenceTrainer",),
+        "archon.training": ("PreferenceConfig", "PreferenceTrainer", "SFTConfig", "SFTTrainer"),
     },
     expected="archon.rl",
 )

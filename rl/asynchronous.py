@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from archon.rl.algorithms.config import GroupsWithoutSpread
-from archon.rl.rollout import Episode, Prompt, Rollout, RolloutBatch
+from archon.rl.episode import Episode
+from archon.rl.prompts import Prompt
+from archon.rl.rollout import Rollout, RolloutBatch
 
 
 def capacity(running: int, accepted: int, version: int, *, staleness: int, batch: int, concurrent: int) -> int:

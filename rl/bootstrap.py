@@ -13,22 +13,24 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from archon.engine import ArchonEngine
-from archon.hf_io import load_tokenizer
+from archon.checkpoint.hf_io import load_tokenizer
+from archon.data.load import load_rows
+from archon.engine.engine import ArchonEngine
+from archon.generation import InProcessEngine
+from archon.generation.types import GenerationHyperparameters
 from archon.models import get_model_spec
-from archon.rl.config import BootstrapConfig, SFTConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
-from archon.rl.data import load_rows
 from archon.rl.evaluation import evaluate
-from archon.rl.generation import InProcessEngine
+from archon.rl.prompts import Prompt
 from archon.rl.rewards import AsyncRewardWrapper
-from archon.rl.rollout import Prompt, Rollout
-from archon.rl.sft import SFTTrainer
-from archon.rl.types import GenerationHyperparameters
+from archon.rl.rollout import Rollout
 from archon.rl.weights import in_process, weights_of
 from archon.rl.workflows import RLVRWorkflow
-from archon.runner import Runner
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
+from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
+from archon.training.config import SFTConfig
+from archon.training.runner import Runner
+from archon.training.sft import SFTTrainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -3,54 +3,26 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
+from archon.data.config import DatasetConfig
+from archon.generation.config import GeneratorConfig
+from archon.generation.types import GenerationHyperparameters
 from archon.parallel.layout import parse_layout
 from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.replay import check_replayable
-from archon.rl.types import GenerationHyperparameters
-from archon.schema.config import EngineConfig, MetricsConfig, OptimizerConfig, SchedulerConfig, StrictModel
-
-
-class DatasetConfig(StrictModel):
-    """One dataset: a named one, a JSONL or parquet file, or a Hugging Face set."""
-
-    path: str = Field(
-        description="a named set (gsm8k, arithmetic, …) | a .jsonl or .parquet file or folder | a Hugging Face set | "
-        "python:package.module.function, which gives the rows of a split"
-    )
-    split: str = Field("train", description="which part of it")
-    subset: str | None = Field(None, description="configuration of a Hugging Face set that has several")
-    data_dir: str | None = Field(
-        None, description="folder of a named set's files; null: of that name in $ARCHON_DATA or ../shared/data"
-    )
-    prompt_key: str = Field("prompt", description="column of the prompt; a named set knows its own")
-    response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
-    system_prompt: str | None = Field(None, description="system message put before every prompt")
-    instruction: str | None = Field(
-        None, description="text put behind the last user message; null: the named set's own"
-    )
-    max_length: int | None = Field(None, ge=1, description="tokens; longer rows are left out, and counted")
-    limit: int | None = Field(None, ge=1, description="use only so many rows, from the start")
-    seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated set")
-    raw: bool = Field(False, description="RL rows also hold the source's own row, which a Trinity-style workflow reads")
-
-
-class GeneratorConfig(StrictModel):
-    """The in-process generator."""
-
-    max_slots: int = Field(256, ge=1, description="answers decoded together")
-    page_size: int = Field(32, ge=1, description="tokens in a page of the key-value cache")
-    memory_gib: float | None = Field(
-        None,
-        gt=0,
-        description="GiB for the key-value cache; null: what max_slots needs, at most a quarter of what is free",
-    )
-    max_seq_len: int | None = Field(None, ge=2, description="tokens of prompt and answer; null: the model's limit")
-    prefill_tokens: int = Field(8192, ge=1, description="prompt tokens read in one step")
+from archon.schema.config import (
+    EngineConfig,
+    MetricsConfig,
+    StrictModel,
+    follow_model,
+    require_exportable,
+)
+from archon.training.bootstrap_config import BootstrapConfig
+from archon.training.config import CheckpointConfig
 
 
 class RolloutConfig(StrictModel):
@@ -99,13 +71,6 @@ class EvaluationConfig(StrictModel):
         return self
 
 
-class CheckpointConfig(StrictModel):
-    """When the whole state of training is saved."""
-
-    every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end or when stopped")
-    keep: int = Field(2, ge=1, description="checkpoints kept")
-
-
 class GateConfig(StrictModel):
     """The check on every batch that generator and trainer compute the same policy."""
 
@@ -118,50 +83,6 @@ class ControlConfig(StrictModel):
     """Controls for experiments."""
 
     shuffle_rewards: bool = Field(False, description="permute rewards over the batch: a run that must learn nothing")
-
-
-class TokenizerRecipe(StrictModel):
-    """A tokenizer made by the recipe."""
-
-    kind: Literal["characters", "bpe"] = Field("characters", description="one token a character, or byte-level BPE")
-    alphabet: str = Field("0123456789+-*/=() ", description="the characters of kind `characters`")
-    vocab_size: int = Field(2048, ge=260, description="tokens of kind `bpe`, the special ones included")
-    train_data: DatasetConfig | None = Field(None, description="what kind `bpe` is trained on")
-    chat_template: Literal["plain", "chatml"] = Field(
-        "chatml", description="plain: question then answer, nothing between; chatml: Qwen's form with roles and tools"
-    )
-
-
-class WarmupTarget(StrictModel):
-    """Ends a warm-up early: where reinforcement is to take over, whatever the machine's rounding made of the way
-    there."""
-
-    reward: str = Field(description="name or dotted path of the reward function")
-    at_least: float = Field(description="held-out reward of one sampled answer a prompt, at which the warm-up ends")
-    eval_data: DatasetConfig = Field(description="held-out prompts")
-    every: int = Field(25, ge=1, description="steps between measurements")
-    max_new_tokens: int = Field(16, ge=1, description="length limit of an answer, in tokens")
-
-
-class WarmupConfig(StrictModel):
-    """Supervised warm-up of a made checkpoint."""
-
-    total_steps: int = Field(200, ge=1, description="optimiser steps, at most")
-    target: WarmupTarget | None = Field(None, description="reward that ends it early")
-    batch_size: int = Field(64, ge=1, description="rows an optimiser step")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW of the warm-up")
-    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="schedule of the warm-up")
-    train_data: DatasetConfig = Field(description="rows to warm up on")
-
-
-class BootstrapConfig(StrictModel):
-    """Makes a small checkpoint in Hugging Face form where `path` of the model does not exist yet."""
-
-    model_type: str = Field("qwen3", description="family of the made model")
-    hf_config: dict[str, Any] = Field(default_factory=dict, description="fields of its config.json")
-    tokenizer: TokenizerRecipe = Field(default_factory=TokenizerRecipe, description="its tokenizer")
-    seed: int = Field(0, ge=0, lt=2**63, description="of its initial weights")
-    warmup: WarmupConfig | None = Field(None, description="supervised warm-up before it is used")
 
 
 class RLConfig(StrictModel):
@@ -222,7 +143,7 @@ class RLConfig(StrictModel):
         if self.gconfig.seed is not None:
             raise ValueError("gconfig.seed is not for a run, whose answers would all be alike; set `seed`")
         if self.ref is not None:
-            _follow(self.ref, self.actor)
+            follow_model(self.ref, self.actor)
         if self.verify_export and self.actor.dtype == "bfloat16":
             raise ValueError(
                 "verify_export compares float32 logits, and actor.dtype is bfloat16, whose rounding is larger than any "
@@ -234,7 +155,7 @@ class RLConfig(StrictModel):
                 "several processes; rollouts run ahead on one process only, set rollout.max_staleness=0"
             )
         check_replayable(self.gconfig, self.gconfig.temperature)
-        _require_exportable(self.actor, "actor")
+        require_exportable(self.actor, "actor")
         return self
 
     def _critic_agrees(self) -> None:
@@ -251,73 +172,4 @@ class RLConfig(StrictModel):
         self.critic.is_critic = True
         if "init_score" not in self.critic.model_fields_set:
             self.critic.init_score = True
-        _follow(self.critic, self.actor)
-
-
-class SFTConfig(StrictModel):
-    """Supervised fine-tuning of one model."""
-
-    run_dir: str = Field(description="folder of the run: metrics, checkpoints, export")
-    resume: bool = Field(False, description="go on from the run's newest checkpoint, if there is one")
-    seed: int = Field(0, ge=0, lt=2**63, description="order of the data")
-    total_steps: int | None = Field(None, ge=1, description="optimiser steps; null: as `epochs` says")
-    epochs: int = Field(1, ge=1, description="passes over the data, where total_steps is null")
-    batch_size: int = Field(32, ge=1, description="rows an optimiser step")
-    model: EngineConfig = Field(description="the model")
-    tokenizer: str | None = Field(None, description="tokenizer folder; null: the model's")
-    train_data: DatasetConfig = Field(description="rows to train on")
-    eval_data: DatasetConfig | None = Field(None, description="held-out rows")
-    eval_every: int = Field(50, ge=0, description="steps between evaluations; 0: only after the last")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics are sent as well")
-    bootstrap: BootstrapConfig | None = Field(None, description="make the model's checkpoint first, if it is not there")
-
-    @model_validator(mode="after")
-    def _ends_with_an_export(self) -> SFTConfig:
-        _require_exportable(self.model, "model")
-        return self
-
-
-class PreferenceConfig(SFTConfig):
-    """Training of one model on pairs of answers."""
-
-    loss: Literal["dpo", "ipo", "reward"] = Field(
-        "dpo", description="dpo and ipo train a policy, reward a reward model"
-    )
-    beta: float = Field(0.1, gt=0, description="how strongly dpo and ipo hold the policy to the reference")
-    ref: EngineConfig | None = Field(None, description="the reference of dpo and ipo; null: the model as it starts")
-
-    @model_validator(mode="after")
-    def _models_agree(self) -> PreferenceConfig:
-        if self.loss == "reward":
-            if self.ref is not None:
-                raise ValueError("loss reward needs no reference model; remove `ref`")
-            self.model.is_critic = True
-            if "init_score" not in self.model.model_fields_set:
-                self.model.init_score = True
-            return self
-        if self.model.is_critic:
-            raise ValueError(f"model.is_critic is set, and loss {self.loss} trains a policy; choose loss=reward")
-        if self.ref is None:
-            self.ref = EngineConfig.model_validate({**self.model.model_dump(), "optimizer": None})
-        else:
-            _follow(self.ref, self.model)
-        return self
-
-
-def _follow(other: EngineConfig, model: EngineConfig) -> None:
-    """Where a second model is and what it can hold is as for the first, unless it says otherwise: both are on the same
-    processes and see the same batches."""
-    for name in ("layout", "device", "dtype", "max_tokens_per_mb", "timeout_s", "stall_s"):
-        if name not in other.model_fields_set:
-            setattr(other, name, getattr(model, name))
-
-
-def _require_exportable(model: EngineConfig, name: str) -> None:
-    """ValueError for a model whose export, at the end of the run, would be refused."""
-    if model.router_bias_update_rate:
-        raise ValueError(
-            f"{name}.router_bias_update_rate = {model.router_bias_update_rate:g} moves balancing biases, which the "
-            f"Hugging Face export at the end of the run cannot hold; set it to 0, and {name}.router_aux_loss_coef to "
-            "balance experts by a loss"
-        )
+        follow_model(self.critic, self.actor)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -11,19 +9,14 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from archon.generation.seeds import derive_seed
 from archon.rl.clients import aiohttp_session, http_client, of_this_loop
 
 if TYPE_CHECKING:
     import aiohttp
     import httpx
 
-    from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
-
-
-def derive_seed(*parts: int) -> int:
-    """A 63-bit seed that depends on every part and their order, the same in every process and on every machine."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
 
 
 @dataclass

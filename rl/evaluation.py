@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from archon.rl.config import RLConfig
-from archon.rl.rollout import Episode, Prompt, Rollout, recorded_means
+from archon.rl.episode import Episode
+from archon.rl.prompts import Prompt
+from archon.rl.rollout import Rollout, recorded_means
 from archon.rl.workflows import RolloutWorkflow
 
 

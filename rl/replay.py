@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from archon.rl.types import GenerationHyperparameters
+from archon.generation.types import GenerationHyperparameters
 from archon.schema.errors import ConfigError, RolloutError
 
 

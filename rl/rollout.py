@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from archon.rl.algorithms.advantages import Groups
-from archon.rl.context import EpisodeContext, EpisodeEngine, derive_seed, workflow_context
-from archon.rl.exchange import error_kind, is_one_line, pack_episodes, unpack_episodes
+from archon.generation.record import UnusableAnswerError
+from archon.generation.seeds import derive_seed
+from archon.generation.types import GenerationHyperparameters, InferenceEngine
+from archon.parallel.world import World
+from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.episode import Episode
+from archon.rl.episode_io import error_kind, is_one_line, pack_episodes, unpack_episodes
+from archon.rl.prompts import Prompt
 from archon.rl.rewards import RewardFailure
 from archon.rl.rows import Row, own_copy
-from archon.rl.types import GenerationHyperparameters, InferenceEngine, concat_padded_tensors
+from archon.rl.trajectories import concat_padded_tensors
 from archon.rl.workflows.base import RolloutWorkflow, count_lost
 from archon.rl.workflows.results import checked_result, completed, is_one_trajectory, joined, trajectory_ids
-from archon.rl.workflows.trajectory import UnusableAnswerError
 from archon.schema.errors import ConfigError, RolloutError, UserError
-from archon.world import World
 
 if TYPE_CHECKING:
     from archon.rl.algorithms.config import GroupsWithoutSpread
@@ -38,39 +40,6 @@ class WorkflowError(RuntimeError):
 
 class WorkflowRefusedError(WorkflowError, UserError):
     """A workflow that always failed by a mistake which archon itself names in one line: no traceback tells more."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A row of the dataset and its place in the data stream (its ordinal, which no other prompt of the run has)."""
-
-    index: int
-    row: dict[str, Any]
-
-
-@dataclass
-class Episode:
-    """What became of one prompt: a group of trajectories, or nothing (rejected, or `error`)."""
-
-    prompt: Prompt
-    context: EpisodeContext
-    trajectories: dict[str, Any] | None = field(default=None, repr=False)
-    error: BaseException | None = None
-
-    @property
-    def earned(self) -> Tensor:
-        """Float64 [T]: the reward of each trajectory of the group, one of several rows counted once."""
-        if not self.trajectories:
-            return torch.empty(0, dtype=torch.float64)
-        rewards = self.trajectories["rewards"]
-        one_group = torch.zeros(len(rewards), dtype=torch.int64)
-        return Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).earned
-
-    @property
-    def has_spread(self) -> bool:
-        """Whether two trajectories of the group differ in reward, without which there is nothing to learn."""
-        earned = self.earned
-        return len(earned) > 0 and bool(earned.max() > earned.min())
 
 
 @dataclass

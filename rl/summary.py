@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from archon.metrics import TrajectoryWriter, read_jsonl
 from archon.rl.rewards.result import FAILURE_KINDS
 from archon.rl.rollout import RolloutBatch
 from archon.rl.workflows.results import trajectory_ids
+from archon.training.metrics import TrajectoryWriter, read_jsonl
 
 STEPS_ALIKE = (10, 100, 1000)
 """After so many steps without any difference within a group the run says so; of groups of one, after the first too."""

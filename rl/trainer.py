@@ -10,19 +10,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from archon.engine import ArchonEngine
-from archon.hf_io import load_tokenizer
-from archon.metrics import read_jsonl
+from archon.checkpoint.hf_io import load_tokenizer
+from archon.data import encode_prompt
+from archon.data.load import load_rows
+from archon.engine.engine import ArchonEngine
 from archon.parallel.layout import parse_layout
+from archon.parallel.world import World
 from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
 from archon.rl.asynchronous import RolloutAhead
 from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
-from archon.rl.data import PromptStream, load_rows
-from archon.rl.datasets import encode_prompt
 from archon.rl.evaluation import evaluate, evaluated_workflows
 from archon.rl.export import verified_difference
-from archon.rl.loop import (
+from archon.rl.prompts import Prompt, PromptStream
+from archon.rl.replay import check_gate, check_replayable, gate_limit
+from archon.rl.rewards import AsyncRewardWrapper, averify_gold
+from archon.rl.rollout import Rollout, RolloutBatch
+from archon.rl.summary import SpreadWatch, batch_metrics, gains, newest_record, write_groups
+from archon.rl.update import PolicyUpdate
+from archon.rl.weights import in_process, weights_of
+from archon.rl.workflows import RolloutWorkflow, resolve_workflow
+from archon.training.loop import (
     due,
     join,
     load_newest,
@@ -34,16 +42,9 @@ from archon.rl.loop import (
     timed,
     timed_evaluation,
 )
-from archon.rl.replay import check_gate, check_replayable, gate_limit
-from archon.rl.rewards import AsyncRewardWrapper, averify_gold
-from archon.rl.rollout import Prompt, Rollout, RolloutBatch
-from archon.rl.shares import require_documents
-from archon.rl.summary import SpreadWatch, batch_metrics, gains, newest_record, write_groups
-from archon.rl.update import PolicyUpdate
-from archon.rl.weights import in_process, weights_of
-from archon.rl.workflows import RolloutWorkflow, resolve_workflow
-from archon.runner import Runner, StoppedError
-from archon.world import World
+from archon.training.metrics import read_jsonl
+from archon.training.runner import Runner, StoppedError
+from archon.training.shares import require_documents
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from archon.engine import ArchonEngine
+from archon.engine.engine import ArchonEngine
+from archon.generation.seeds import derive_seed
 from archon.rl.algorithms.advantages import ADVANTAGES, Outcomes
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
@@ -15,9 +16,8 @@ from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import second_moment_mask
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.shaping import overlong_penalty
-from archon.rl.context import derive_seed
 from archon.rl.replay import mean_logprob_difference
-from archon.rl.shares import own_documents, score_shared
+from archon.training.shares import own_documents, score_shared
 
 Batch = dict[str, Tensor]
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")

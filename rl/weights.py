@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from archon.engine import ArchonEngine
-from archon.rl.generation import InProcessEngine
-from archon.rl.generation.replica import WeightSource
+from archon.engine.engine import ArchonEngine
+from archon.generation import InProcessEngine
+from archon.generation.replica import WeightSource
 
 
 def weights_of(engine: ArchonEngine) -> WeightSource:

@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 
-from archon.metrics import read_jsonl
 from archon.parallel.layout import parse_layout
+from archon.training.metrics import read_jsonl
 from tests.distributed.runs import make_inputs
 from tests.tolerances import PARITY_FP32
 
@@ -112,8 +112,9 @@ def test_the_workflow_of_the_rl_guide_returns_trajectories_that_are_accepted() -
     from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs
     from archon.rl import GenerationHyperparameters, InProcessEngine
     from archon.rl.bootstrap import make_tokenizer
-    from archon.rl.config import TokenizerRecipe
-    from archon.rl.rollout import Prompt, Rollout
+    from archon.rl.prompts import Prompt
+    from archon.rl.rollout import Rollout
+    from archon.training.bootstrap_config import TokenizerRecipe
 
     names: dict[str, object] = {}
     exec(compile(shown("workflow", ROOT / "rl" / "README.md"), "rl/README.md", "exec"), names)

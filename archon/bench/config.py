@@ -120,7 +120,7 @@ class SweepConfig(StrictModel):
 
     def refusal(self, point: Point) -> str:
         """Why a point cannot be measured, as far as that is seen without starting it; nothing where it can."""
-        from archon.engine_build import resolve_device
+        from archon.engine.build import resolve_device
 
         try:
             resolve_device(self.engine_config(point).device)

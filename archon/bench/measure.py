@@ -16,14 +16,14 @@ from archon.bench.partition import shortened
 from archon.bench.profiling import profiled
 from archon.bench.record import Losses, Measurement, RankResult, Traffic, phase_sums, schedule_of
 from archon.bench.shapes import share
-from archon.collectives import CollectiveRecorder, group_names
-from archon.engine import ArchonEngine
-from archon.engine_build import resolve_device
-from archon.flops import PEAK_BF16_FLOPS, MatmulShape
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.build import resolve_device
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
 from archon.models.layers.matmul import product
+from archon.parallel.collectives import CollectiveRecorder, group_names
+from archon.parallel.world import World
 from archon.schema.config import EngineConfig
-from archon.world import World
 
 # Relative differences of the same batch in two layouts; after AdamW's first step, whose sign near a zero gradient is
 # decided by rounding, more.

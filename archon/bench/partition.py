@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from archon.bench.record import COMPUTE, Segment
-from archon.collectives import kind_of
+from archon.parallel.collectives import kind_of
 
 LABEL = "archon:"
 STEP = "step"

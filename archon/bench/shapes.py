@@ -12,7 +12,7 @@ from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from archon.batch import PackedBatch
+    from archon.engine.batch import PackedBatch
 
 SEED = 0
 # Natural logarithm's standard deviation of a lognormal length, whose median is a quarter of the longest.
@@ -73,7 +73,7 @@ def share(shape: Shape, vocab_size: int, rank: int, ranks: int) -> PackedBatch:
     document alone. ConfigError where there are fewer documents than ranks."""
     import torch
 
-    from archon.batch import pack
+    from archon.engine.batch import pack
 
     if len(shape.lengths) < ranks:
         raise ConfigError(

@@ -94,7 +94,7 @@ def _notes(measured: Measurement) -> list[str]:
 
 
 def _setup(config: SweepConfig) -> dict[str, object]:
-    from archon.hf_io import read_hf_config
+    from archon.checkpoint.hf_io import read_hf_config
     from archon.models import get_model_spec
 
     hf_config = read_hf_config(str(config.folder))

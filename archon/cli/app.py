@@ -98,7 +98,7 @@ def errors_told() -> Iterator[None]:
             # What a library or a user's function said may have lines of its own.
             message = " ".join(message.splitlines())
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            from archon.failure import Failure, end_rank
+            from archon.parallel.failure import Failure, end_rank
 
             failure = Failure.connect()
             if failure is not None:

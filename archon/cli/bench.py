@@ -124,9 +124,9 @@ def sweep_of(file: Path, device: str | None = None) -> dict[str, Any]:
     batches of documents that are all as long as they may be."""
     from archon.bench.config import SET_HERE
     from archon.cli.config import load_config
-    from archon.engine_build import resolve_device
+    from archon.engine.build import resolve_device
     from archon.parallel.compile import compile_enabled
-    from archon.rl.config import SFTConfig
+    from archon.training.config import SFTConfig
 
     run = load_config(SFTConfig, file, [])
     model, longest = run.model, run.train_data.max_length

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from archon.rl.config import BootstrapConfig, DatasetConfig, PreferenceConfig, RLConfig, SFTConfig
-    from archon.rl.datasets.registry import DatasetKind
+    from archon.data.config import DatasetConfig
+    from archon.data.registry import DatasetKind
+    from archon.rl.config import RLConfig
     from archon.schema.config import EngineConfig, StrictModel
+    from archon.training.bootstrap_config import BootstrapConfig
+    from archon.training.config import PreferenceConfig, SFTConfig
 
 Config = TypeVar("Config", bound="StrictModel")
 
@@ -35,9 +38,9 @@ def check_rl(config: RLConfig) -> list[str]:
     """Check an RL run; the lines say what was found. Raises the `UserError` the run itself would end with."""
     from archon.parallel.layout import parse_layout
     from archon.rl.rewards import get_reward_fn
-    from archon.rl.shares import require_documents
     from archon.rl.workflows import resolve_workflow
-    from archon.sinks import require_sinks
+    from archon.training.shares import require_documents
+    from archon.training.sinks import require_sinks
 
     check_run_dir(config.run_dir, resume=config.resume)
     require_sinks(config.metrics.sinks)
@@ -75,8 +78,8 @@ def check_preference(config: PreferenceConfig) -> list[str]:
 def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
     """Check an SFT run, as `check_rl` does."""
     from archon.parallel.layout import parse_layout
-    from archon.rl.shares import require_documents
-    from archon.sinks import require_sinks
+    from archon.training.shares import require_documents
+    from archon.training.sinks import require_sinks
 
     check_run_dir(config.run_dir, resume=config.resume)
     require_sinks(config.metrics.sinks)
@@ -105,7 +108,7 @@ def blank_checkpoint(bootstrap: BootstrapConfig | None, path: str) -> Iterator[d
 
 def check_run_dir(path: str | Path, *, resume: bool) -> None:
     """Refuse a run directory that could not be written or that holds another run; creates nothing."""
-    from archon.runner import RunDirectory
+    from archon.training.runner import RunDirectory
 
     path = Path(path)
     standing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -122,15 +125,15 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     are not read."""
     import torch
 
-    from archon.engine_build import resolve_device
-    from archon.hf_io import read_hf_config
-    from archon.hf_reader import HFCheckpoint
-    from archon.inspect import inspect_checkpoint
-    from archon.layout_check import check_layout
+    from archon.checkpoint.hf_io import read_hf_config
+    from archon.checkpoint.hf_reader import HFCheckpoint
+    from archon.engine.build import resolve_device
+    from archon.engine.layout_check import check_layout
+    from archon.engine.optim import check_schedule
     from archon.models.attention.backend import resolve_backend
-    from archon.optim import check_schedule
     from archon.parallel.layout import parse_layout
-    from archon.ranks import require_processes, started_processes
+    from archon.parallel.process_group import require_processes, started_processes
+    from archon.planner.inspect import inspect_checkpoint
 
     device = resolve_device(config.device)
     dims = parse_layout(config.layout).dims(device.type)
@@ -158,7 +161,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
 
 def check_tokenizer(path: str, made: Mapping[str, str]) -> tuple[Any, str]:
     """The tokenizer, and what to say of it."""
-    from archon.hf_io import load_tokenizer
+    from archon.checkpoint.hf_io import load_tokenizer
 
     tokenizer = load_tokenizer(made.get(path, path))
     return tokenizer, f"tokenizer: {len(tokenizer):,} tokens"
@@ -168,8 +171,8 @@ def check_data(
     name: str, config: DatasetConfig | None, kind: DatasetKind, tokenizer: Any, room: int | None = None
 ) -> list[str]:
     """Read the rows a run would train on; with `room`, each must fit a micro-batch of so many tokens."""
-    from archon.rl.data import load_rows
-    from archon.rl.sft import require_room
+    from archon.data.load import load_rows
+    from archon.training.sft import require_room
 
     if config is None:
         return []

@@ -64,9 +64,9 @@ def command(
 ) -> None:
     import torch
 
-    from archon.convert import VOCAB_MULTIPLE, convert, find_format
-    from archon.hf_reader import existing_folder
-    from archon.megatron_layout import MegatronLayout
+    from archon.checkpoint.convert import VOCAB_MULTIPLE, convert, find_format
+    from archon.checkpoint.hf_reader import existing_folder
+    from archon.checkpoint.megatron.layout import MegatronLayout
     from archon.schema.errors import ConfigError
 
     kind = Formats(origin or find_format(existing_folder(source)))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from archon.doctor import Placement
-    from archon.engine import ArchonEngine
-    from archon.reach import Reach
+    from archon.doctor.rank_report import Placement
+    from archon.engine.dry_run import Reach
+    from archon.engine.engine import ArchonEngine
 
 SETTINGS: dict[str, Any] = {
     "name": "doctor",
@@ -46,13 +46,13 @@ def command(
     }
     config = EngineConfig.parse(options | {"init_from_scratch": fresh}, source="doctor")
     if rank is not None:
-        from archon.reach import reach
+        from archon.engine.dry_run import reach
 
         print("\n".join(describe_reach(reach(config, rank, tokens, micro_batches), layout)))
         return
     import torch.distributed as dist
 
-    from archon.engine import ArchonEngine
+    from archon.engine.engine import ArchonEngine
 
     engine = ArchonEngine(config)
     engine.stacks = stacks
@@ -66,9 +66,9 @@ def command(
 
 def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[str]:
     """Every check, on every rank; rank 0 prints what it finds. Gives back what is wrong."""
-    from archon.doctor import inconsistencies, memory, placements, self_test, world
-    from archon.loss import CrossEntropyLoss, loss_token_count
-    from archon.reach import documents
+    from archon.doctor.rank_report import inconsistencies, memory, placements, self_test, world
+    from archon.engine.dry_run import documents
+    from archon.engine.loss import CrossEntropyLoss, loss_token_count
 
     def say(*lines: str) -> None:
         if world().rank == 0:
@@ -94,7 +94,7 @@ def describe_meshes(engine: ArchonEngine) -> list[str]:
     """Each way the ranks are arranged, and the groups rank 0 belongs to."""
     import torch.distributed as dist
 
-    from archon.collectives import layout_groups
+    from archon.parallel.collectives import layout_groups
 
     dims = engine.parallel_dims
     grids = [

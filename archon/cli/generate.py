@@ -17,7 +17,7 @@ from archon.schema.errors import CheckpointError, ConfigError, NotFiniteError
 
 if TYPE_CHECKING:
     from archon.cli.generate_config import GenerateConfig
-    from archon.rl.types import InferenceEngine, ModelRequest, ModelResponse
+    from archon.generation.types import InferenceEngine, ModelRequest, ModelResponse
 
 SETTINGS: dict[str, Any] = {
     "name": "generate",
@@ -54,9 +54,9 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
     """Load the checkpoint, answer every prompt, print what comes."""
     import torch
 
-    from archon.engine_build import resolve_device
-    from archon.hf_io import load_model, load_tokenizer, read_hf_config
-    from archon.rl.generation import InProcessEngine
+    from archon.checkpoint.hf_io import load_model, load_tokenizer, read_hf_config
+    from archon.engine.build import resolve_device
+    from archon.generation import InProcessEngine
 
     read_hf_config(path)  # before the tokenizer, whose loader would say less of what is no checkpoint
     tokenizer = load_tokenizer(config.tokenizer or path)
@@ -79,8 +79,8 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
 
 def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any) -> list[ModelRequest]:
     """`n_samples` requests a prompt, in order; each sample has a random stream of its own."""
-    from archon.rl.datasets.encoding import render, tokenize
-    from archon.rl.types import GenerationHyperparameters, ModelRequest
+    from archon.data.encoding import render, tokenize
+    from archon.generation.types import GenerationHyperparameters, ModelRequest
 
     if config.chat is True and not tokenizer.chat_template:
         raise ConfigError("chat=true, but the tokenizer has no chat template; set chat=false")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from archon.rl.types import GenerationHyperparameters
+from archon.generation.types import GenerationHyperparameters
 from archon.schema.config import ComputeDtype
 
 

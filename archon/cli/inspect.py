@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from archon.inspect import Inspection
+    from archon.planner.inspect import Inspection
 
 SETTINGS: dict[str, Any] = {
     "name": "inspect",
@@ -24,8 +24,8 @@ def command(
         int, typer.Option("--seq-len", metavar="TOKENS", min=1, help="document length for FLOPs")
     ] = 4096,
 ) -> None:
-    from archon.hf_io import read_hf_config
-    from archon.inspect import inspect_checkpoint
+    from archon.checkpoint.hf_io import read_hf_config
+    from archon.planner.inspect import inspect_checkpoint
     from archon.schema.errors import ConfigError
 
     found = inspect_checkpoint(path, read_hf_config(path), seq_len)

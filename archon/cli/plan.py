@@ -46,12 +46,12 @@ def command(
         return
     import yaml
 
-    from archon.hf_io import read_hf_config
-    from archon.inspect import refusals
+    from archon.checkpoint.hf_io import read_hf_config
     from archon.models import get_model_spec
     from archon.planner.describe import as_json as plan_as_json
     from archon.planner.describe import describe, run_config, why_none
     from archon.planner.hardware import read_hardware
+    from archon.planner.inspect import refusals
     from archon.planner.search import Planner, Question
     from archon.schema.errors import ConfigError, LayoutError
 
@@ -84,9 +84,9 @@ def _calibrate(gpu: str, dtype: str, file: Path) -> None:
 
     import torch
 
-    from archon.engine_build import resolve_device
+    from archon.engine.build import resolve_device
+    from archon.parallel.process_group import join_process_group, started_processes
     from archon.planner.calibrate import calibrate
-    from archon.ranks import join_process_group, started_processes
 
     device = resolve_device("auto")
     join_process_group(started_processes(), device.type, timeout_s=600.0)

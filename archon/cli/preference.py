@@ -11,7 +11,7 @@ from archon.cli.train import train
 SETTINGS: dict[str, Any] = {
     "name": "preference",
     "help": "Train a policy (DPO, IPO) or a reward model on pairs of answers.",
-    "cls": config_command("archon.rl.config:PreferenceConfig"),
+    "cls": config_command("archon.training.config:PreferenceConfig"),
 }
 
 

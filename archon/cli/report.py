@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from archon.runner import Runner
+    from archon.training.runner import Runner
 
 SETTINGS: dict[str, Any] = {
     "name": "report",

@@ -15,7 +15,7 @@ from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
     from archon.cli.serve_config import ServeConfig
-    from archon.rl.agents.server import AgentServer
+    from archon.serve.server import AgentServer
 
 SETTINGS: dict[str, Any] = {
     "name": "serve",
@@ -39,7 +39,7 @@ def command(
     resolved = load_config(ServeConfig, config, overrides or [])
     if token is not None and not token.strip():
         raise ConfigError("the token is empty; give one, or leave it out on loopback")
-    from archon.rl.agents.server import check_host
+    from archon.serve.server import check_host
 
     check_host(host, token)  # before a model is loaded
     asyncio.run(serve(make_server(path, resolved, token), host, port))
@@ -49,11 +49,11 @@ def make_server(path: Path, config: ServeConfig, token: str | None) -> AgentServ
     """Load the checkpoint and put a server before it, which does not listen yet."""
     import torch
 
-    from archon.engine_build import resolve_device
-    from archon.hf_io import load_model, load_tokenizer, read_hf_config
-    from archon.rl.agents.server import AgentServer, Limits
-    from archon.rl.generation import InProcessEngine
-    from archon.rl.types import GenerationHyperparameters
+    from archon.checkpoint.hf_io import load_model, load_tokenizer, read_hf_config
+    from archon.engine.build import resolve_device
+    from archon.generation import InProcessEngine
+    from archon.generation.types import GenerationHyperparameters
+    from archon.serve.server import AgentServer, Limits
 
     read_hf_config(path)  # before the tokenizer, whose loader would say less of what is no checkpoint
     tokenizer = load_tokenizer(config.tokenizer or path)

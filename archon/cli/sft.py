@@ -11,7 +11,7 @@ from archon.cli.train import train
 SETTINGS: dict[str, Any] = {
     "name": "sft",
     "help": "Fine-tune a checkpoint on examples.",
-    "cls": config_command("archon.rl.config:SFTConfig"),
+    "cls": config_command("archon.training.config:SFTConfig"),
 }
 
 

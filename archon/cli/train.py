@@ -35,7 +35,7 @@ def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -
     config_name, trainer_name, model = RUNS[command]
     config_type = getattr(rl, config_name)
     if command == "rl":
-        from archon.rl.trinity.config import translated
+        from archon.rl.compat.trinity.config import translated
 
         config = load_config(config_type, file, overrides, translated)
     else:
@@ -45,12 +45,15 @@ def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -
 
         check.print_check(config, getattr(check, f"check_{command}"))
         return 0
-    from archon.rl.loop import join
-    from archon.runner import Runner
+    from archon.rl.bootstrap import ensure_checkpoint
+    from archon.training.loop import join
+    from archon.training.runner import Runner
 
     config = join(config, getattr(config, model))
     with Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics) as runner:
-        getattr(rl, trainer_name)(config, runner).train()
+        engine_config = getattr(config, model)
+        if config.bootstrap is None or ensure_checkpoint(config.bootstrap, engine_config.path, runner, engine_config):
+            getattr(rl, trainer_name)(config, runner).train()
         if runner.world.is_main:
             report_to(runner)
     return runner.exit_code

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from archon.models.layers.matmul import product
+from archon.parallel.world import World
 from archon.planner.hardware import Hardware, known_hardware, read_hardware
 from archon.planner.probe import (
     collectives,
@@ -27,7 +28,6 @@ from archon.planner.probe import (
     shard_seconds,
 )
 from archon.schema.errors import ConfigError
-from archon.world import World
 
 # Rows, columns and inner size of the product; elements of the copy and of the tensor that is summed over ranks.
 GEMM = {"cuda": 8192, "cpu": 1024}

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from archon.flops import Flops
-from archon.layout_check import check_layout
+from archon.engine.layout_check import check_layout
 from archon.models.args import BaseModelArgs
+from archon.models.flops import Flops
 from archon.models.spec import ModelSpec
 from archon.parallel.fit import Fit
 from archon.parallel.layout import ParallelLayout, parse_layout

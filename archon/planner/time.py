@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from archon.flops import MatmulShape
 from archon.models.args import BaseModelArgs
+from archon.models.flops import MatmulShape
+from archon.parallel.context import context_parallel_kind
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
 from archon.planner.activations import BlockSizes, Share, block_of
 from archon.planner.hardware import Hardware
 from archon.planner.memory import WIDTHS, State
-from archon.ranks import context_parallel_kind
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 
 # Attention's share of the efficiency of plain products: softmax and recomputed scores between smaller products (Dao

@@ -1,5 +1,5 @@
-"""What a training step really allocates: `archon.reach`'s imagined step, with every storage followed from the operator
-that makes it to its release. What the formulas of `archon.planner.memory` are held against.
+"""What a training step really allocates: the step of `archon.engine.dry_run`, with every storage followed from the
+operator that makes it to its release. What the formulas of `archon.planner.memory` are held against.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from archon.engine import ArchonEngine
+from archon.engine.dry_run import Reach, imaginable, imagine, measured
+from archon.engine.engine import ArchonEngine
 from archon.parallel.fsdp import local_tensor
-from archon.reach import Reach, imaginable, imagine, measured
 from archon.schema.config import EngineConfig
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from archon.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
 from archon.report.trajectories import Sampled, sample
 from archon.schema.errors import ConfigError
+from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
 
 NOT_SERIES = {"step", "time"}
 

@@ -236,3 +236,21 @@ class EngineConfig(StrictModel):
                 "and optimizer is null; set it to 0"
             )
         return self
+
+
+def follow_model(other: EngineConfig, model: EngineConfig) -> None:
+    """Where a second model is and what it can hold is as for the first, unless it says otherwise: both are on the same
+    processes and see the same batches."""
+    for name in ("layout", "device", "dtype", "max_tokens_per_mb", "timeout_s", "stall_s"):
+        if name not in other.model_fields_set:
+            setattr(other, name, getattr(model, name))
+
+
+def require_exportable(model: EngineConfig, name: str) -> None:
+    """ValueError for a model whose export, at the end of the run, would be refused."""
+    if model.router_bias_update_rate:
+        raise ValueError(
+            f"{name}.router_bias_update_rate = {model.router_bias_update_rate:g} moves balancing biases, which the "
+            f"Hugging Face export at the end of the run cannot hold; set it to 0, and {name}.router_aux_loss_coef to "
+            "balance experts by a loss"
+        )

@@ -16,7 +16,7 @@ def lazy_exports(
 
     Args:
         package: the package's `__name__`.
-        exports: names by the module of the package that defines them.
+        exports: names by the module that defines them: one of the package, or an absolute `archon.…` one.
         expected: the one name the package may be imported under; ImportError for another.
     """
     if expected is not None and package != expected:
@@ -29,7 +29,8 @@ def lazy_exports(
 
     def load(name: str) -> Any:
         if name in home:
-            return getattr(importlib.import_module(f".{home[name]}", package), name)
+            module = home[name] if home[name].startswith("archon.") else f"{package}.{home[name]}"
+            return getattr(importlib.import_module(module), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return load, lambda: names, names

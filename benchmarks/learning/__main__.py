@@ -28,7 +28,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from archon.metrics import read_jsonl
+from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, say
 
 HERE = Path(__file__).parent

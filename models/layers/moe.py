@@ -38,7 +38,7 @@ class Router(nn.Module):
     """Chooses `top_k` of `n_experts` for a token and weighs them, in at least float32.
 
     `balance` adds `expert_bias` [E] to the probabilities where experts are chosen, and not where they are weighed
-    (Wang et al. 2024, arXiv:2408.15664); `archon.balance` moves it.
+    (Wang et al. 2024, arXiv:2408.15664); `archon.engine.router_balance` moves it.
     """
 
     expert_bias: Tensor | None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from archon.batch import PackedBatch
-from archon.loss import Metrics, document_ids, masked_sum
+from archon.engine.batch import PackedBatch
+from archon.engine.loss import Metrics, document_ids, masked_sum
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms

@@ -1,10 +1,15 @@
 """Workflows: how one prompt becomes scored trajectories."""
 
-from __future__ import annotations
+from archon.schema.lazy import lazy_exports
 
-from archon.rl.workflows.base import RolloutWorkflow, resolve_workflow
-from archon.rl.workflows.multi_turn import MultiTurnWorkflow
-from archon.rl.workflows.rlvr import RLVRWorkflow
-from archon.rl.workflows.trajectory import InteractionWithTokenLogpReward
-
-__all__ = ["InteractionWithTokenLogpReward", "MultiTurnWorkflow", "RLVRWorkflow", "RolloutWorkflow", "resolve_workflow"]
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "agent": ("AgentWorkflow", "resolve_agent"),
+        "agent_process": ("ProcessAgent",),
+        "base": ("RolloutWorkflow",),
+        "multi_turn": ("MultiTurnWorkflow",),
+        "resolve": ("resolve_workflow",),
+        "rlvr": ("RLVRWorkflow",),
+    },
+)

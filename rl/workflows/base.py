@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from archon.generation.record import UnusableAnswerError
+from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure
-from archon.rl.types import GenerationHyperparameters, InferenceEngine
-from archon.rl.workflows.trajectory import UnusableAnswerError
-from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
-from archon.schema.lazy import import_dotted
 
 Sample = TypeVar("Sample")
 
@@ -97,63 +94,3 @@ def record_parts(rewards: Iterable[Reward]) -> None:
     """Add the parts of rewards that have several to the step's metrics."""
     for reward in rewards:
         workflow_context.record(**{f"reward/{name}": part for name, part in reward.parts.items()})
-
-
-def resolve_workflow(
-    workflow: RolloutWorkflow | type[RolloutWorkflow] | str, further: Mapping[str, Any] | None = None, **arguments: Any
-) -> RolloutWorkflow:
-    """The instance that `workflow` stands for: itself, its class, or a dotted string naming either. An agent, which has
-    `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`.
-
-    `arguments` are offered to a class's constructor, which takes those it names; `further` ones it must take. Raises
-    `ConfigError` naming what was given.
-    """
-    found, further = _found(workflow, further or {})
-    if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
-        from archon.rl.agents.workflow import AgentWorkflow
-
-        return AgentWorkflow(_constructed(found, further, {}), **{n: arguments[n] for n in ("gconfig", "tokenizer")})
-    if not callable(getattr(found, "arun_episode", None)):
-        raise ConfigError(
-            f"workflow: got {workflow!r}, expected a RolloutWorkflow or an agent (`async def run`): an instance, a "
-            "class, or a dotted string"
-        )
-    resolved: RolloutWorkflow = _constructed(found, further, arguments)
-    return resolved
-
-
-def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """An instance as it is; of a class, one made with all of `further` and those of `arguments` that it names."""
-    if not isinstance(found, type):
-        if further:
-            raise ConfigError(f"workflow_args {', '.join(further)}: the workflow is an instance already")
-        return found
-    accepted = inspect.signature(found).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    given = {name: value for name, value in arguments.items() if takes_all or name in accepted}
-    for name in further:
-        if name not in accepted and not takes_all:
-            raise ConfigError(
-                f"workflow class {found.__qualname__} has no argument {name!r}{nearest(name, list(accepted))}"
-            )
-    given |= further
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = {name for name, p in accepted.items() if p.default is p.empty and p.kind not in variable}
-    if missing := sorted(needed - given.keys()):
-        raise ConfigError(
-            f"workflow class {found.__qualname__} needs {', '.join(missing)}, and the trainer offers "
-            f"{', '.join(arguments) or 'an agent nothing'}; give it as an instance, or name them in workflow_args"
-        )
-    return found(**given)
-
-
-def _found(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """What `workflow` names. A Trinity-style one becomes an argument of the workflow that runs such ones."""
-    from archon.rl.trinity.adapter import TrinityWorkflow  # which imports this module
-    from archon.rl.trinity.workflow import WORKFLOWS, Workflow
-
-    if isinstance(workflow, str):
-        workflow = WORKFLOWS[workflow] if workflow in WORKFLOWS else import_dotted(workflow, "workflow")
-    if isinstance(workflow, type) and issubclass(workflow, Workflow):
-        return TrinityWorkflow, {"workflow": workflow, **further}
-    return workflow, further

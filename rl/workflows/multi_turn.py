@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from archon.rl.context import derive_seed, workflow_context
-from archon.rl.datasets import encode_prompt
-from archon.rl.datasets.encoding import next_turn_ids
+from archon.data import encode_prompt
+from archon.data.encoding import next_turn_ids
+from archon.generation.record import TokenRecord, check_answer
+from archon.generation.seeds import derive_seed
+from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
+from archon.rl.context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
-from archon.rl.types import GenerationHyperparameters, InferenceEngine, ModelRequest
+from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflows.base import RolloutWorkflow, kept_samples, record_parts, wrapped_reward
-from archon.rl.workflows.trajectory import TokenRecord, check_answer, trajectory_tensors
 from archon.schema.errors import ConfigError, ContextOverflowError
 
 RETRY = "That is not right. Try again."

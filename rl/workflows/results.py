@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archon.generation.record import UnusableAnswerError, check_answer
+from archon.generation.types import ModelResponse
 from archon.rl.context import EpisodeContext
 from archon.rl.rewards import Reward
-from archon.rl.types import ModelResponse, concat_padded_tensors, validate_trajectory
-from archon.rl.workflows.base import kept_samples
-from archon.rl.workflows.trajectory import (
+from archon.rl.trajectories import (
     InteractionWithTokenLogpReward,
-    UnusableAnswerError,
-    check_answer,
+    concat_padded_tensors,
     trajectory_tensors,
+    validate_trajectory,
 )
+from archon.rl.workflows.base import kept_samples
 from archon.schema.errors import RolloutError
 
 SHORT_FORM = ("input_ids", "output_ids", "reward")

@@ -11,7 +11,7 @@ from archon.bench import BenchRecord, SweepConfig, read_record, run_sweep
 from archon.bench.config import Point
 from archon.bench.record import Row
 from archon.bench.sweep import PHASE_TOLERANCE
-from archon.reach import reach
+from archon.engine.dry_run import reach
 from archon.schema.errors import ConfigError
 from tests.distributed.cases import write_config
 
@@ -25,7 +25,7 @@ FAULT = """
 import os, time
 if os.environ.get("RANK") == "1":
     import torch
-    from archon.engine import ArchonEngine
+    from archon.engine.engine import ArchonEngine
     def train_batch(self, *args):
         if os.environ["FAULT"] == "memory":
             torch.empty(2**50)

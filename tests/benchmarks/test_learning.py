@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from archon.cli.config import load_config
-from archon.metrics import read_jsonl
-from archon.rl.config import PreferenceConfig, RLConfig
+from archon.rl.config import RLConfig
+from archon.training.config import PreferenceConfig
+from archon.training.metrics import read_jsonl
 from benchmarks.learning import calculator, preferences, walking
 from benchmarks.learning.__main__ import TASKS, run
 from benchmarks.watch import verdict

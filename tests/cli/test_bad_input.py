@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from archon.cli import main
-from archon.metrics import read_jsonl
 from archon.schema.errors import UserError
+from archon.training.metrics import read_jsonl
 
 
 def change_config(checkpoint, **changes):
@@ -166,7 +166,7 @@ def test_message_of_several_lines_is_one_line(archon, monkeypatch):
     def refuse(*_):
         raise UserError("first\nsecond")
 
-    monkeypatch.setattr("archon.hf_io.read_hf_config", refuse)
+    monkeypatch.setattr("archon.checkpoint.hf_io.read_hf_config", refuse)
     assert archon("inspect", "anywhere").complaint == "archon: first second"
 
 
@@ -252,6 +252,6 @@ def test_an_unexpected_error_keeps_its_traceback(checkpoint, monkeypatch):
     def broken(*_):
         raise RuntimeError("a defect of archon")
 
-    monkeypatch.setattr("archon.inspect.inspect_checkpoint", broken)
+    monkeypatch.setattr("archon.planner.inspect.inspect_checkpoint", broken)
     with pytest.raises(RuntimeError, match="a defect of archon"):
         main(["inspect", str(checkpoint)])

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from archon import __version__
-from archon.metrics import read_jsonl
 from archon.models import get_supported_model_types
+from archon.training.metrics import read_jsonl
 
 RECIPES = Path(__file__).resolve().parents[2] / "rl" / "recipes"
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from archon.metrics import MetricsWriter, TrajectoryWriter, read_jsonl
 from archon.schema.errors import DatasetError
+from archon.training.metrics import MetricsWriter, TrajectoryWriter, read_jsonl
 
 
 def test_each_step_is_on_disk_as_soon_as_it_is_written(tmp_path):

@@ -16,14 +16,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from archon.metrics import read_jsonl
-from archon.runner import Runner
 from archon.schema.config import OptimizerConfig
 from archon.schema.errors import ConfigError
+from archon.training.metrics import read_jsonl
+from archon.training.runner import Runner
 
 LOOP = """
     import sys, time
-    from archon.runner import Runner
+    from archon.training.runner import Runner
     from archon.schema.config import OptimizerConfig
     with Runner(sys.argv[1], OptimizerConfig()) as runner:
         step = 0

@@ -11,10 +11,10 @@ import textwrap
 import pytest
 from rich.console import Console
 
-from archon.metrics import read_jsonl
-from archon.runner import Runner
 from archon.schema.config import MetricsConfig, OptimizerConfig
 from archon.schema.errors import ConfigError
+from archon.training.metrics import read_jsonl
+from archon.training.runner import Runner
 
 # What W&B and Trackio have in common, in a module that keeps what it was asked.
 STAND_IN = """

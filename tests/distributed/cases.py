@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.batch import PackedBatch
-from archon.engine import ArchonEngine
-from archon.loss import CrossEntropyLoss, LossFn, Metrics, document_sums, masked_sum
+from archon.engine.batch import PackedBatch
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, document_sums, masked_sum
 from archon.schema.config import EngineConfig
 from tests.engine.tiny import full_tensor
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from archon.checkpoint import agreed_latest, model_fingerprint, opened_state
-from archon.engine import ArchonEngine
-from archon.hf_io import save_hf
-from archon.loss import loss_token_count
-from archon.safetensors_file import write_safetensors
+from archon.checkpoint.hf_io import save_hf
+from archon.checkpoint.native import agreed_latest, model_fingerprint, opened_state
+from archon.checkpoint.safetensors_file import write_safetensors
+from archon.checkpoint.state_file import write_share
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import loss_token_count
 from archon.schema.errors import CheckpointError
-from archon.state_file import write_share
+from tests.checkpoint.killing import digest
 from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, rows_of
 from tests.engine.tiny import full_tensor
-from tests.io.killing import digest
 
 TRAINED = 2
 
@@ -67,7 +67,7 @@ def save_trained(case: Case, model: str, out: str, asynchronous: bool) -> dict[s
     if not asynchronous:
         engine.save(out, format="dcp")
         return digests(state)
-    with mock.patch("archon.checkpoint.write_share", write_late):
+    with mock.patch("archon.checkpoint.native.write_share", write_late):
         engine.save(out, format="dcp", asynchronous=True)
         train(engine, case, range(TRAINED, TRAINED + 1))  # what is written must not see it
         trained.set()
@@ -133,7 +133,9 @@ def failed_save(case: Case, model: str, out: str) -> str:
 
     engine = engine_of(case, model)
     train(engine, case, range(1))
-    with mock.patch("archon.state_file.write_safetensors", no_room if engine.ranks.dp.rank == 1 else write_safetensors):
+    with mock.patch(
+        "archon.checkpoint.state_file.write_safetensors", no_room if engine.ranks.dp.rank == 1 else write_safetensors
+    ):
         engine.save(out, format="dcp", asynchronous=True)
         train(engine, case, range(1, 2))
         try:

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from archon.cli.app import errors_told
-from archon.engine import ArchonEngine
+from archon.engine.engine import ArchonEngine
 from archon.rl import SFTTrainer
-from archon.rl.config import SFTConfig
 from archon.schema.errors import DatasetError
+from archon.training.config import SFTConfig
 
 STEP = 3
 

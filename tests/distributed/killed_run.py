@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from archon.checkpoint import agreed_latest, model_fingerprint, opened_state
-from archon.engine import ArchonEngine
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.checkpoint.native import agreed_latest, model_fingerprint, opened_state
+from archon.checkpoint.state_file import read_whole
+from archon.checkpoint.state_tree import Part
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig, OptimizerConfig, SchedulerConfig
-from archon.state_file import read_whole
-from archon.state_tree import Part
+from tests.checkpoint import killing
 from tests.distributed.cases import batch
-from tests.io import killing
 
 LAYOUT, RANKS, STEPS = "d2t2", 4, 6
 GRACE_SECONDS = 1.0

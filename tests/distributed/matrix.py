@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from archon.engine import ArchonEngine
-from archon.loss import loss_token_count
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import loss_token_count
+from archon.engine.train_step import total_weight
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
-from archon.train_step import total_weight
 from tests.distributed.cases import (
     LENGTHS,
     STEPS,

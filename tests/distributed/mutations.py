@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import archon.optim
-from archon.batch import PackedBatch
+import archon.engine.optim
+from archon.engine.batch import PackedBatch
+from archon.engine.pipeline_step import PipelineForward
+from archon.engine.train_step import Forward, total_weight
 from archon.models.layers.moe import MoE
 from archon.parallel import comm
 from archon.parallel.comm import Group
 from archon.parallel.layout import parse_layout
-from archon.pipeline_step import PipelineForward
-from archon.ranks import Ranks
-from archon.train_step import Forward, total_weight
+from archon.parallel.ranks import Ranks
 from tests.distributed.cases import DENSE, MODELS, Case
 from tests.distributed.matrix import run_case
 
@@ -44,7 +44,7 @@ def _norm_over(dim_names: frozenset[str], mesh_name: str) -> Plant:
 
     def plant(case: Case) -> Any:
         dims = parse_layout(case.layout).dims()
-        wrong, holders = Group.of(dims.get_mesh(mesh_name)), archon.optim._holders
+        wrong, holders = Group.of(dims.get_mesh(mesh_name)), archon.engine.optim._holders
 
         def mistaken(grad: Tensor) -> tuple[Group, ...]:
             assert isinstance(grad, DTensor)
@@ -52,7 +52,7 @@ def _norm_over(dim_names: frozenset[str], mesh_name: str) -> Plant:
             groups = holders(grad)
             return (wrong,) if dim_names & set(names) else groups
 
-        return mock.patch.object(archon.optim, "_holders", mistaken)
+        return mock.patch.object(archon.engine.optim, "_holders", mistaken)
 
     return plant
 
@@ -75,7 +75,7 @@ def _denominator_of_each_rank(case: Case) -> Iterator[None]:
     def own(parts: Any, loss_weight_fn: Any, ranks: Ranks, device: torch.device) -> float:
         return total_weight(parts, loss_weight_fn, Ranks(), device)
 
-    with mock.patch("archon.engine.total_weight", own), mock.patch("tests.distributed.matrix.total_weight", own):
+    with mock.patch("archon.engine.engine.total_weight", own), mock.patch("tests.distributed.matrix.total_weight", own):
         yield
 
 
@@ -88,14 +88,14 @@ def _idle_micro_batches_scored(case: Case) -> Any:
 
 
 def _head_of_a_pipeline_decayed(case: Case) -> Any:
-    groups = archon.optim.decay_groups
+    groups = archon.engine.optim.decay_groups
 
     def mistaken(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         decayed, plain = groups(model)
         head = dict(model.named_parameters()).get("output.weight")
         return [*decayed, *(p for p in plain if p is head)], [p for p in plain if p is not head]
 
-    return mock.patch.object(archon.optim, "decay_groups", mistaken)
+    return mock.patch.object(archon.engine.optim, "decay_groups", mistaken)
 
 
 def _gradients_averaged(case: Case) -> Any:
@@ -123,7 +123,7 @@ def _padding_counted(case: Case) -> Any:
 def _loss_of_balance_by_rank(case: Case) -> Any:
     from archon.models.layers.moe import load_balancing_loss
 
-    return mock.patch("archon.train_step.load_balancing_loss", lambda stats, groups: load_balancing_loss(stats))
+    return mock.patch("archon.engine.train_step.load_balancing_loss", lambda stats, groups: load_balancing_loss(stats))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gradient norm of a pipeline's ranks apart",
         lambda case: mock.patch(
-            "archon.engine.gradient_norm", lambda parameters, stages: archon.optim.gradient_norm(parameters)
+            "archon.engine.engine.gradient_norm",
+            lambda parameters, stages: archon.engine.optim.gradient_norm(parameters),
         ),
         f"tied-p2-float64-{_PIPE}",
         "norm",

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from archon.rl import RLTrainer, SFTTrainer
 from archon.rl.bootstrap import write_blank
-from archon.rl.config import BootstrapConfig, RLConfig, SFTConfig, TokenizerRecipe
+from archon.rl.config import RLConfig
+from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe
+from archon.training.config import SFTConfig
 from tests.small_qwen3 import SMALL_QWEN3
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.checkpoint import load_state
-from archon.engine import ArchonEngine
+from archon.checkpoint.native import load_state
+from archon.checkpoint.state_tree import Part, take
+from archon.engine.engine import ArchonEngine
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import CheckpointError
-from archon.state_tree import Part, take
+from tests.checkpoint.killing import digest
 from tests.distributed import checkpoints
 from tests.distributed.cases import Case, engine_config, write_config
 from tests.distributed.pool import Pool, RankError
-from tests.io.killing import digest
 from tests.tolerances import STEPS_FP64
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from archon.batch import PackedBatch
-from archon.doctor import inconsistencies, memory, placements, self_test
-from archon.engine import ArchonEngine
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.doctor.rank_report import inconsistencies, memory, placements, self_test
+from archon.engine.batch import PackedBatch
+from archon.engine.dry_run import documents
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
-from archon.reach import documents
 from archon.schema.config import EngineConfig
 from tests.distributed.cases import write_config
 from tests.distributed.pool import Pool

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from archon.checkpoint import load_latest
-from archon.metrics import read_jsonl
+from archon.checkpoint.native import load_latest
+from archon.training.metrics import read_jsonl
 from tests.distributed.failing import STEP
 from tests.distributed.runs import make_inputs
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from archon.engine import ArchonEngine
-from archon.loss import loss_token_count
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import loss_token_count
 from archon.schema.errors import ConfigError
 from tests.distributed.cases import LENGTHS, batch, engine_config, loss_of, write_config
 from tests.distributed.features import FEATURES, PAIRS, REFUSED, features, pairs, refused_case

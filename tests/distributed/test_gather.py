@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from archon.engine import ArchonEngine
-from archon.hf_io import load_model
+from archon.checkpoint.hf_io import load_model
+from archon.engine.engine import ArchonEngine
 from archon.parallel import gather
 from archon.parallel.layout import parse_layout
 from tests.distributed.cases import Case, engine_config

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from archon.checkpoint import KILL_POINTS
+from archon.checkpoint.native import KILL_POINTS
+from tests.checkpoint.killing import AFTER_LATEST, assert_checkpoints_whole
 from tests.conftest import Kills
 from tests.distributed.cases import write_config
 from tests.distributed.killed_run import RANKS, STEPS, Run
-from tests.io.killing import AFTER_LATEST, assert_checkpoints_whole
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.engine import ArchonEngine
-from archon.hf_io import load_model
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.checkpoint.hf_io import load_model
+from archon.checkpoint.state_tree import Part
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import _Stage
-from archon.state_tree import Part
 from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, rows_of
 from tests.distributed.checkpoints import whole_state
 from tests.distributed.pool import Pool

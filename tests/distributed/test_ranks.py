@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from archon.batch import PackedBatch
-from archon.engine import ArchonEngine
-from archon.failure import Failure
-from archon.loss import CrossEntropyLoss, Metrics, loss_token_count
+from archon.engine.batch import PackedBatch
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
 from archon.parallel.agreement import AGREEMENT, Agreement
+from archon.parallel.failure import Failure
+from archon.parallel.world import World
 from archon.schema.errors import ConfigError
-from archon.world import World
 from tests.distributed.cases import Case, engine_config, rows_of
 from tests.distributed.matrix import data_of
 from tests.distributed.pool import Pool

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from archon.collectives import CollectiveRecorder, Sum, group_names
-from archon.engine import ArchonEngine
-from archon.hf_io import read_hf_config
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.checkpoint.hf_io import read_hf_config
+from archon.engine.dry_run import Reach, documents, measured, reach
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models import get_model_spec
+from archon.parallel.collectives import CollectiveRecorder, Sum, group_names
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import plan_stages
-from archon.reach import Reach, documents, measured, reach
 from archon.schema.config import EngineConfig
 from archon.schema.errors import LayoutError
 from tests.distributed.cases import write_config

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.hf_io import load_model
-from archon.metrics import read_jsonl
+from archon.checkpoint.hf_io import load_model
+from archon.training.metrics import read_jsonl
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import make_inputs, rl_config, sft_config, train_rl, train_sft
 from tests.tolerances import SAME_RUN

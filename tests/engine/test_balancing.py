@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import archon
-from archon.engine import ArchonEngine
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.train_step import micro_batches
 from archon.models.layers.moe import expert_biases, load_balancing_loss
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
-from archon.train_step import micro_batches
 from tests.distributed.cases import LENGTHS, Case, batch, engine_config, gradients, write_config
 from tests.models.reference import FIRST_MOE_SEED, build_pair, checkpoint_tensors, pack, random_config, relative
 from tests.tolerances import PARITY_FP32

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archon.batch import PackedBatch, first_fit_decreasing, merge, pack, split, unpack
+from archon.engine.batch import PackedBatch, first_fit_decreasing, merge, pack, split, unpack
 from archon.models.head import IGNORE_INDEX
 from archon.schema.errors import BatchError
 from tests.engine.tiny import documents, padded

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import archon
-from archon.batch import PackedBatch
-from archon.checkpoint import load_latest, save_state
-from archon.engine import ArchonEngine
-from archon.engine_build import resolve_device
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.checkpoint.native import load_latest, save_state
+from archon.engine.batch import PackedBatch
+from archon.engine.build import resolve_device
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, LayoutError, UserError
 from tests.engine.tiny import LENGTHS, make_engine, sft_batch

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from archon.flops import Flops, MatmulShape, training_state_bytes
 from archon.models import get_model_spec
+from archon.models.flops import Flops, MatmulShape, training_state_bytes
 from archon.schema.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.batch import PackedBatch, pack
-from archon.engine import ArchonEngine
-from archon.loss import CrossEntropyLoss, document_sums, loss_token_count, masked_sum
+from archon.engine.batch import PackedBatch, pack
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, document_sums, loss_token_count, masked_sum
 from archon.schema.errors import BatchError, ConfigError
 from tests.engine.tiny import (
     LENGTHS,

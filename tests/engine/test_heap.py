@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from archon import heap
-from archon.heap import give_back
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.engine import heap
+from archon.engine.heap import give_back
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.schema.kernel_caches import bound_kernel_caches
 from tests.engine.tiny import make_engine, sft_batch
 
 HOLES = 96 << 20
@@ -80,7 +81,7 @@ def test_what_is_held_once_goes_back(once: int, monkeypatch: pytest.MonkeyPatch)
 RAGGED = """
 import archon
 import torch
-from archon.heap import _resident_bytes
+from archon.engine.heap import _resident_bytes
 
 torch.set_num_threads(1)
 weight = torch.randn(384, 128, dtype=torch.bfloat16, requires_grad=True)
@@ -99,5 +100,5 @@ def test_products_of_ever_other_shapes_hold_a_bounded_memory() -> None:
 
 def test_what_the_environment_says_of_the_caches_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
-    heap.bound_kernel_caches()
+    bound_kernel_caches()
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from archon import train_step
-from archon.loss import CrossEntropyLoss, Metrics, loss_token_count
+from archon.engine import train_step
+from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
 from tests.engine.tiny import make_engine, sft_batch
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from archon.engine import ArchonEngine
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError, LayoutError
 from tests.engine.tiny import write_config

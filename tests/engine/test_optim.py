@@ -9,8 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from archon.loss import CrossEntropyLoss, loss_token_count
-from archon.optim import LRSchedule, build_optimizer, clip_gradients, decay_groups, gradient_norm, learning_rate_factor
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.optim import (
+    LRSchedule,
+    build_optimizer,
+    clip_gradients,
+    decay_groups,
+    gradient_norm,
+    learning_rate_factor,
+)
 from archon.schema.config import OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError
 from tests.engine.tiny import make_engine, reference_gradients, sft_batch

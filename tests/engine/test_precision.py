@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from archon.batch import PackedBatch, pack
-from archon.engine import ArchonEngine
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.batch import PackedBatch, pack
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.schema.errors import ConfigError
@@ -140,10 +140,12 @@ def test_gradients_reduced_once_or_every_micro_batch_are_the_same(tmp_path: Path
 def test_gradient_reduction_is_what_the_config_says(
     tmp_path: Path, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import archon.train_step
+    import archon.engine.train_step
 
     calls: list[bool] = []
-    monkeypatch.setattr(archon.train_step, "set_gradient_reduction", lambda model, enabled: calls.append(enabled))
+    monkeypatch.setattr(
+        archon.engine.train_step, "set_gradient_reduction", lambda model, enabled: calls.append(enabled)
+    )
     engine = make_engine(tmp_path, dtype="bfloat16", gradient_reduction=reduction, max_tokens_per_mb=21)
     engine.train_batch(sft_batch(), SFT, loss_token_count)
     assert len(calls) == 3

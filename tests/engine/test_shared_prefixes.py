@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.engine import ArchonEngine
-from archon.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from tests.engine.tiny import VOCAB, make_engine, padded
 from tests.tolerances import INVARIANCE_FP64
 

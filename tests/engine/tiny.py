@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from archon.engine import ArchonEngine
-from archon.loss import LossFn, LossWeightFn
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import LossFn, LossWeightFn
+from archon.engine.train_step import micro_batches, total_weight
 from archon.schema.config import EngineConfig
-from archon.train_step import micro_batches, total_weight
 
 VOCAB = 101
 CONFIG = {

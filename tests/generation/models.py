@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from archon.generation import InProcessEngine
 from archon.models import BaseArchonModel, get_model_spec
 from archon.rl import GenerationHyperparameters, ModelRequest
-from archon.rl.generation import InProcessEngine
 from tests.models.reference import HF_CLASSES, checkpoint_tensors, hf_model
 
 VOCAB = 67

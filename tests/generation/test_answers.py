@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from archon.generation.generator import _round_up
+from archon.generation.sequence import StopStrings
+from archon.generation.types import ModelResponse
 from archon.rl import ModelRequest
-from archon.rl.generation.generator import _round_up
-from archon.rl.generation.sequence import StopStrings
-from archon.rl.types import ModelResponse
 from archon.schema.errors import RolloutError
 from tests.generation.models import VOCAB, make_engine, make_model, prompts, request
 from tests.tolerances import GENERATED_LOGPROB_FP64

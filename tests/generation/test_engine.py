@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from archon.generation import InProcessEngine
+from archon.generation.types import ModelResponse
 from archon.rl import InferenceEngine
-from archon.rl.generation import InProcessEngine
-from archon.rl.types import ModelResponse
 from archon.schema.errors import RolloutError
 from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
 from tests.tolerances import GENERATED_LOGPROB_FP64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from archon.generation import InProcessEngine
 from archon.models.qwen3 import Qwen3Model
-from archon.rl.generation import InProcessEngine
 from tests.generation.models import (
     greedy_reference,
     make_engine,

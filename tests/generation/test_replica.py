@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from archon.generation import InProcessEngine, fingerprint
+from archon.generation.config import GeneratorConfig
+from archon.generation.replica import build_replica, copy_weights
 from archon.models import BaseArchonModel
 from archon.models.layers.moe import expert_biases
-from archon.rl.config import GeneratorConfig
-from archon.rl.generation import InProcessEngine, fingerprint
-from archon.rl.generation.replica import build_replica, copy_weights
 from archon.schema.errors import RolloutError
 from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
 from tests.tolerances import GENERATED_LOGPROB_FP64, PARITY_FP32

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from archon.rl.generation.sampler import (
+from archon.generation.sampler import (
     SamplingParams,
     counter_uniform,
     filter_top_k_top_p,

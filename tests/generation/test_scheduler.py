@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from archon.rl.generation.pages import PagePool
-from archon.rl.generation.scheduler import Scheduler, Step
-from archon.rl.generation.sequence import Sequence
-from archon.rl.types import ModelRequest
+from archon.generation.pages import PagePool
+from archon.generation.scheduler import Scheduler, Step
+from archon.generation.sequence import Sequence
+from archon.generation.types import ModelRequest
 
 
 def make_sequence(prompt: list[int], limit: int) -> Sequence:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from archon.rl import GenerationHyperparameters, ModelRequest, concat_padded_tensors
-from archon.rl.types import validate_trajectory
+from archon.rl.trajectories import validate_trajectory
 from archon.schema.errors import RolloutError
 
 

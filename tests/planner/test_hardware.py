@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.flops import PEAK_BF16_FLOPS
+from archon.models.flops import PEAK_BF16_FLOPS
 from archon.planner.calibrate import _check_name
 from archon.planner.hardware import known_hardware, read_hardware
 from archon.planner.probe import LARGE_BYTES, Collectives, rate

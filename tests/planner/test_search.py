@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from archon.hf_io import read_hf_config
-from archon.layout_check import check_layout
+from archon.checkpoint.hf_io import read_hf_config
+from archon.engine.layout_check import check_layout
 from archon.models import get_model_spec, get_supported_model_types
 from archon.parallel.layout import parse_layout
 from archon.planner.describe import as_json, describe, speed, why_none

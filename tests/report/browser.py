@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from archon.metrics import MetricsWriter, TrajectoryWriter
 from archon.report import write_report
+from archon.training.metrics import MetricsWriter, TrajectoryWriter
 from tests.report.chromium import Page
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)"><b>bold</b>'

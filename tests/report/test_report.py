@@ -14,11 +14,11 @@ import urllib.request
 import pytest
 from PIL import Image
 
-from archon.metrics import MetricsWriter, TrajectoryWriter
 from archon.report import load_run, render_page, write_report
 from archon.report.curves import moving_average
 from archon.report.server import ReportServer
 from archon.schema.errors import ConfigError, DatasetError, UserError
+from archon.training.metrics import MetricsWriter, TrajectoryWriter
 
 HOSTILE = '</script><script>alert(1)</script><!-- <img src=x onerror="alert(2)"> \u2028 7√3 {{data}}'
 

@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from archon.metrics import MetricsWriter, TrajectoryWriter
 from archon.report import load_run, render_page, trajectories
 from archon.report.page import SCRIPTS
 from archon.report.tokens import readable
 from archon.report.trajectories import sample
+from archon.training.metrics import MetricsWriter, TrajectoryWriter
 
 HOSTILE = '</script><script>alert(1)</script><!-- <img src=x onerror="alert(2)"> \u2028 {{data}}'
 

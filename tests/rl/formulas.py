@@ -10,8 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from archon.batch import PackedBatch
-from archon.engine import ArchonEngine
+from archon.engine.batch import PackedBatch
+from archon.engine.engine import ArchonEngine
 from archon.rl.algorithms.advantages import Outcomes
 from archon.rl.algorithms.config import AlgorithmConfig
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import yaml
 
+from archon.generation.types import InferenceEngine
 from archon.rl import RLVRWorkflow
-from archon.rl.config import PreferenceConfig, RLConfig
+from archon.rl.config import RLConfig
 from archon.rl.context import workflow_context
-from archon.rl.types import InferenceEngine
-from tests.io import killing
+from archon.training.config import PreferenceConfig
+from tests.checkpoint import killing
 from tests.rl import rewards_for_tests
-from tests.rl.agents.test_workflow import ask
+from tests.serve.test_workflow import ask
 
 SIGNALLED, OUTPUT, ERRORS = "signalled", "stdout", "stderr"
 FIRST_PROMPT_OF_STEP_3 = 12
@@ -120,15 +121,15 @@ def before(owner: Any, name: str, nth: int, first: str = "", *, twice: bool = Fa
 
 def hook(point: str) -> list[str]:
     """Make the run come to its point; gives back the overrides that this takes."""
-    import archon.checkpoint
+    import archon.checkpoint.hf_export
+    import archon.checkpoint.native
     import archon.cli.train
-    import archon.hf_export
     import archon.rl.trainer
-    from archon.engine import ArchonEngine
-    from archon.rl.generation import InProcessEngine
-    from archon.rl.preference import PreferenceTrainer
-    from archon.rl.sft import SFTTrainer
+    from archon.engine.engine import ArchonEngine
+    from archon.generation import InProcessEngine
     from archon.rl.update import PolicyUpdate
+    from archon.training.preference import PreferenceTrainer
+    from archon.training.sft import SFTTrainer
 
     module = "tests.rl.interrupted_run"
     hooks: dict[str, Callable[[], None]] = {
@@ -142,8 +143,8 @@ def hook(point: str) -> list[str]:
         "proximal": lambda: before(ArchonEngine, "forward_batch", 1 + 2 * 2 + 2),
         "update": lambda: before(PolicyUpdate, "train", 3),
         "push": lambda: before(InProcessEngine, "update_weights", 3),
-        "save": lambda: before(archon.checkpoint, "kill_point", 2, "save.tensors_written"),
-        "export": lambda: before(archon.hf_export, "kill_point", 1, "export.staged"),
+        "save": lambda: before(archon.checkpoint.native, "kill_point", 2, "save.tensors_written"),
+        "export": lambda: before(archon.checkpoint.hf_export, "kill_point", 1, "export.staged"),
         "pairs": lambda: before(PreferenceTrainer, "train_step", 3),
         "pairs-update": lambda: before(ArchonEngine, "train_batch", 3),
         "pairs-evaluation": lambda: before(PreferenceTrainer, "evaluate", 1),

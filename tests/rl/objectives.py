@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.engine import ArchonEngine
+from archon.engine.engine import ArchonEngine
 from archon.rl import PreferenceConfig
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.losses import POLICY_LOSSES
-from archon.rl.preference import PreferenceTrainer
-from archon.rl.types import concat_padded_tensors
+from archon.rl.trajectories import concat_padded_tensors
 from archon.rl.update import PolicyUpdate
 from archon.schema.config import EngineConfig
+from archon.training.preference import PreferenceTrainer
 from tests.engine.tiny import full_tensor
 from tests.tolerances import INVARIANCE_FP64
 

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from archon.hf_io import load_tokenizer
-from archon.metrics import read_jsonl
+from archon.checkpoint.hf_io import load_tokenizer
+from archon.generation import InProcessEngine
+from archon.generation.seeds import derive_seed
+from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl import AsyncRewardWrapper, InteractionWithTokenLogpReward, RLTrainer, RolloutWorkflow
 from archon.rl.config import RLConfig
-from archon.rl.context import derive_seed, workflow_context
-from archon.rl.generation import InProcessEngine
-from archon.rl.rollout import Prompt, Rollout
-from archon.rl.types import GenerationHyperparameters, InferenceEngine
+from archon.rl.context import workflow_context
+from archon.rl.prompts import Prompt
+from archon.rl.rollout import Rollout
 from archon.schema.errors import RolloutError
+from archon.training.metrics import read_jsonl
 from tests.rl import areal_guide as guide
 from tests.rl import rewards_for_tests as rewards
 from tests.rl.test_rollout import prompts

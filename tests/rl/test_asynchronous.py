@@ -18,15 +18,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from archon.metrics import read_jsonl
+from archon.generation import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl import RLTrainer, RLVRWorkflow, RolloutWorkflow
 from archon.rl.asynchronous import RolloutAhead, capacity
 from archon.rl.config import RLConfig
 from archon.rl.context import workflow_context
-from archon.rl.data import PromptStream
-from archon.rl.generation import InProcessEngine
+from archon.rl.prompts import PromptStream
 from archon.rl.rollout import Rollout, WorkflowError
-from archon.rl.types import GenerationHyperparameters, InferenceEngine
+from archon.training.metrics import read_jsonl
 from tests.rl import rewards_for_tests as rewards
 from tests.rl.test_rollout import Stream
 

@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from archon.hf_io import load_model, load_tokenizer
-from archon.metrics import read_jsonl
+from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.data import encode_prompt, get_custom_dataset
 from archon.rl import RLTrainer, SFTTrainer
 from archon.rl.bootstrap import ensure_checkpoint, make_tokenizer, warm_up, write_blank
-from archon.rl.config import BootstrapConfig, RLConfig, SFTConfig, TokenizerRecipe
-from archon.rl.datasets import encode_prompt, get_custom_dataset
+from archon.rl.config import RLConfig
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
-from archon.runner import Runner
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
+from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe
+from archon.training.config import SFTConfig
+from archon.training.metrics import read_jsonl
+from archon.training.runner import Runner
 
 MakeConfig = Callable[..., RLConfig]
 

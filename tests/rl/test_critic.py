@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from archon.hf_io import load_model
-from archon.metrics import read_jsonl
+from archon.checkpoint.hf_io import load_model
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.schema.errors import CheckpointError, ConfigError
+from archon.training.metrics import read_jsonl
 
 MakeConfig = Callable[..., RLConfig]
 

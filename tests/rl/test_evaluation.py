@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from archon.generation import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, ModelResponse
 from archon.rl import RLVRWorkflow, RolloutWorkflow
 from archon.rl.context import workflow_context
 from archon.rl.evaluation import answers, evaluate
-from archon.rl.generation import InProcessEngine
-from archon.rl.rollout import Prompt, Rollout, WorkflowError
-from archon.rl.types import GenerationHyperparameters, ModelResponse
-from archon.rl.workflows.trajectory import trajectory_tensors
+from archon.rl.prompts import Prompt
+from archon.rl.rollout import Rollout, WorkflowError
+from archon.rl.trajectories import trajectory_tensors
 from tests.rl import rewards_for_tests as rewards
 
 PROMPTS = [Prompt(i, {"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(12)]

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from archon.metrics import read_jsonl
+from archon.generation.types import InferenceEngine
 from archon.rl import MultiTurnWorkflow, RLTrainer, RLVRWorkflow
 from archon.rl.config import RLConfig
 from archon.rl.context import workflow_context
 from archon.rl.rollout import WorkflowError
-from archon.rl.types import InferenceEngine
-from archon.runner import Runner
 from archon.schema.errors import CheckpointError, RewardError
-from tests.io.killing import assert_checkpoints_whole
+from archon.training.metrics import read_jsonl
+from archon.training.runner import Runner
+from tests.checkpoint.killing import assert_checkpoints_whole
 from tests.rl.written import records
 
 MakeConfig = Callable[..., RLConfig]

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from archon.metrics import read_jsonl
+from archon.data.config import DatasetConfig
+from archon.data.load import load_rows
 from archon.rl import AsyncRewardWrapper, GenerationHyperparameters, InProcessEngine, RLTrainer, get_custom_dataset
-from archon.rl.agents import AgentServer
 from archon.rl.bootstrap import make_tokenizer
-from archon.rl.config import DatasetConfig, RLConfig, TokenizerRecipe
-from archon.rl.data import load_rows
+from archon.rl.config import RLConfig
 from archon.rl.rewards import RewardRaised
 from archon.schema.errors import ConfigError, DatasetError
 from archon.schema.lazy import import_dotted
-from tests.rl.agents.scripted import Scripted
+from archon.serve import AgentServer
+from archon.training.bootstrap_config import TokenizerRecipe
+from archon.training.metrics import read_jsonl
 from tests.rl.written import assert_each_prompt_trained_once
+from tests.serve.scripted import Scripted
 from tests.small_qwen3 import small_model
 from tests.test_readme import shown
 

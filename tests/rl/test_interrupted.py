@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from archon.rl import RLTrainer
-from archon.rl.config import PreferenceConfig, RLConfig
-from archon.rl.preference import PreferenceTrainer
-from tests.io.killing import assert_checkpoints_whole
+from archon.rl.config import RLConfig
+from archon.training.config import PreferenceConfig
+from archon.training.preference import PreferenceTrainer
+from tests.checkpoint.killing import assert_checkpoints_whole
 from tests.rl.conftest import small_run
 from tests.rl.interrupted_run import Ended
 from tests.rl.objectives import write_pairs

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from archon.data.encoding import next_turn_ids
+from archon.generation import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from archon.rl import MultiTurnWorkflow
 from archon.rl.bootstrap import make_tokenizer
-from archon.rl.config import TokenizerRecipe
 from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
-from archon.rl.datasets.encoding import next_turn_ids
-from archon.rl.generation import InProcessEngine
-from archon.rl.types import GenerationHyperparameters, ModelRequest, ModelResponse, validate_trajectory
+from archon.rl.trajectories import validate_trajectory
 from archon.rl.workflows import resolve_workflow
 from archon.schema.errors import ConfigError, ContextOverflowError
+from archon.training.bootstrap_config import TokenizerRecipe
 from tests.rl import rewards_for_tests as rewards
 
 ROW = {"messages": [{"role": "user", "content": "12+34="}], "prompt": "12+34=", "answer": "46"}

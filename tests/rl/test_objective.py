@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.batch import PackedBatch
+from archon.engine.batch import PackedBatch
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.losses import POLICY_LOSSES, second_moment_mask

@@ -10,7 +10,7 @@ import torch
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.objective import ValueObjective
-from archon.rl.preference import preference_loss
+from archon.training.preference import preference_loss
 from tests.rl.formulas import documents, plain_correction
 from tests.rl.objectives import PREFERENCES
 from tests.tolerances import FORMULA_FP64

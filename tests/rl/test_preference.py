@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.engine import ArchonEngine
-from archon.hf_io import load_model
-from archon.metrics import read_jsonl
+from archon.checkpoint.hf_io import load_model
+from archon.engine.engine import ArchonEngine
 from archon.rl import PreferenceConfig
-from archon.rl.preference import PreferenceTrainer, preference_loss
 from archon.schema.errors import ConfigError, DatasetError
+from archon.training.metrics import read_jsonl
+from archon.training.preference import PreferenceTrainer, preference_loss
 from tests.rl.objectives import PREFERENCES, assert_same, of_preference, opened, write_pairs
 from tests.tolerances import FORMULA_FP64, INVARIANCE_FP64
 

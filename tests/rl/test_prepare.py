@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.engine import ArchonEngine
+from archon.engine.engine import ArchonEngine
 from archon.rl.algorithms.advantages import Outcomes
 from archon.rl.algorithms.config import AlgorithmConfig
-from archon.rl.types import concat_padded_tensors
+from archon.rl.trajectories import concat_padded_tensors
 from archon.rl.update import PolicyUpdate
 from tests.rl.formulas import (
     plain_advantages,

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from archon.checkpoint import load_latest
-from archon.metrics import read_jsonl
+from archon.checkpoint.native import load_latest
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
-from archon.runner import Runner
+from archon.training.metrics import read_jsonl
+from archon.training.runner import Runner
 from tests.conftest import Kills
 from tests.rl.written import assert_bitwise_equal_runs
 

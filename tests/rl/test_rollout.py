@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from archon.generation import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl import RLVRWorkflow, RolloutWorkflow
 from archon.rl.context import workflow_context
-from archon.rl.generation import InProcessEngine
+from archon.rl.prompts import Prompt
 from archon.rl.replay import check_replayable
-from archon.rl.rollout import Prompt, Rollout, WorkflowError
-from archon.rl.types import GenerationHyperparameters, InferenceEngine
+from archon.rl.rollout import Rollout, WorkflowError
 from archon.schema.errors import ConfigError, RolloutError
 from tests.rl import rewards_for_tests as rewards
 

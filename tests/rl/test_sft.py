@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from archon.hf_io import load_model, load_tokenizer
-from archon.metrics import read_jsonl
+from archon.checkpoint.hf_io import load_model, load_tokenizer
 from archon.rl import SFTTrainer
-from archon.rl.config import SFTConfig
-from archon.rl.sft import padded_batch
-from archon.runner import Runner
 from archon.schema.errors import CheckpointError, ConfigError
+from archon.training.config import SFTConfig
+from archon.training.metrics import read_jsonl
+from archon.training.runner import Runner
+from archon.training.sft import padded_batch
 
 MakeConfig = Callable[..., SFTConfig]
 

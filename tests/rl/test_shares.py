@@ -7,11 +7,12 @@ import torch
 
 from archon.parallel.comm import Group
 from archon.rl.context import EpisodeContext
-from archon.rl.exchange import ElsewhereError, error_kind, is_one_line, pack_episodes, unpack_episodes
+from archon.rl.episode import Episode
+from archon.rl.episode_io import RemoteError, error_kind, is_one_line, pack_episodes, unpack_episodes
+from archon.rl.prompts import Prompt
 from archon.rl.rewards.result import RewardRaised
-from archon.rl.rollout import Episode, Prompt
-from archon.rl.shares import own_documents, require_documents
 from archon.schema.errors import ConfigError, RolloutError
+from archon.training.shares import own_documents, require_documents
 
 
 def batch(n: int) -> dict[str, torch.Tensor]:
@@ -68,7 +69,7 @@ def test_episodes_arrive_as_they_left() -> None:
     assert found[1].trajectories is None
     assert found[1].error is None
     error = found[2].error
-    assert isinstance(error, ElsewhereError)
+    assert isinstance(error, RemoteError)
     assert (error_kind(error), str(error), is_one_line(error)) == ("RolloutError", "too long", True)
     assert "RolloutError: too long" in error.__notes__[0]
 

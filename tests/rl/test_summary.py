@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from archon.metrics import TrajectoryWriter, read_jsonl
-from archon.rl.rollout import Prompt, RolloutBatch
+from archon.generation.record import TokenRecord
+from archon.generation.types import ModelResponse
+from archon.rl.prompts import Prompt
+from archon.rl.rollout import RolloutBatch
 from archon.rl.summary import NO_FAILURES, batch_metrics, gains, staleness, write_groups
-from archon.rl.types import ModelResponse
-from archon.rl.workflows.trajectory import TokenRecord, trajectory_tensors
+from archon.rl.trajectories import trajectory_tensors
+from archon.training.metrics import TrajectoryWriter, read_jsonl
 
 NOTHING_LOST = {"dropped/reward_timeout", "dropped/reward_crashed", "dropped/reward_raised", "dropped/reward_invalid"}
 

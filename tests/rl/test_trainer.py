@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.checkpoint import load_latest
-from archon.metrics import read_jsonl
+from archon.checkpoint.native import load_latest
+from archon.generation.types import InferenceEngine
 from archon.rl import RLTrainer, RLVRWorkflow
 from archon.rl.config import RLConfig
 from archon.rl.context import workflow_context
 from archon.rl.replay import GATE_LIMITS, check_gate, gate_limit
 from archon.rl.rollout import WorkflowError
-from archon.rl.types import InferenceEngine
-from archon.runner import Runner
 from archon.schema.errors import ConfigError, RewardError, RolloutError
+from archon.training.metrics import read_jsonl
+from archon.training.runner import Runner
 from tests.rl.written import prompts_trained, records
 from tests.tolerances import FIRST_RATIO_FP32
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.engine import ArchonEngine
+from archon.engine.engine import ArchonEngine
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.update import PolicyUpdate
 from tests.rl.formulas import plain_logprobs

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from archon.generation import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from archon.rl import RLVRWorkflow, RolloutWorkflow
 from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
-from archon.rl.generation import InProcessEngine
 from archon.rl.rewards import AsyncRewardWrapper, RewardRaised
-from archon.rl.types import GenerationHyperparameters, ModelRequest, ModelResponse, validate_trajectory
+from archon.rl.trajectories import trajectory_tensors, validate_trajectory
 from archon.rl.workflows import resolve_workflow
-from archon.rl.workflows.trajectory import trajectory_tensors
 from archon.schema.errors import ConfigError
 from tests.rl import rewards_for_tests as rewards
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from archon.hf_io import load_model
-from archon.metrics import read_jsonl
-from archon.rl.config import PreferenceConfig, RLConfig
+from archon.checkpoint.hf_io import load_model
+from archon.rl.config import RLConfig
+from archon.training.config import PreferenceConfig
+from archon.training.metrics import read_jsonl
 
 CLOCKED = ("seconds/", "samples_per_second", "time")
 

@@ -1,0 +1,269 @@
+"""Export to a Hugging Face checkpoint folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from archon.checkpoint.atomic import kill_point, publish, restore_aside, staged_folder, sync_tree, write_json, writing
+from archon.checkpoint.hf_reader import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHT_DTYPES,
+    WEIGHTS_FILE,
+    existing_folder,
+    read_hf_config,
+)
+from archon.checkpoint.safetensors_file import write_safetensors
+from archon.models import get_model_spec
+from archon.models.layers.moe import expert_biases
+from archon.parallel.agreement import Agreement
+from archon.parallel.comm import Group, all_reduce
+from archon.schema.errors import CheckpointError
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+# What tokenizers of transformers are made of.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def save_hf(
+    path: str | os.PathLike[str],
+    weights: Iterable[tuple[str, Tensor]],
+    hf_config: Mapping[str, Any] | None = None,
+    *,
+    like: str | os.PathLike[str] | None = None,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a checkpoint that transformers loads: shards, index, config, generation config and tokenizer.
+
+    Args:
+        path: folder to make, or an earlier export to replace.
+        weights: (Hugging Face name, tensor) of any device and layout, each once; held a shard at a time.
+        hf_config: the config to write; by default that of `like`. Its dtype field is set to the weights' dtype.
+        like: checkpoint folder whose config, generation config and tokenizer files are copied. May be `path`.
+        tokenizer: a tokenizer to save in place of the files of `like`.
+        dtype: dtype to convert the weights to; by default each is written as it is.
+        max_shard_bytes: bytes of data in a shard; a larger tensor has a shard of its own.
+
+    Everything is written and synced in a hidden folder beside `path`, which one rename (or exchange, where there is an
+    earlier export) makes visible: a kill at any moment leaves the earlier export whole or the new one whole.
+
+    Raises CheckpointError unless the names and shapes are exactly those of the config and every value is finite; where
+    `path` holds anything that an export would not put back; or where it cannot be written. `path` is untouched then.
+    """
+    if hf_config is None and like is None:
+        raise CheckpointError(f"{path}: neither hf_config nor like was given; one must say what model this is")
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    if dtype is not None and dtype not in WEIGHT_DTYPES:
+        raise CheckpointError(f"{path}: dtype {dtype} was asked for; weights are float64, float32, float16 or bfloat16")
+    assets = None if like is None else existing_folder(like)
+    config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
+    target = Path(os.path.realpath(path))
+    kill_point("export.begin")
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        restore_aside(target)
+        _require_replaceable(target)
+        with staged_folder(target) as folder:
+            kill_point("export.staged")
+            written = _write_weights(folder, weights, dtype, max_shard_bytes)
+            _require_whole(target, config, {name: shape for name, (shape, _) in written.items()})
+            _write_config(folder, config, written)
+            kill_point("export.config_written")
+            copy_assets(folder, assets, tokenizer)
+            kill_point("export.assets_copied")
+            sync_tree(folder)
+            publish(folder, target)
+            kill_point("export.published")
+    kill_point("export.end")
+
+
+def save_hf_together(
+    path: str | os.PathLike[str],
+    weights: Iterator[tuple[str, Tensor]],
+    *,
+    like: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """`save_hf` of weights that all ranks of the run gather together; rank 0 writes, and every rank must call it.
+
+    Raises on every rank where the writing fails.
+    """
+    ranks = Agreement.of_world("exports")
+
+    def export() -> None:
+        try:
+            if ranks.rank == 0:
+                save_hf(path, weights, like=like, dtype=dtype)
+        finally:
+            for _ in weights:  # every rank gathers all of them, also where the writing failed
+                pass
+
+    ranks.together(export)
+
+
+def refuse_expert_biases(model: nn.Module, pp: Group | None = None) -> None:
+    """CheckpointError where a router's balancing bias is not 0, on all ranks of the pipeline `pp` alike: the format
+    has no place for it, and without it the export would send tokens to other experts."""
+    moved = [name for name, bias in expert_biases(model).items() if bool(bias.any())]
+    found = torch.tensor(len(moved), device=next(model.parameters()).device)
+    if pp is not None:
+        found = all_reduce(found, pp)
+    refuse_moved_biases(moved, int(found))
+
+
+def refuse_moved_biases(moved: Sequence[str], count: int | None = None) -> None:
+    """CheckpointError where there are names of balancing biases that are not 0; `count` is that of all ranks."""
+    count = len(moved) if count is None else count
+    if count:
+        raise CheckpointError(
+            f"{count} balancing biases are not 0 ({moved[0] if moved else 'in other stages'}, …), and a Hugging "
+            "Face checkpoint cannot hold them; keep this model in a training checkpoint (archon.checkpoint.native), "
+            "and train with router_bias_update_rate = 0 what is to be exported"
+        )
+
+
+def _write_weights(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Write shards and index; gives back shape and dtype of each tensor."""
+    shards: list[dict[str, int]] = []
+    written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+
+    def flush() -> None:
+        nonlocal shard_bytes
+        write_safetensors(folder / _shard_name(len(shards), 0), shard, "export.tensor")
+        shards.append({name: tensor.numel() * tensor.dtype.itemsize for name, tensor in shard.items()})
+        shard.clear()
+        shard_bytes = 0
+        kill_point("export.shard_written")
+
+    for name, tensor in weights:
+        if name in written:
+            raise CheckpointError(f"{name!r} came twice; each weight of an export must come once")
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(f"{name!r} is {tensor.dtype}; weights are float64, float32, float16 or bfloat16")
+        tensor = tensor.detach().to(dtype or tensor.dtype)
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(
+                f"{name!r} holds NaN or infinite values as {tensor.dtype}; such an export would be of no use to anyone"
+            )
+        tensor = tensor.cpu()
+        written[name] = (tuple(tensor.shape), tensor.dtype)
+        size = tensor.numel() * tensor.dtype.itemsize
+        if shard and shard_bytes + size > max_shard_bytes:
+            flush()
+        shard[name] = tensor
+        shard_bytes += size
+    flush()
+    _name_shards(folder, shards)
+    kill_point("export.shards_named")
+    return written
+
+
+def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
+    """Give shards their names, now that their number is known, and list them in the index."""
+    if len(shards) == 1:
+        (folder / _shard_name(0, 0)).rename(folder / WEIGHTS_FILE)
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        name = _shard_name(number, len(shards))
+        (folder / _shard_name(number, 0)).rename(folder / name)
+        weight_map.update(dict.fromkeys(shard, name))
+    total = sum(size for shard in shards for size in shard.values())
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _require_whole(target: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Every tensor of the config's model must have been written, in its shape, and nothing else."""
+    spec = get_model_spec(config["model_type"])
+    expected = spec.state_dict_adapter_class(config, is_critic="score.weight" in shapes).hf_shapes()
+    for name in [*expected, *shapes]:
+        if expected.get(name) != shapes.get(name):
+            raise CheckpointError(
+                f"export {target}: key {name!r} is {_shape(shapes.get(name))} among the weights and "
+                f"{_shape(expected.get(name))} by the config; is it the config of another model?"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def _write_config(
+    folder: Path, config: dict[str, Any], written: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    """Write `config.json`, its dtype and head being those of the weights."""
+    # Where several dtypes are mixed, the widest holds them all without loss.
+    dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in written.values()))
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
+    config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    if "score.weight" in written:
+        # transformers' class with a value head of one output; it reads the head's size from the labels.
+        causal = (config.get("architectures") or [""])[0].removesuffix("ForCausalLM")
+        if causal and not causal.endswith("ForSequenceClassification"):
+            config["architectures"] = [f"{causal}ForSequenceClassification"]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    write_json(folder / CONFIG_FILE, config)
+
+
+def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> None:
+    """Put the tokenizer's files and the generation config of `assets` into `folder`."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if assets is None:
+        return
+    names = (GENERATION_CONFIG_FILE, *(() if tokenizer is not None else TOKENIZER_FILES))
+    for name in names:
+        if (assets / name).is_file():
+            shutil.copyfile(assets / name, folder / name)
+
+
+def _require_replaceable(target: Path) -> None:
+    """Replacing removes a folder, so it must hold nothing but an earlier export."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target}: it is a file; expected a folder to export to")
+    exported = {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES}
+    for entry in sorted(target.iterdir()):
+        is_shard = entry.match("model-*-of-*.safetensors")
+        if entry.name not in exported and not is_shard:
+            raise CheckpointError(
+                f"{target}: it holds {entry.name!r}, which is not part of an export and would be lost; "
+                "choose another folder, or move it away"
+            )

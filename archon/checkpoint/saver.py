@@ -1,0 +1,80 @@
+"""Checkpoints that are written while the training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from archon.checkpoint.native import prepare_save
+from archon.schema.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+_writing: WeakSet[Saver] = WeakSet()
+"""Savers with a thread: ranks agree on one save at a time, of whichever engine."""
+
+
+class Saver:
+    """Writes one checkpoint at a time, in this thread or in one of its own.
+
+    What goes wrong in the background is logged when it happens, and raised by the next `save` or `wait`. The process
+    does not end before the thread has. Several ranks make the same calls in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        root: str | os.PathLike[str],
+        step: int,
+        state: Mapping[str, Any],
+        keep: int | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool = False,
+    ) -> None:
+        """`checkpoint.save_state`, once an earlier save has ended. With `asynchronous` it returns as soon as this
+        rank's share has been copied to the CPU."""
+        self.wait()
+        for other in list(_writing):
+            other._join()
+        write = prepare_save(root, step, state, keep, fingerprint, snapshot=asynchronous)
+        if not asynchronous:
+            write()
+            return
+
+        def work() -> None:
+            try:
+                write()
+            except BaseException as error:
+                # A full disk says all in its line.
+                trace = None if isinstance(error, UserError) else error
+                logger.error(
+                    "the checkpoint of step %d was not written to %s: %s", step, Path(root), error, exc_info=trace
+                )
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name=f"archon-save-{step}")
+        self._thread.start()
+        _writing.add(self)
+
+    def wait(self) -> None:
+        """Until what is being written is on disk; raises what went wrong."""
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        _writing.discard(self)

@@ -1,0 +1,31 @@
+"""Configuration of a dataset. Every field carries its default, its description and its unit."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from archon.schema.config import StrictModel
+
+
+class DatasetConfig(StrictModel):
+    """One dataset: a named one, a JSONL or parquet file, or a Hugging Face set."""
+
+    path: str = Field(
+        description="a named set (gsm8k, arithmetic, …) | a .jsonl or .parquet file or folder | a Hugging Face set | "
+        "python:package.module.function, which gives the rows of a split"
+    )
+    split: str = Field("train", description="which part of it")
+    subset: str | None = Field(None, description="configuration of a Hugging Face set that has several")
+    data_dir: str | None = Field(
+        None, description="folder of a named set's files; null: of that name in $ARCHON_DATA or ../shared/data"
+    )
+    prompt_key: str = Field("prompt", description="column of the prompt; a named set knows its own")
+    response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
+    system_prompt: str | None = Field(None, description="system message put before every prompt")
+    instruction: str | None = Field(
+        None, description="text put behind the last user message; null: the named set's own"
+    )
+    max_length: int | None = Field(None, ge=1, description="tokens; longer rows are left out, and counted")
+    limit: int | None = Field(None, ge=1, description="use only so many rows, from the start")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated set")
+    raw: bool = Field(False, description="RL rows also hold the source's own row, which a Trinity-style workflow reads")

@@ -1,0 +1,174 @@
+"""Any set by key mapping: names of columns in, SFT or RL rows out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from archon.data.encoding import Message, encode_prompt, encode_sft, plain_prompt, sft_text
+from archon.data.sources import SourceRow
+from archon.schema.errors import DatasetError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowDataset(Sequence[dict[str, Any]]):
+    """Rows in memory, in the source's order.
+
+    Attributes:
+        name: What to call the set in messages.
+        rows: The rows.
+        n_filtered: Rows that were longer than `max_length` tokens and left out.
+    """
+
+    name: str
+    rows: list[dict[str, Any]]
+    n_filtered: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        return self.rows[index]
+
+
+def rl_dataset(
+    source: Sequence[SourceRow],
+    name: str,
+    *,
+    prompt_key: str,
+    response_key: str,
+    system_prompt: str | None = None,
+    instruction: str | None = None,
+    plain_end: str = "\n",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+) -> RowDataset:
+    """RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
+
+    Args:
+        prompt_key: Column with the prompt: a text, or a list of messages.
+        response_key: Column with the gold answer.
+        system_prompt: Put before conversations that have no system message.
+        instruction: Put behind the last user message, on a line of its own.
+        plain_end: What plain text has between the prompt and the answer.
+        max_length: Leave out prompts of more tokens; needs `tokenizer`.
+
+    Raises:
+        DatasetError: a column is missing or empty (names it, the file and the line), or every row is too long.
+    """
+    rows = []
+    for row in source:
+        messages = conversation(row, prompt_key, system_prompt, instruction)
+        answer = column(row, response_key)
+        if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+            answer = str(answer)
+        others = {key: value for key, value in row.data.items() if key not in (prompt_key, response_key)}
+        rows.append({**others, "messages": messages, "prompt": plain_prompt(messages, plain_end), "answer": answer})
+    if max_length is None:
+        return RowDataset(name, rows)
+    if tokenizer is None:
+        raise DatasetError(f"max_length={max_length} of the dataset {name} counts tokens: give the tokenizer too")
+    return keep_short(name, rows, [len(encode_prompt(tokenizer, row)) for row in rows], max_length)
+
+
+def sft_dataset(
+    source: Sequence[SourceRow],
+    name: str,
+    *,
+    tokenizer: Any,
+    prompt_key: str,
+    response_key: str | None,
+    system_prompt: str | None = None,
+    instruction: str | None = None,
+    plain_end: str = "\n",
+    max_length: int | None = None,
+) -> RowDataset:
+    """SFT rows `{"input_ids", "loss_mask"}`, by the chat template where the tokenizer has one, else as plain text.
+
+    A column `tools` holds the functions that a conversation has, each as OpenAI describes it, for the chat template.
+
+    Args:
+        prompt_key: Column with the prompt: a text, or a list of messages.
+        response_key: Column with the response; None where the prompt column holds whole conversations.
+        system_prompt: As in `rl_dataset`; so are `instruction` and `plain_end`.
+        max_length: Leave out examples of more tokens.
+    """
+    examples = []
+    for row in source:
+        messages = conversation(row, prompt_key, system_prompt, instruction)
+        if response_key is not None:
+            response = column(row, response_key)
+            if not isinstance(response, str):
+                raise DatasetError(f"{row.where}: {response_key!r} must be a text, got {type(response).__name__}")
+            messages.append({"role": "assistant", "content": response})
+        examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))
+    rows = encode_sft(tokenizer, examples)
+    if max_length is None:
+        return RowDataset(name, rows)
+    return keep_short(name, rows, [len(row["input_ids"]) for row in rows], max_length)
+
+
+def keep_short(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[int], max_length: int) -> RowDataset:
+    """Leaves out rows longer than `max_length` tokens and says how many."""
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_length]
+    n_filtered = len(rows) - len(kept)
+    if not kept:
+        raise DatasetError(
+            f"all {len(rows)} rows of {name} are longer than max_length={max_length} tokens (the shortest has "
+            f"{min(lengths)}); raise max_length"
+        )
+    if n_filtered:
+        logger.warning(
+            "%s: %d of %d rows are longer than max_length=%d tokens and are left out",
+            name, n_filtered, len(rows), max_length,
+        )  # fmt: skip
+    return RowDataset(name, kept, n_filtered)
+
+
+def column(row: SourceRow, key: str) -> Any:
+    """The value of a column; `DatasetError` naming the line where it is missing or empty."""
+    if key not in row.data:
+        raise DatasetError(f"{row.where}: no key {key!r}; the row has: {', '.join(map(repr, row.data)) or 'nothing'}")
+    value = row.data[key]
+    if value is None or value == "":
+        raise DatasetError(f"{row.where}: {key!r} is empty")
+    return value
+
+
+def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, instruction: str | None) -> list[Message]:
+    """The messages of a column that holds a text or a list of them, as `rl_dataset` describes."""
+    prompt = column(row, prompt_key)
+    if isinstance(prompt, str):
+        messages: list[Message] = [{"role": "user", "content": prompt}]
+    else:
+        if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
+            raise DatasetError(
+                f"{row.where}: {prompt_key!r} must be a text or a list of messages {{'role': …, 'content': …}}"
+            )
+        messages = [{**message, "content": message.get("content") or ""} for message in prompt]
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    asked = [message for message in messages if message["role"] == "user"]
+    if instruction and asked:
+        asked[-1]["content"] = f"{asked[-1]['content']}\n{instruction}"
+    return messages
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it has a role and a content; one that calls tools need not say anything."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str) or (
+        message.get("content") is None and bool(message.get("tool_calls"))
+    )

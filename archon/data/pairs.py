@@ -1,0 +1,112 @@
+"""Pairs of answers, one preferred to the other: what DPO and reward models are trained on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from archon.data.encoding import Message, encode_sft, sft_text
+from archon.data.mapping import RowDataset, column, conversation, keep_short
+from archon.data.sources import SourceRow, read_rows
+from archon.schema.errors import DatasetError
+
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def pair_dataset(
+    source: Sequence[SourceRow],
+    name: str,
+    *,
+    tokenizer: Any,
+    prompt_key: str | None,
+    chosen_key: str = "chosen",
+    rejected_key: str = "rejected",
+    system_prompt: str | None = None,
+    instruction: str | None = None,
+    max_length: int | None = None,
+) -> RowDataset:
+    """Rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int; a mask is 1 on the
+    tokens of the last answer, which alone the two differ in.
+
+    Args:
+        prompt_key: Column with the prompt: a text, or a list of messages. None: the other two hold conversations, as
+            lists of messages or as text with turns that open with `\\n\\nHuman: ` and `\\n\\nAssistant: `.
+        chosen_key: Column of the preferred answer.
+        rejected_key: Column of the other.
+        system_prompt: As in `rl_dataset`; so is `instruction`.
+        max_length: Leave out pairs of which one is longer, in tokens.
+
+    Raises:
+        DatasetError: a column is missing or empty, or a conversation does not end with an answer; names the line.
+    """
+    examples = []
+    for row in source:
+        for key in (chosen_key, rejected_key):
+            messages = _conversation(row, prompt_key, key, system_prompt, instruction)
+            text = sft_text(tokenizer, messages, row.where, tools=row.data.get("tools"))
+            examples.append(text._replace(spans=text.spans[-1:]))
+    encoded = encode_sft(tokenizer, examples)
+    rows = [
+        {
+            "chosen_ids": chosen["input_ids"],
+            "chosen_loss_mask": chosen["loss_mask"],
+            "rejected_ids": rejected["input_ids"],
+            "rejected_loss_mask": rejected["loss_mask"],
+        }
+        for chosen, rejected in zip(encoded[::2], encoded[1::2], strict=True)
+    ]
+    if max_length is None:
+        return RowDataset(name, rows)
+    lengths = [max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
+    return keep_short(name, rows, lengths, max_length)
+
+
+def _conversation(
+    row: SourceRow, prompt_key: str | None, key: str, system_prompt: str | None, instruction: str | None
+) -> list[Message]:
+    if prompt_key is not None:
+        answer = column(row, key)
+        if not isinstance(answer, str):
+            raise DatasetError(f"{row.where}: {key!r} must be a text, got {type(answer).__name__}")
+        return [*conversation(row, prompt_key, system_prompt, instruction), {"role": "assistant", "content": answer}]
+    if isinstance(column(row, key), str):
+        row = SourceRow(row.where, row.data | {key: transcript(row, key)})
+    messages = conversation(row, key, system_prompt, instruction)
+    if messages[-1]["role"] != "assistant":
+        raise DatasetError(f"{row.where}: {key!r} must end with an answer, its last turn is {messages[-1]['role']}'s")
+    return messages
+
+
+def transcript(row: SourceRow, key: str) -> list[Message]:
+    """The turns of a text in the form of hh_rlhf: `\\n\\nHuman: … \\n\\nAssistant: …`."""
+    before, *turns = _TURN.split(row.data[key])
+    if before.strip() or not turns:
+        raise DatasetError(f"{row.where}: {key!r} must open with '\\n\\nHuman: ', got {row.data[key][:40]!r}")
+    return [{"role": _ROLES[who], "content": said.strip()} for who, said in zip(turns[::2], turns[1::2], strict=True)]
+
+
+def get_hh_rlhf_rw_dataset(
+    split: str = "train",
+    path: str | Path = "Anthropic/hh-rlhf",
+    *,
+    tokenizer: Any,
+    max_length: int | None = None,
+    system_prompt: str | None = None,
+    instruction: str | None = None,
+) -> RowDataset:
+    """Helpful and harmless answers in pairs (Bai et al. 2022, arXiv:2204.05862), from the hub or a folder."""
+    return pair_dataset(
+        read_rows(path, split),
+        f"hh_rlhf[{split}]",
+        tokenizer=tokenizer,
+        prompt_key=None,
+        system_prompt=system_prompt,
+        instruction=instruction,
+        max_length=max_length,
+    )
+
+
+get_hh_rlhf_dpo_dataset = get_hh_rlhf_rw_dataset

@@ -1,0 +1,141 @@
+"""From a configuration to a model on its device: built on meta, cut into stages, parallelised, materialised, filled."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from archon.checkpoint import hf_io
+from archon.models.args import BaseModelArgs
+from archon.models.base import BaseArchonModel
+from archon.models.spec import ModelSpec
+from archon.models.state_dict import BaseStateDictAdapter
+from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.fsdp import local_tensor, own_part
+from archon.parallel.pipeline import StagedModel, configured_stages, prune
+from archon.parallel.process_group import own_gpu, started_processes
+from archon.schema.config import EngineConfig
+from archon.schema.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a model is built from."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    args: BaseModelArgs
+    dims: ArchonParallelDims
+    device: torch.device
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of the computation."""
+        return getattr(torch, self.config.dtype)
+
+    @property
+    def masters(self) -> torch.dtype:
+        """The dtype of the weights; those that are never updated need none wider than the computation's."""
+        return torch.promote_types(self.compute, torch.float32) if self.config.optimizer else self.compute
+
+    def whole(self, take: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
+        """The model with its memory, weights undefined; `take` removes what this rank does not hold."""
+        config = self.config
+        with torch.device("meta"):
+            model = self.spec.model_class(self.args).to(self.masters)
+        take(model)
+        self.spec.parallelize_fn(
+            model,
+            self.dims,
+            param_dtype=self.compute,
+            reduce_dtype=torch.promote_types(self.compute, torch.float32),
+            cpu_offload=config.cpu_offload,
+            reshard_after_forward_policy=config.reshard_after_forward,
+            ac_config=config.activation_checkpoint,
+            enable_compile=config.compile,
+        )
+        # FSDP wants the parameters that it offloads on the CPU from the start.
+        hf_io.materialise(model, "cpu" if config.cpu_offload else self.device)
+        model.tie_weights()
+        model.init_buffers(self.device)
+        return model
+
+    def stages(self, rank: int) -> StagedModel:
+        """The stages that the `rank`-th rank of a pipeline holds."""
+        plan = configured_stages(self.config.pipeline, self.dims.pp, self.args.n_layers)
+        return StagedModel(
+            plan, {stage: self.whole(partial(prune, plan=plan, stage=stage)) for stage in plan.stages_of(rank)}
+        )
+
+    def fill(self, model: BaseArchonModel | StagedModel, adapter: BaseStateDictAdapter) -> None:
+        """Fresh weights where the config asks for them, in part or whole; a checkpoint's otherwise."""
+        if self.config.init_from_scratch or adapter.init_score:
+            gpus = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
+                # DTensor warns of random numbers on CPU meshes because ranks may differ; one process cannot.
+                warnings.filterwarnings("ignore", message="DTensor random operators")
+                torch.manual_seed(self.config.seed)
+                self._init_weights(model, adapter.is_tied)
+        if not self.config.init_from_scratch:
+            hf_io.load_hf_weights(model, adapter, self.config.path)
+
+    @torch.no_grad()
+    def _init_weights(self, model: BaseArchonModel | StagedModel, tied: bool) -> None:
+        """Fresh weights that do not depend on the layout: every rank draws all of them and keeps its parts."""
+        with torch.device("meta"):
+            whole = self.spec.model_class(self.args)
+        shapes = dict(whole.named_parameters(remove_duplicate=False))
+        own = dict(model.named_parameters())
+        for name, fill in whole.initializers():
+            drawn = torch.empty(shapes[name].shape, dtype=next(iter(own.values())).dtype)
+            fill(drawn)
+            aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and tied else {name}
+            for parameter in (own[alias].detach() for alias in aliases & own.keys()):
+                local_tensor(parameter).copy_(drawn[own_part(parameter)])
+
+
+def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
+    """The model argument that gives routers a balancing bias, where the config moves one."""
+    rate = config.router_bias_update_rate
+    if not rate:
+        return {}
+    if "balance_by_bias" not in {field.name for field in dataclasses.fields(spec.model_args_class)}:
+        raise ConfigError(
+            f"router_bias_update_rate = {rate:g} balances experts, and family {spec.name} has none; set it to 0"
+        )
+    return {"balance_by_bias": True}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one; anything that is not there is refused."""
+    if name == "auto":
+        return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} was asked for, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cpu" and device.index is not None:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and started_processes() > 1:
+        if name != "cuda":
+            raise ConfigError(f"device {name!r} is one GPU, and there are several processes; set device to cuda")
+        return own_gpu()
+    return device
+
+
+def use_deterministic_algorithms(device: torch.device) -> None:
+    """For the whole process: refuse kernels whose result depends on timing."""
+    if device.type == "cuda":
+        # cuBLAS reads it when its first handle is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)

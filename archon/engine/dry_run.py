@@ -1,0 +1,222 @@
+"""A layout on ranks that do not exist: the engine builds one rank's share of a model and takes a training step with it,
+on tensors that have a shape and no memory, in a process group that sends nothing.
+
+What runs is `ArchonEngine.train_batch` itself. What a step must *read* is made real or given:
+
+- integers and truth values are real tensors, as are floats made from them: token numbers, labels, places of tokens;
+- other ranks are taken to hold what this one holds: an all-gather of a real tensor repeats it, a sum multiplies it;
+- routers choose experts in turn, so that every expert meets equally many tokens;
+- a number read from a tensor without memory (the gradient norm, a metric) is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+
+from archon.engine.batch import PackedBatch, pack
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models.layers.moe import Router
+from archon.parallel.collectives import CollectiveRecorder, Sum, Traffic, collective_group, collective_kind, group_names
+from archon.parallel.fsdp import local_tensor
+from archon.parallel.layout import parse_layout
+from archon.parallel.pipeline import StagedModel
+from archon.schema.config import EngineConfig
+from archon.schema.errors import ConfigError, LayoutError
+
+aten = torch.ops.aten
+# Tokens of a document in an imagined step: few enough for one call of the attention kernel.
+DOCUMENT = 64
+# Steps of a run whose schedule has an end: any number beyond its warm-up.
+LONG = 10**9
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What one rank of a layout holds and sends. Bytes are those of this rank's shards.
+
+    `step` are the collectives of one training step: each micro-batch's forward and backward, norm, clipping, metrics.
+    `stages` are the pipeline stages the rank holds, as (first layer, layer after the last).
+    """
+
+    rank: int
+    stages: tuple[tuple[int, int], ...]
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    step: dict[Traffic, Sum]
+
+
+def reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> Reach:
+    """What rank `rank` of `config.layout` would hold and send in a step on `micro_batches` of `tokens` each.
+
+    Reads config.json alone and takes no memory for weights; works in a process of its own. Raises LayoutError for a
+    rank that the layout has not, and whatever the engine refuses.
+    """
+    layout = parse_layout(config.layout)
+    if not 0 <= rank < layout.world_size:
+        raise LayoutError(f"layout {layout} has ranks 0 to {layout.world_size - 1}, got rank {rank}")
+    if config.optimizer is None:
+        raise ConfigError("a step is asked for, and optimizer is null; leave it out")
+    # torch keeps what it has learnt of a mesh for as long as a process lives, and this one may have a group already.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+        return apart.submit(_reach, imaginable(config, tokens), rank, tokens, micro_batches).result()
+
+
+def imaginable(config: EngineConfig, tokens: int) -> EngineConfig:
+    """`config` as an imagined step of micro-batches of `tokens` runs it."""
+    return config.model_copy(
+        update={"device": "cpu", "compile": False, "init_from_scratch": True, "max_tokens_per_mb": tokens}
+    )
+
+
+def _reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> Reach:
+    engine, recorder = imagine(config, rank, tokens, micro_batches)
+    return measured(engine, rank, recorder.sums)
+
+
+def imagine(
+    config: EngineConfig,
+    rank: int,
+    tokens: int,
+    micro_batches: int,
+    watch: Callable[[ArchonEngine], AbstractContextManager[object]] = lambda engine: nullcontext(),
+) -> tuple[ArchonEngine, CollectiveRecorder]:
+    """Take the step in this process, which must belong to no group yet, within `watch` of the engine that takes it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dims = parse_layout(config.layout).dims()
+    if dims.world_size > 1:
+        # In torch's `fake` backend this process is one of many, and a collective is done at once, having sent nothing.
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
+    recorder = _Imagination(group_names(dims))
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        engine = ArchonEngine(config)
+        engine.initialize(total_steps=LONG)
+        for module in engine.model.modules():
+            if isinstance(module, Router):
+                module.register_forward_hook(_in_turn)
+        recorder.sums.clear()
+        batch = documents(engine.args.vocab_size, tokens, micro_batches)
+        with watch(engine):
+            engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+    return engine, recorder
+
+
+def documents(vocab_size: int, tokens: int, micro_batches: int = 1) -> PackedBatch:
+    """What fills so many micro-batches of `tokens` exactly: documents of DOCUMENT tokens and one of the rest, every
+    token trained. Attention inside a document sends nothing, so that their length matters to nobody."""
+    rest = [tokens % DOCUMENT] if tokens % DOCUMENT else []
+    lengths = torch.tensor(([DOCUMENT] * (tokens // DOCUMENT) + rest) * micro_batches)
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    ids = torch.arange(mask.numel()).view(mask.shape) % vocab_size
+    return pack({"input_ids": ids * mask, "attention_mask": mask, "loss_mask": mask.long()})
+
+
+def measured(engine: ArchonEngine, rank: int, step: Mapping[Traffic, Sum]) -> Reach:
+    """What an engine that has taken a step holds on this rank."""
+    own = [local_tensor(parameter) for parameter in engine.model.parameters() if parameter.requires_grad]
+    assert engine.optimizer is not None
+    state = [local_tensor(x) for per in engine.optimizer.state.values() for x in per.values() if isinstance(x, Tensor)]
+    held = sum(map(_bytes, own))
+    stages: tuple[tuple[int, int], ...] = ((0, engine.args.n_layers),)
+    if isinstance(engine.model, StagedModel):
+        stages = tuple(engine.model.plan.layers[number] for number in engine.model.numbers)
+    # A gradient lies beside its parameter, in its dtype; a step count is no moment.
+    moments = sum(_bytes(x) for x in state if x.dim())
+    return Reach(rank, stages, sum(x.numel() for x in own), held, held, moments, dict(sorted(step.items())))
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _in_turn(router: Router, args: Any, output: Any) -> Any:
+    """Expert e for token t's choice j with e = t k + j, modulo the number of experts."""
+    weights, experts, stats = output
+    choices = torch.arange(experts.numel()).view(experts.shape) % router.gate.weight.shape[0]
+    return weights, choices, stats
+
+
+class _Imagination(CollectiveRecorder):
+    """Decides which operators run for real, beneath a FakeTensorMode that takes the rest; counts collectives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._fused_adamw_.default:
+            return None  # it sends nothing, and laying out its thousands of arguments takes longer than all the rest
+        if DTensor in types:
+            return NotImplemented  # it comes back with its local tensors
+        self.note(func, args)
+        flat = (x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return self._imagine(func, args, kwargs)
+        if not tensors and not _is_real(func, kwargs):
+            return func(*args, **kwargs)
+        if any(x.is_meta for x in tensors) and kwargs.get("device", torch.device("meta")).type != "meta":
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            if collective_kind(func) is not None:
+                return _mirror(func, args, kwargs)
+            return func(*args, **kwargs)
+
+    def _imagine(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is aten._grouped_mm.default:
+            return _grouped_shape(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_real(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tensor made of nothing is real: on the meta device, where none has memory, and integers."""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    if device is not None and device.type == "meta":
+        return True
+    if dtype is None:
+        return func.overloadpacket in (aten.arange, aten.scalar_tensor)
+    return not dtype.is_floating_point
+
+
+def _mirror(func: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of a real tensor among ranks that all hold the same."""
+    if func.namespace == "c10d":
+        done = func(*args, **kwargs)  # nothing is sent
+        if func._opname == "allgather_":
+            for out, x in zip(args[0], args[1], strict=True):
+                for part in out:
+                    part.copy_(x)
+        elif func._opname == "recv_":
+            args[0][0].fill_(1)  # stages ask each other whether shapes are known
+        elif func._opname == "broadcast_" and args[0][0].dtype == torch.uint8:
+            args[0][0].copy_(torch.tensor(list(b"{}".ljust(args[0][0].numel()))))  # what another stage tells: no metric
+        return done
+    x, size, kind = args[0], collective_group(args).size(), collective_kind(func)
+    if kind == "all_reduce":
+        return x * size if args[1] == "sum" else x.clone()
+    if kind == "all_to_all":
+        # Every rank sends this one what it sends itself.
+        x = x.split(args[2])[collective_group(args).rank()]
+    elif kind != "all_gather":
+        raise RuntimeError(f"what {func} gives is not foretold: it sends values, and this process group sends nothing")
+    return x.repeat(size, *[1] * (x.dim() - 1))
+
+
+def _grouped_shape(left: Tensor, right: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What a grouped product gives: torch's own rule knows bfloat16 alone."""
+    if right.dim() == 3:
+        return left.new_empty(left.shape[0], right.shape[2])
+    return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])

@@ -1,0 +1,445 @@
+"""ArchonEngine: one model, its optimiser, and the step that trains it. It knows nothing of rewards or rollouts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from archon.checkpoint import hf_io
+from archon.checkpoint.native import model_fingerprint, opened_state, state_folder
+from archon.checkpoint.saver import Saver
+from archon.checkpoint.state_file import read_whole
+from archon.checkpoint.state_tree import PerRank
+from archon.engine import heap
+from archon.engine.batch import merge, unpack
+from archon.engine.build import Build, balancing, resolve_device, use_deterministic_algorithms
+from archon.engine.layout_check import check_layout
+from archon.engine.loss import LossFn, LossWeightFn
+from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients, gradient_norm
+from archon.engine.pipeline_step import PipelineForward
+from archon.engine.router_balance import RouterLoad
+from archon.engine.state import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    move_optimizer_state,
+    optimizer_state,
+    own_value,
+    rng_state,
+    set_rng_state,
+)
+from archon.engine.token_split import TokenSplit
+from archon.engine.train_step import Batch, Forward, micro_batches, total_weight
+from archon.engine.watchdog import stall_watch
+from archon.models import get_model_spec
+from archon.models.args import BaseModelArgs
+from archon.models.attention.backend import resolve_backend
+from archon.models.base import BaseArchonModel
+from archon.models.layers.moe import expert_biases
+from archon.models.state_dict import BaseStateDictAdapter
+from archon.parallel.compile import compile_enabled
+from archon.parallel.context import context_parallel_kind
+from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.fsdp import is_sharded
+from archon.parallel.gather import BUCKET_BYTES, staged_tensors, whole_tensors
+from archon.parallel.layout import parse_layout
+from archon.parallel.phase import phase
+from archon.parallel.pipeline import Pipeline, StagedModel
+from archon.parallel.process_group import join_process_group, limit_collectives
+from archon.parallel.ranks import Ranks
+from archon.parallel.world import World
+from archon.schema.config import EngineConfig
+from archon.schema.errors import CheckpointError, ConfigError
+
+SaveFormat = Literal["hf", "dcp"]
+
+
+class ArchonEngine:
+    """Trains or evaluates one model of a registered family.
+
+    Batches are padded dictionaries (see `archon.engine.batch.pack`) or `PackedBatch`es. Tensors that are returned are
+    token-aligned [B, S] on the CPU for a padded batch: index t speaks of token t, with 0 at first tokens and padding.
+
+        engine = ArchonEngine(EngineConfig(path="Qwen3-0.6B"))
+        engine.initialize(total_steps=100)
+        for batch in batches:
+            metrics = engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+            engine.step_lr_scheduler()
+        engine.save("out")
+    """
+
+    model: BaseArchonModel | StagedModel
+    args: BaseModelArgs
+    adapter: BaseStateDictAdapter
+    device: torch.device
+    parallel_dims: ArchonParallelDims
+    ranks: Ranks
+    optimizer: Optimizer | None
+    scheduler: LRSchedule | None
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.version = 0
+        """Which weights these are: the caller counts, the engine keeps the number with the weights."""
+        self.step = 0
+        """Calls of `train_batch` so far."""
+        self.saver = Saver()
+        self.stacks = Path("stacks")
+        """Where every rank's stacks are written, in rankN.txt, when a step takes longer than `config.stall_s`."""
+        self._skips = SkippedSteps()
+        self._offloaded = False
+        # True within a sharded model's forward and backward: an error there leaves gathered weights and gradients
+        # behind that nothing clears, and training on would be wrong without a word.
+        self._torn = False
+
+    if not TYPE_CHECKING:  # a checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """What `initialize` makes is asked for before it has."""
+            if name in type(self).__annotations__:
+                raise ConfigError(f"the engine has no {name} yet; call initialize() first")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def initialize(self, total_steps: int | None = None) -> None:
+        """Build on the meta device, parallelise, materialise, load; then make optimiser and schedule.
+
+        `total_steps` is where a linear or cosine schedule ends. Everything that can be refused is refused before
+        memory is taken.
+        """
+        config = self.config
+        self.device = resolve_device(config.device)
+        self.parallel_dims = dims = parse_layout(config.layout).dims(self.device.type)
+        hf_config = hf_io.read_hf_config(config.path)
+        spec = get_model_spec(hf_config["model_type"])
+        args = spec.model_args_class.from_hf_config(
+            hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config, spec)
+        )
+        check_layout(config, args, dims)
+        build = Build(config, spec, args, dims, self.device)
+        backend = resolve_backend(config.attn_type, self.device, build.compute)
+        if config.optimizer:
+            check_schedule(config.scheduler, total_steps)
+        join_process_group(dims.world_size, self.device.type, config.timeout_s)
+        if config.deterministic:
+            use_deterministic_algorithms(self.device)
+        self.adapter = spec.state_dict_adapter_class(
+            hf_config, str(config.path), is_critic=config.is_critic, init_score=config.init_score
+        )
+        self.ranks = Ranks.of(dims)
+        kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, args.n_heads, args.n_kv_heads)
+        tokens = TokenSplit(self.ranks, kind, config.attn_type)
+        self.spec, self.args = spec, args
+        # Routers count every token, and some frequencies depend on the length of a token's document.
+        alike = backend == "sdpa" and not args.sizes.experts and not args.rope_scaling.depends_on_length
+        alone = dims.cp * dims.tp * dims.pp == 1 and not compile_enabled(config.compile, dims.device_type)
+        self._share_prefixes = config.share_prefixes and alike and alone
+        self._torn = False
+        self._forward: Forward | PipelineForward
+        if dims.pp_enabled:
+            self.model = staged = build.stages(self.ranks.pp.rank)
+            pipeline = Pipeline(staged, self.ranks.pp, self.device, build.compute, args.dim)
+            self._forward = PipelineForward(staged, self.device, tokens, config.is_critic, pipeline)
+        else:
+            self.model = build.whole()
+            load = RouterLoad(self.model)
+            self._forward = Forward(
+                self.model, self.device, tokens, config.is_critic, load, config.router_aux_loss_coef
+            )
+        if dims.world_size > 1:
+            limit_collectives(config.timeout_s)
+            if not config.init_from_scratch:
+                World.now().require_same(config.path, hf_io.checkpoint_digest(config.path))
+        build.fill(self.model, self.adapter)
+        self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
+        self.scheduler = None
+        if self.optimizer is not None and config.optimizer is not None:
+            self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
+
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """One optimiser step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
+
+        Gives back `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `micro_batches`, `loss_weight` (the
+        denominator), `skipped` (1 when the gradient was not finite: then no weight or moment changed) and the loss
+        function's metrics.
+        """
+        with stall_watch(self.stacks, self.config.stall_s):
+            return self._train_batch(batch, loss_fn, loss_weight_fn, temperature)
+
+    def _train_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
+    ) -> dict[str, float]:
+        optimizer = self._require_optimizer()
+        assert self.config.optimizer is not None and self.scheduler is not None
+        packed, parts = self._cut(batch)
+        weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
+        self.model.train()
+        reduce_every = self.config.gradient_reduction == "per_microbatch"
+        optimizer.zero_grad(set_to_none=True)
+        for load in self._forward.loads:
+            load.clear()
+        self._torn = is_sharded(self.model)
+        loss, sums = self._forward.accumulate(parts, loss_fn, loss_weight_fn, weight, temperature, reduce_every)
+        self._torn = False
+        with phase("optimizer"):
+            norm = self._gradient_norm()
+        metrics = self._forward.read(sums, {"grad_norm": norm}, loss=loss, tokens=torch.tensor(packed.n_tokens))
+        finite = abs(metrics["grad_norm"]) < float("inf")
+        lr = self.scheduler.lr
+        if finite:
+            with phase("optimizer"):
+                clip_gradients(self.model.parameters(), metrics["grad_norm"], self.config.optimizer.max_grad_norm)
+                optimizer.step()
+            if self.config.router_bias_update_rate:
+                for load in self._forward.loads:
+                    load.update_biases(self.config.router_bias_update_rate, self.ranks)
+        optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._skips.count(not finite, self.step, self.config.optimizer.max_skipped_in_a_row)
+        heap.give_back("training")
+        return metrics | {
+            "lr": lr,
+            "micro_batches": float(len(parts)),
+            "loss_weight": weight,
+            "skipped": float(not finite),
+        }
+
+    def eval_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """`loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
+        packed, parts = self._cut(batch)
+        weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
+        self.model.eval()
+        loss, sums = self._forward.evaluate(parts, loss_fn, weight, temperature)
+        metrics = self._forward.read(sums, loss=loss, tokens=torch.tensor(packed.n_tokens))
+        return metrics | {"loss_weight": weight}
+
+    def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
+        """log p of every token at `temperature`, or a critic's value before it: [B, S], or [T] for a `PackedBatch`.
+
+        `only_trained` scores the tokens that `loss_mask` marks and leaves 0 elsewhere, for less work in the head.
+        """
+        return self._score(batch, temperature, entropy=False, only_trained=only_trained)[0]
+
+    def forward_with_entropy(
+        self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward_batch`, with the entropy (nats) of the distribution each token was drawn from."""
+        if self.config.is_critic:
+            raise ConfigError("a critic has no entropy; call forward_batch")
+        logprobs, entropy = self._score(batch, temperature, entropy=True, only_trained=only_trained)
+        return logprobs, entropy
+
+    def step_lr_scheduler(self) -> None:
+        """Move the learning rate on to the next optimiser step."""
+        self._require_optimizer()
+        assert self.scheduler is not None
+        self.scheduler.step()
+
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """(native name, whole tensor) of every parameter, tied ones once, and of every balancing bias, in the masters'
+        dtype; of those that are sharded as many are gathered at a time as fit `bucket_bytes`, at least one."""
+        own, biases = dict(self.model.named_parameters()), expert_biases(self.model)
+        if not isinstance(self.model, StagedModel):
+            yield from whole_tensors(own.items(), bucket_bytes)
+            yield from biases.items()
+            return
+        with torch.device("meta"):
+            of_all = expert_biases(self.spec.model_class(self.args))
+        # A head tied to the embedding is not among the adapter's shapes; it is the embedding.
+        shapes = self.adapter.native_shapes | {name: tuple(bias.shape) for name, bias in of_all.items()}
+        dtype = next(iter(own.values())).dtype
+        yield from staged_tensors(own | biases, shapes, self.ranks.pp, dtype, self.device, bucket_bytes)
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor), gathered one by one: the source of every export.
+
+        CheckpointError, on every rank, where a balancing bias is not 0.
+        """
+        hf_io.refuse_expert_biases(self.model, self.ranks.pp)
+        for name, tensor in self.weights(bucket_bytes=0):
+            if name in self.adapter.native_shapes:
+                yield from self.adapter.convert_single_to_hf(name, tensor)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        format: SaveFormat = "hf",
+        asynchronous: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the weights, or everything; every rank calls it.
+
+        Args:
+            format: `hf` exports a Hugging Face checkpoint in any layout: shards, index, config and tokenizer, written
+                by rank 0 alone, which holds a shard at a time. `dcp` is a checkpoint of this engine's state beneath
+                `path` (see `archon.checkpoint.native`): each rank writes what it holds, and any layout can load it.
+            asynchronous: of a `dcp`: copy to the CPU, and write while the training goes on. What goes wrong is
+                raised by the next save or by `wait_for_saves`.
+            dtype: of an `hf` export, by default the masters'.
+        """
+        if format == "dcp":
+            if dtype is not None:
+                raise ConfigError(f"format='dcp' keeps every dtype; dtype={dtype} belongs to format='hf'")
+            state = {"engine": self.state_dict()}
+            self.saver.save(path, self.step, state, None, model_fingerprint(self.args), asynchronous=asynchronous)
+            return
+        if format != "hf":
+            raise ConfigError(f"format must be 'hf' or 'dcp', got {format!r}")
+        if asynchronous:
+            raise ConfigError(
+                "asynchronous saves belong to format='dcp'; an 'hf' export is written before save returns"
+            )
+        hf_io.save_hf_together(path, self.hf_weights(), like=self.config.path, dtype=dtype)
+
+    def wait_for_saves(self) -> None:
+        """Until the newest asynchronous save is on disk; raises what went wrong."""
+        self.saver.wait()
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace the weights by those of a checkpoint of the same model; optimiser and schedule stay.
+
+        It may be a Hugging Face checkpoint, with which balancing biases start at 0, or a `dcp` of any layout and dtype:
+        then every rank calls it.
+        """
+        folder = state_folder(path)
+        if folder is None:
+            hf_io.load_hf_weights(self.model, self.adapter, path)
+            for bias in expert_biases(self.model).values():
+                bias.zero_()
+            return
+        with opened_state(folder, model_fingerprint(self.args)) as (_, state):
+            load_model_state(self.model, state["engine"]["model"], self._known_names(), any_dtype=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bitwise resume needs: weights, moments, schedule, random generators, step, version.
+
+        Of what is spread over ranks each has its own parts. Tensors are the live ones, as in PyTorch: store or copy
+        them before the next step.
+        """
+        self._refuse_unfit()
+        alone = self.parallel_dims.world_size == 1
+        state = {
+            "model": model_state(self.model),
+            "rng": rng_state() if alone else PerRank((rng_state(),)),
+            "layout": str(parse_layout(self.config.layout)),
+            "step": self.step,
+            "version": self.version,
+        }
+        if self.optimizer is not None and self.scheduler is not None:
+            state["optimizer"] = optimizer_state(self.model, self.optimizer)
+            state["scheduler"] = self.scheduler.state_dict()
+            state["skipped_steps"] = self.skipped_steps
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict` into an initialised engine of the same config; `CheckpointError` names what does not
+        match.
+
+        A state from a checkpoint may be of any layout. Each rank's random generators go on where the layout is the
+        same; in another one all of them start from rank 0's.
+        """
+        self._refuse_unfit()
+        if (self.optimizer is None) != ("optimizer" not in state):
+            has = "has" if "optimizer" in state else "lacks"
+            raise CheckpointError(
+                f"the checkpoint {has} an optimiser state and this engine does not; was optimizer changed?"
+            )
+        load_model_state(self.model, state["model"], self._known_names())
+        if self.optimizer is not None and self.scheduler is not None:
+            load_optimizer_state(self.model, self.optimizer, state["optimizer"], self._known_names())
+            self.scheduler.load_state_dict(state["scheduler"])
+            self._skips.total = int(state["skipped_steps"])
+        self.step, self.version = int(state["step"]), int(state["version"])
+        same = state.get("layout") == str(parse_layout(self.config.layout))
+        rank = torch.distributed.get_rank() if self.parallel_dims.world_size > 1 else 0
+        set_rng_state(read_whole(own_value(state["rng"], rank, same)))
+
+    def _known_names(self) -> list[str]:
+        """What a state of the whole model holds, where this rank has a part of its layers."""
+        if isinstance(self.model, BaseArchonModel):
+            return []
+        with torch.device("meta"):
+            return list(model_state(self.spec.model_class(self.args)))
+
+    def offload(self) -> None:
+        """Free the device: gradients are dropped, parameters and optimiser state move to the CPU.
+
+        On a CPU only the gradients go. Until `onload` the engine refuses to run or save its state.
+        """
+        self._move(torch.device("cpu"))
+        self._offloaded = True
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._move(self.device)
+        self._offloaded = False
+
+    def _move(self, device: torch.device) -> None:
+        self.model.zero_grad(set_to_none=True)
+        if not self.config.cpu_offload:  # else the parameters are on the CPU anyway
+            self.model.to(device)
+        self.model.tie_weights()
+        if self.optimizer is not None:
+            move_optimizer_state(self.optimizer)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def gradient_norm(self) -> float:
+        """The norm of the whole model's gradient as it stands, the same on every rank."""
+        return float(self._gradient_norm())
+
+    def _gradient_norm(self) -> Tensor:
+        """The same as a scalar on the device."""
+        parameters = dict(self.model.named_parameters())
+        if self.adapter.is_tied and self.parallel_dims.pp_enabled:
+            parameters.pop("output.weight", None)  # the first stage counts the matrix that the last one shares
+        return gradient_norm(parameters.values(), self.ranks.pp)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of those so far whose gradient was not finite, so that no weight changed."""
+        return self._skips.total
+
+    @property
+    def whole_model(self) -> BaseArchonModel:
+        """The model, where this rank holds all of its layers; ConfigError in a pipeline."""
+        if not isinstance(self.model, BaseArchonModel):
+            raise ConfigError(f"layout {self.config.layout}: a rank of a pipeline holds a part of the model's layers")
+        return self.model
+
+    def _cut(self, batch: Batch) -> tuple[Any, list[Any]]:
+        self._refuse_unfit()
+        packed, parts = micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
+        return packed, [mb.with_shared_prefixes() for mb in parts] if self._share_prefixes else parts
+
+    def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
+        packed, parts = self._cut(batch)
+        self.model.eval()
+        results = self._forward.scores(parts, temperature, entropy, only_trained)
+        columns = [merge(packed, parts, column).cpu() for column in zip(*results, strict=True)]
+        if packed is batch:
+            return columns
+        return [unpack(packed, column, batch["input_ids"].shape) for column in columns]
+
+    def _require_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise ConfigError("this engine was configured without an optimizer (optimizer: null), so it cannot train")
+        return self.optimizer
+
+    def _refuse_unfit(self) -> None:
+        if self._offloaded:
+            raise ConfigError("the engine is offloaded; call onload() first")
+        if self._torn:
+            raise ConfigError(
+                "an error ended an earlier train_batch half way, and its gradients cannot be taken back; "
+                "call initialize() and load the last checkpoint"
+            )

@@ -1,0 +1,40 @@
+"""Bias-based balancing of experts (Wang et al. 2024, arXiv:2408.15664): after each step, experts that were chosen less
+than the mean become easier to choose, and the others harder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from archon.models.base import BaseArchonModel
+from archon.models.layers.moe import expert_biases
+from archon.parallel.ranks import Ranks
+
+
+class RouterLoad:
+    """How often the routers of one model, or of one pipeline stage, chose each expert since `clear`."""
+
+    def __init__(self, model: BaseArchonModel) -> None:
+        self.model = model
+        self._counts: Tensor | None = None
+
+    def clear(self) -> None:
+        self._counts = None
+
+    def add(self) -> None:
+        """Count what the model's last forward chose, padding left out. Forwards that are recomputed do not come
+        here."""
+        if not self.model.router_stats:
+            return
+        counts = torch.stack([stats.counts.detach() for stats in self.model.router_stats]).double()
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    @torch.no_grad()
+    def update_biases(self, rate: float, ranks: Ranks) -> None:
+        """bias += rate * sign(mean count - count), with the counts of all ranks that hold tokens of these layers; in
+        place, and the same on every rank."""
+        if self._counts is None:
+            return
+        counts = ranks.sum(self._counts, (ranks.dp, ranks.cp, ranks.tp))
+        for bias, own in zip(expert_biases(self.model).values(), counts, strict=True):
+            bias += rate * torch.sign(own.mean() - own)

@@ -1,0 +1,196 @@
+"""The state of a training run as nested dictionaries of tensors and plain values, which need no pickle to be stored."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from archon.checkpoint.state_tree import Part, PerRank, Stored, take, whole_box
+from archon.models.layers.moe import expert_biases
+from archon.parallel.fsdp import local_tensor, own_part
+from archon.parallel.pipeline import StagedModel
+from archon.schema.errors import CheckpointError
+
+EMBEDDING = "tok_embeddings.weight"
+
+
+def held(tensor: Tensor) -> Tensor | Part:
+    """What this rank holds of a parameter or a moment, with its place in the whole: the live memory, not a copy."""
+    box = own_part(tensor)
+    local = local_tensor(tensor.detach())
+    return local if box == whole_box(tensor.shape) else Part(local, tuple(tensor.shape), box)
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor | Part]:
+    """Every parameter that this rank holds a part of, by name, tied ones once as the embedding, and the routers'
+    balancing biases: the live tensors, not copies."""
+    return {_source(model, name): held(tensor) for name, tensor in _tensors(model).items()}
+
+
+@torch.no_grad()
+def load_model_state(
+    model: nn.Module,
+    state: Mapping[str, Tensor | Part | Stored],
+    known: Collection[str] = (),
+    *,
+    any_dtype: bool = False,
+) -> None:
+    """Copy tensors into the parameters of the same names, of each the part that this rank holds; `CheckpointError`
+    unless names and shapes are exactly the model's, and the dtypes too unless `any_dtype`.
+
+    `known` are the names that a pipeline's other ranks hold.
+    """
+    own = _tensors(model)
+    sources = {name: _source(model, name) for name in own}
+    _check_names("parameters", {*sources.values()}, state, known)
+    for name, tensor in own.items():
+        value = state[sources[name]]
+        if tuple(tensor.shape) != tuple(value.shape) or (_dtype(value) != tensor.dtype and not any_dtype):
+            raise CheckpointError(
+                f"parameter {name!r} is {_dtype(value)} {tuple(value.shape)} in the checkpoint, "
+                f"expected {tensor.dtype} {tuple(tensor.shape)}; it belongs to another model or dtype"
+            )
+    for name, tensor in own.items():
+        local_tensor(tensor).copy_(take(state[sources[name]], own_part(tensor), f"parameter {name!r}"))
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor | Part]]:
+    """Moments and step count by parameter name: live tensors; empty before the first step."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        _source(model, names[id(parameter)]): {key: held(value) for key, value in values.items()}
+        for parameter, values in optimizer.state.items()
+    }
+
+
+@torch.no_grad()
+def load_optimizer_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Mapping[str, Tensor | Part | Stored]],
+    known: Collection[str] = (),
+) -> None:
+    """Copy moments and step counts to the parameters of the same names; an empty state is that of before the first
+    step."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer.state.clear()
+    if not state:
+        return
+    sources = {name: _source(model, name) for name in parameters}
+    _check_names("optimiser entries", {*sources.values()}, state, known)
+    for name, parameter in parameters.items():
+        own: dict[str, Tensor] = {}
+        for key, value in state[sources[name]].items():
+            what = f"optimiser entry {name!r}.{key}"
+            if key == "step":
+                step = take(value, whole_box(value.shape), what)
+                own[key] = step.detach().to(local_tensor(parameter).device, copy=True)
+                continue
+            if tuple(value.shape) != tuple(parameter.shape):
+                raise CheckpointError(
+                    f"{what} is {tuple(value.shape)} in the checkpoint, "
+                    f"expected {tuple(parameter.shape)}; it belongs to another model"
+                )
+            own[key] = torch.empty_like(parameter)
+            local_tensor(own[key]).copy_(take(value, own_part(parameter), what))
+        optimizer.state[parameter] = own
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a state of the model is made of."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | expert_biases(model)
+
+
+def _source(model: nn.Module, name: str) -> str:
+    """The name under which a state has it: a pipeline's second copy of the embedding, the head of its last stage that
+    is tied to it, is the embedding."""
+    tied = isinstance(model, StagedModel) and any(getattr(module, "tied", False) for module in model.modules())
+    return EMBEDDING if tied and name == "output.weight" else name
+
+
+def _dtype(value: Tensor | Part | Stored) -> torch.dtype:
+    return value.data.dtype if isinstance(value, Part) else value.dtype
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every global random generator in use: python, numpy where imported, torch on the CPU and on each
+    GPU, of several processes on that of this one."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"python": {"version": version, "words": list(words), "gauss": gauss}}
+    if "numpy" in sys.modules:
+        kind, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = {
+            "kind": kind,
+            "keys": keys.tolist(),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        }
+    state["torch"] = torch.get_rng_state()
+    state["cuda"] = [torch.cuda.get_rng_state(device) for device in _devices()]
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Undo `rng_state`. A generator that the state does not know of is left alone."""
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    if "numpy" in state:
+        import numpy as np
+
+        saved = state["numpy"]
+        keys = np.array(saved["keys"], dtype=np.uint32)
+        np.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
+    torch.set_rng_state(state["torch"].cpu())
+    devices = _devices()
+    if len(state["cuda"]) == len(devices):
+        for device, x in zip(devices, state["cuda"], strict=True):
+            torch.cuda.set_rng_state(x.cpu(), device)
+
+
+def _devices() -> list[int]:
+    """The GPUs this process draws random numbers on."""
+    if not torch.cuda.is_available():
+        return []
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return [torch.cuda.current_device()] if several else [*range(torch.cuda.device_count())]
+
+
+def own_value(value: Any, rank: int, same_layout: bool) -> Any:
+    """Of a `PerRank` this rank's, where the layout is that of the save, else rank 0's; another value as it is."""
+    if not isinstance(value, PerRank):
+        return value
+    return value.values[rank if same_layout and len(value.values) > 1 else 0]
+
+
+def move_optimizer_state(optimizer: Optimizer) -> None:
+    """Move moments and step counts to where their parameters are, in place."""
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            values[key] = value.to(local_tensor(parameter).device)
+
+
+def _check_names(what: str, expected: Collection[str], given: Collection[str], known: Collection[str]) -> None:
+    missing, extra = sorted({*expected} - {*given}), sorted({*given} - {*expected, *known})
+    if missing or extra:
+        parts = [
+            f"lacks {', '.join(missing[:3])}" if missing else "",
+            f"has {', '.join(extra[:3])} besides" if extra else "",
+        ]
+        if all(name.endswith("expert_bias") for name in missing + extra):
+            where, advice = ("this engine", "0") if missing else ("the checkpoint", "the rate it was trained with")
+            raise CheckpointError(
+                f"only {where} has the routers' balancing biases ({(missing + extra)[0]}, …); set "
+                f"router_bias_update_rate to {advice}"
+            )
+        raise CheckpointError(
+            f"the checkpoint's {what} are not this model's: it {' and '.join(p for p in parts if p)}; "
+            "was it written for another model?"
+        )

@@ -1,0 +1,281 @@
+"""The default rollout engine: generation in this process, on the trainer's device."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Any, get_args
+
+import torch
+
+from archon.generation.generator import Generator, GeneratorStats
+from archon.generation.memory import choose_page_count
+from archon.generation.replica import (
+    WeightMode,
+    WeightSource,
+    build_replica,
+    copy_weights,
+    empty_replica,
+    fingerprint,
+    own_weights,
+    share_weights,
+)
+from archon.generation.sequence import Sequence
+from archon.generation.types import ModelRequest, ModelResponse
+from archon.models.attention.paged import PagedCache
+from archon.models.base import BaseArchonModel
+from archon.schema.errors import RolloutError, UserError
+
+logger = logging.getLogger(__name__)
+
+REPLICA_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+class InProcessEngine:
+    """`InferenceEngine` over a replica of the trainer's model. Make one with `from_model`.
+
+    Requests are stepped by one task on the caller's event loop: a step of the model, then a turn for everyone else. All
+    requests of tasks that start together are therefore in the queue before the first step, and are admitted in order
+    of submission: with a seed, synchronous runs are deterministic. The task ends when nothing is left to do. Use an
+    engine from one thread; `generate` needs no event loop.
+    """
+
+    def __init__(self, generator: Generator, *, aliased: bool = False) -> None:
+        self._generator, self._aliased = generator, aliased
+        self._paused = False
+        self._damaged: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._fingerprint: int | None = None
+
+    @classmethod
+    def from_model(
+        cls,
+        model: BaseArchonModel,
+        tokenizer: Any = None,
+        *,
+        max_slots: int = 256,
+        page_size: int = 32,
+        n_pages: int | None = None,
+        cache_bytes: int | None = None,
+        max_seq_len: int | None = None,
+        prefill_tokens: int = 8192,
+        seed: int = 0,
+        eos_token_ids: SequenceOf[int] | None = None,
+        weights: WeightMode = "auto",
+        dtype: torch.dtype | None = None,
+        version: int = 0,
+        source: Iterable[tuple[str, torch.Tensor]] | None = None,
+        device: torch.device | None = None,
+    ) -> InProcessEngine:
+        """Build the replica and its cache.
+
+        Args:
+            model: the trainer's model, possibly wrapped or sharded; never run by this engine.
+            tokenizer: for stop strings, and for the end-of-text id when `eos_token_ids` is not given.
+            max_slots: most answers in the making at once.
+            page_size: tokens in one page of the key-value cache.
+            n_pages, cache_bytes: size of the cache, in pages or in bytes; default what `max_slots` answers of
+                `max_seq_len` tokens need, within a quarter of the memory that is free.
+            max_seq_len: most tokens of prompt and answer together; default the model's.
+            prefill_tokens: most prompt tokens read in one step.
+            seed: for requests that bring none.
+            eos_token_ids: end an answer; default the tokenizer's, or none without one.
+            weights: see `build_replica`.
+            dtype: of the replica and its cache; default the model's.
+            version: of the weights now.
+            source: (native name, whole tensor) of every weight, where `model` is an empty one on the meta device and
+                no process has a whole one; `device` is then the replica's.
+
+        Raises `RolloutError`, with the estimate, when replica and cache do not fit.
+        """
+        args = model.args
+        if args.is_critic:
+            raise RolloutError("a critic has no language-model head and cannot generate; give the actor")
+        for name, value in (("max_slots", max_slots), ("page_size", page_size), ("prefill_tokens", prefill_tokens)):
+            if value < 1:
+                raise RolloutError(f"{name} is {value}; expected at least 1")
+        if dtype is not None and dtype not in REPLICA_DTYPES:
+            raise RolloutError(f"dtype is {dtype!r}; expected torch.float64, float32, float16 or bfloat16")
+        if weights not in get_args(WeightMode):
+            raise RolloutError(f"weights is {weights!r}; expected one of {', '.join(get_args(WeightMode))}")
+        if eos_token_ids is None:
+            eos = getattr(tokenizer, "eos_token_id", None)
+            eos_token_ids = () if eos is None else (eos,)
+        max_seq_len = max_seq_len or args.max_seq_len
+        parameter = next(model.parameters())
+        place = device or parameter.device
+        count = choose_page_count(
+            model, dtype or parameter.dtype, place, max_slots, max_seq_len, page_size, n_pages, cache_bytes
+        )
+        if source is None:
+            replica, aliased = build_replica(model, mode=weights, dtype=dtype)
+        else:
+            if weights == "alias":
+                raise RolloutError("weights='alias': the model's weights are on several processes; use 'snapshot'")
+            replica, aliased = empty_replica(model, dtype or parameter.dtype, place), False
+            copy_weights(replica, source)
+        parameter = next(replica.parameters())
+        cache = PagedCache(
+            args.n_layers, count, args.n_kv_heads, page_size, args.head_dim, parameter.dtype, parameter.device
+        )
+        generator = Generator(
+            replica,
+            cache,
+            max_slots=max_slots,
+            max_seq_len=max_seq_len,
+            prefill_tokens=prefill_tokens,
+            seed=seed,
+            eos_token_ids=tuple(eos_token_ids),
+            tokenizer=tokenizer,
+        )
+        generator.version = version
+        return cls(generator, aliased=aliased)
+
+    @property
+    def version(self) -> int:
+        return self._generator.version
+
+    def get_version(self) -> int:
+        return self.version
+
+    @property
+    def model(self) -> BaseArchonModel:
+        """The replica: a plain model with the weights it answers with."""
+        return self._generator.model
+
+    @property
+    def stats(self) -> GeneratorStats:
+        return self._generator.stats
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits of the weights held now, comparable with `replica.fingerprint` of the trainer's."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self._generator.model)
+        return self._fingerprint
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Answer one request. A cancelled caller takes its request with it."""
+        self._check_usable()
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop and self._task is not None and not self._task.done() and not self._loop_is_closed():
+            raise RolloutError("this engine still has requests of another event loop; wait for them or abort them")
+        done: asyncio.Future[None] = loop.create_future()
+
+        def wake(_: Sequence) -> None:
+            if not done.done():
+                done.set_result(None)
+
+        sequence = self._generator.submit(req, wake)
+        self._loop = loop
+        self._start()
+        try:
+            await done
+        except asyncio.CancelledError:
+            if sequence.stop_reason is None:
+                self._generator.abort([sequence])
+            raise
+        return sequence.response()
+
+    def generate(self, requests: SequenceOf[ModelRequest]) -> list[ModelResponse]:
+        """Answer requests without an event loop, in their order."""
+        self._check_usable()
+        if self._paused:
+            raise RolloutError("the engine is paused; resume it before generating")
+        sequences: list[Sequence] = []
+        left = len(requests)
+
+        def count_down(_: Sequence) -> None:
+            nonlocal left
+            left -= 1
+
+        try:
+            for request in requests:
+                sequences.append(self._generator.submit(request, count_down))
+        except RolloutError:
+            self._generator.abort(sequences)
+            raise
+        try:
+            while left:
+                self._generator.step()
+        except BaseException as error:
+            self._generator.fail(error)
+            raise
+        return [sequence.response() for sequence in sequences]
+
+    def pause(self) -> None:
+        """Stop after the step that is running, if any; unfinished answers are kept."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._loop is not None and self._generator.scheduler.has_work and not self._loop.is_closed():
+            self._start()
+
+    def abort(self, rid: str | None = None) -> int:
+        """End the unfinished requests named `rid`, or all, with stop reason `abort` and the tokens they have."""
+        chosen = [s for s in self._generator.unfinished if rid is None or s.request.rid == rid]
+        self._generator.abort(chosen)
+        return len(chosen)
+
+    def update_weights(self, meta: WeightSource, *, version: int | None = None) -> None:
+        """Replace the weights by those of a model, or of an iterator of (native name, tensor).
+
+        Weights shared with a model stay shared when that model is given; an iterator's are copied, and owned from then
+        on. What was copied is proven by a fingerprint of both sides.
+        Takes effect between two tokens. Unfinished answers keep their tokens, logprobs and versions; their cache is
+        computed again with the new weights. `version` defaults to the next one. When the update fails, every
+        unfinished request fails with it and the engine refuses requests until an update succeeds.
+        """
+        try:
+            if self._aliased and isinstance(meta, torch.nn.Module):
+                share_weights(self._generator.model, meta)
+                self._fingerprint = None
+            else:
+                if self._aliased:
+                    own_weights(self._generator.model)
+                    self._aliased = False
+                self._fingerprint = copy_weights(self._generator.model, meta)
+        except BaseException as error:
+            self._damaged, self._fingerprint = str(error), None
+            self._generator.fail(error)
+            raise
+        self._damaged = None
+        self._generator.restart(self._generator.version + 1 if version is None else version)
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs to draw the same seeds for requests that bring none."""
+        return {"version": self._generator.version, "submitted": self._generator.submitted}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._generator.version, self._generator.submitted = state["version"], state["submitted"]
+
+    def _check_usable(self) -> None:
+        if self._damaged is not None:
+            raise RolloutError(f"the generator has no valid weights since an update failed: {self._damaged}")
+
+    def _loop_is_closed(self) -> bool:
+        return self._loop is None or self._loop.is_closed()
+
+    def _start(self) -> None:
+        if self._task is not None and not self._task.done():
+            return
+        assert self._loop is not None
+        self._task = self._loop.create_task(self._run(), name="archon-generation")
+
+    async def _run(self) -> None:
+        try:
+            while self._generator.scheduler.has_work and not self._paused:
+                self._generator.step()
+                await asyncio.sleep(0)
+        except UserError as error:  # whoever asked is told, and that is enough
+            self._generator.fail(error)
+        except Exception as error:
+            logger.exception("generation failed; every unfinished request fails with it")
+            self._generator.fail(error)
+        except BaseException as error:  # the loop is closing, or the process is
+            self._generator.fail(error)
+            raise

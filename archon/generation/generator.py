@@ -1,0 +1,361 @@
+"""Continuous batching: one step reads prompts, adds a token to every running sequence and retires those that end."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from archon.engine import heap
+from archon.generation.sampler import SamplingParams, sample
+from archon.generation.scheduler import Chunk, Fork, Scheduler, Step
+from archon.generation.sequence import Sequence, StopStrings
+from archon.generation.types import ModelRequest
+from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
+from archon.models.base import BaseArchonModel
+from archon.schema.errors import ContextOverflowError, RolloutError
+
+# Logits of at most this many elements are sampled at once, so that wide vocabularies do not multiply in memory.
+_MAX_SAMPLED_ELEMENTS = 1 << 24
+
+
+@dataclass
+class GeneratorStats:
+    """Counts since the generator was made."""
+
+    steps: int = 0
+    seconds: float = 0.0  # inside those steps
+    prefill_tokens: int = 0  # tokens run through the model to read prompts, also after a preemption or an update
+    decode_tokens: int = 0  # tokens added one a sequence
+    twin_tokens: int = 0  # of these, those not run through the model because another sequence's were the same
+    shared_prompts: int = 0  # answers whose prompt another one had read
+
+
+def _round_up(rows: int) -> int:
+    """Rows to compute with: at most an eighth more, so that few distinct numbers occur.
+
+    Matrix libraries prepare a kernel for every shape they meet (oneDNN: half a millisecond), and the number of rows
+    changes with every answer that ends.
+    """
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
+
+
+def _distinct(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
+    """Sequences that need a row each, those whose tokens are the same as one's of them, and which row that has."""
+    rows: dict[tuple[int, int, int], int] = {}
+    distinct: list[Sequence] = []
+    twins: list[Sequence] = []
+    twin_rows: list[int] = []
+    for sequence in sequences:
+        if sequence.drawn is not None and (row := rows.setdefault(sequence.drawn, len(distinct))) < len(distinct):
+            twins.append(sequence)
+            twin_rows.append(row)
+        else:
+            distinct.append(sequence)
+    return distinct, twins, twin_rows
+
+
+class _SlotParams:
+    """Sampling parameters by slot, so that a step looks them up at once."""
+
+    def __init__(self, max_slots: int) -> None:
+        self.temperature = np.ones(max_slots)
+        self.greedy = np.zeros(max_slots, dtype=bool)
+        self.top_p = np.ones(max_slots)
+        self.top_k = np.zeros(max_slots, dtype=np.int64)
+        self.seed = np.zeros(max_slots, dtype=np.uint64)
+        self.min_new_tokens = np.zeros(max_slots, dtype=np.int64)
+
+    def fill(self, sequence: Sequence) -> None:
+        slot, g = sequence.slot, sequence.request.gconfig
+        self.temperature[slot], self.greedy[slot], self.top_p[slot] = g.temperature, g.greedy, g.top_p
+        self.top_k[slot], self.seed[slot], self.min_new_tokens[slot] = g.top_k or 0, sequence.seed, g.min_new_tokens
+
+    def params(self, sequences: list[Sequence]) -> SamplingParams:
+        slots = [sequence.slot for sequence in sequences]
+        index = np.array([len(sequence.output) for sequence in sequences])
+        early = np.flatnonzero(index < self.min_new_tokens[slots])
+        return SamplingParams(
+            temperature=self.temperature[slots],
+            greedy=self.greedy[slots],
+            top_p=self.top_p[slots],
+            top_k=self.top_k[slots],
+            seed=self.seed[slots],
+            index=index.astype(np.uint64),
+            banned=[(row, sorted(sequences[row].stop_ids)) for row in early.tolist() if sequences[row].stop_ids],
+        )
+
+
+class _Sampled:
+    """Sequences that sample in this step, each from one row of the joined `hidden` [rows, dim]."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self.rows: list[int] = []
+        self.hidden: list[Tensor] = []
+        self.n_rows = 0
+        self._last: Tensor | None = None
+
+    def add_rows(self, sequences: list[Sequence], hidden: Tensor, rows: list[int]) -> None:
+        """Each with one of the rows of `hidden`."""
+        self.sequences += sequences
+        self.rows += [self.n_rows + row for row in rows]
+        self.hidden.append(hidden)
+        self.n_rows += len(hidden)
+
+    def add(self, sequence: Sequence, hidden: Tensor) -> None:
+        """One hidden state [dim]; sequences that fork from one prompt, one after the other, share its row."""
+        if hidden is self._last:
+            self.sequences.append(sequence)
+            self.rows.append(self.n_rows - 1)
+        else:
+            self.add_rows([sequence], hidden[None], [0])
+            self._last = hidden
+
+
+class Generator:
+    """A model, its paged cache, a scheduler and a sampler. Synchronous; `InProcessEngine` drives it.
+
+    Args:
+        model: an actor in evaluation mode, on the device of the cache.
+        cache: pages for keys and values.
+        max_slots: most sequences that run at once.
+        max_seq_len: most tokens of prompt and answer together.
+        prefill_tokens: most prompt tokens read in one step; longer prompts are read in parts.
+        seed: requests without a seed of their own draw theirs from this and their number.
+        eos_token_ids: end every answer whose request does not ignore them.
+        tokenizer: decodes answers for stop strings, unless the request brings its own.
+    """
+
+    def __init__(
+        self,
+        model: BaseArchonModel,
+        cache: PagedCache,
+        *,
+        max_slots: int,
+        max_seq_len: int,
+        prefill_tokens: int,
+        seed: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: Any = None,
+    ) -> None:
+        self.model, self.cache, self.max_seq_len = model, cache, max_seq_len
+        self.seed, self.eos_token_ids, self.tokenizer = seed, eos_token_ids, tokenizer
+        self.max_slots, self.prefill_tokens = max_slots, prefill_tokens
+        self.scheduler = self._new_scheduler()
+        self.slots = _SlotParams(max_slots)
+        self.stats = GeneratorStats()
+        self.version = 0
+        self.submitted = 0
+        self.device = cache.keys.device
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self.cache.n_pages, self.cache.page_size, self.max_slots, self.prefill_tokens)
+
+    def submit(self, request: ModelRequest, on_done: Callable[[Sequence], None]) -> Sequence:
+        """Queue a request. `on_done` is called once, when its answer has ended or failed.
+
+        Raises `RolloutError` for a request that could never be honoured.
+        """
+        g, prompt = request.gconfig, request.input_ids
+        if g.n_samples != 1:
+            raise RolloutError(
+                f"request {request.rid}: n_samples is {g.n_samples}; a request has one answer, send several"
+            )
+        if not prompt:
+            raise RolloutError(f"request {request.rid}: the prompt is empty, expected at least one token")
+        vocab_size = self.model.args.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            wrong = next(i for i in prompt if not 0 <= i < vocab_size)
+            raise RolloutError(f"request {request.rid}: token id {wrong} is not below the vocabulary size {vocab_size}")
+        if request.image_data:
+            raise RolloutError(f"request {request.rid}: image_data was given to a text model")
+        most = self.max_seq_len if g.max_tokens is None else min(g.max_tokens, self.max_seq_len)
+        limit = min(g.max_new_tokens, most - len(prompt))
+        if limit < 1:
+            raise ContextOverflowError(
+                f"request {request.rid}: the prompt of {len(prompt)} tokens leaves no room for an answer within {most}"
+                " tokens; shorten it, or raise max_tokens or the engine's max_seq_len"
+            )
+        stop_ids = frozenset(g.stop_token_ids) | frozenset(() if g.ignore_eos else self.eos_token_ids)
+        sequence = Sequence(
+            request=request,
+            limit=limit,
+            seed=self._request_seed() if g.seed is None else g.seed,
+            # A tokenizer may have a padding id that the model cannot sample; it ends no answer and needs no ban.
+            stop_ids=frozenset(i for i in stop_ids if i < vocab_size),
+            stop_strings=self._stop_strings(request),
+            on_done=on_done,
+        )
+        pages = self.scheduler.pages_for(sequence.most_cached)
+        if pages > self.cache.n_pages:
+            raise RolloutError(
+                f"request {request.rid}: {len(prompt)} prompt tokens and up to {limit} new ones need {pages} pages"
+                f" of {self.cache.page_size} tokens, the cache has {self.cache.n_pages}; lower max_new_tokens or"
+                " raise n_pages"
+            )
+        self._check_rope(sequence)
+        self.submitted += 1
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def _request_seed(self) -> int:
+        digest = hashlib.blake2b(f"{self.seed} {self.submitted}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+    def _stop_strings(self, request: ModelRequest) -> StopStrings | None:
+        if not request.gconfig.stop:
+            return None
+        tokenizer = request.tokenizer or self.tokenizer
+        if tokenizer is None:
+            raise RolloutError(
+                f"request {request.rid}: stop strings {request.gconfig.stop} need a tokenizer;"
+                " give one to the engine or to the request"
+            )
+        return StopStrings(tokenizer, request.gconfig.stop)
+
+    def _check_rope(self, sequence: Sequence) -> None:
+        """Refuse a request whose cached keys would be turned by other angles once the answer has grown."""
+        rope = self.model.args.rope_scaling
+        if not rope.depends_on_length:
+            return
+        longest = len(sequence.prompt) + sequence.limit
+        bound = rope.original_max_seq_len if rope.kind == "longrope" else self.model.args.max_seq_len
+        assert bound is not None
+        if longest <= bound or (rope.kind == "longrope" and len(sequence.prompt) > bound):
+            return
+        raise RolloutError(
+            f"request {sequence.request.rid}: prompt and answer may reach {longest} tokens; beyond {bound} the"
+            f" {rope.kind} RoPE of this model changes the keys already cached; set max_tokens to {bound}"
+        )
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One forward: read what is due, add a token to every sequence that is ready, call back those that end."""
+        started = time.perf_counter()
+        step = self.scheduler.plan()
+        for sequence in step.admitted:
+            self.slots.fill(sequence)
+        sampled = _Sampled()
+        self._fork(step.forks, sampled)
+        if step.decode or step.chunks:
+            self._forward(step, sampled)
+        if sampled.sequences:
+            self._sample(sampled)
+        heap.give_back("generation")
+        self.stats.steps += 1
+        self.stats.seconds += time.perf_counter() - started
+
+    def _forward(self, step: Step, sampled: _Sampled) -> None:
+        chunks = step.chunks
+        decode, twins, twin_rows = _distinct(step.decode)
+        lengths = np.array([sequence.total for sequence in decode], dtype=np.int64)
+        tokens = [(sequence.output or sequence.prompt)[-1] for sequence in decode]
+        parts = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            tokens += sequence.tokens(chunk.start, chunk.stop)
+            parts.append(PrefillChunk(chunk.start, chunk.stop - chunk.start, sequence.pages, sequence.total))
+        rows = _round_up(len(tokens))
+        tokens += [0] * (rows - len(tokens))
+        width = self.scheduler.pages_for(int(lengths.max(initial=1)))
+        decode_rows = DecodeRows(self._pages(decode, width), lengths, self._pages(twins, width), np.array(twin_rows))
+        meta = PagedAttention(self.cache, decode_rows, parts, self.model.args.attn_type, rows)
+        hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
+
+        for sequence in step.decode:
+            sequence.computed += 1
+        first = len(decode)
+        sampled.add_rows(decode + twins, hidden[:first], [*range(first), *twin_rows])
+        for chunk in chunks:
+            self._read_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
+            first += chunk.stop - chunk.start
+        self.stats.decode_tokens += len(step.decode)
+        self.stats.twin_tokens += len(twins)
+        self.stats.prefill_tokens += first - len(decode)
+
+    def _pages(self, sequences: list[Sequence], width: int) -> np.ndarray:
+        """int64 [n, width]: the first pages of each."""
+        return self.scheduler.page_table[[sequence.slot for sequence in sequences], :width]
+
+    def _read_chunk(self, chunk: Chunk, hidden: Tensor, sampled: _Sampled) -> None:
+        last = len(chunk.sequence.prompt) - 1
+        # A copy: the entry of a shared prompt must not keep the whole forward's states alive.
+        last_hidden = hidden[last - chunk.start].clone() if chunk.start <= last < chunk.stop else None
+        forks = self.scheduler.read(chunk, last_hidden)
+        if chunk.sequence.computed == chunk.sequence.total:
+            # The very tensor that followers fork with, so that they share its row of logits.
+            sampled.add(chunk.sequence, hidden[-1] if last_hidden is None or chunk.stop > last + 1 else last_hidden)
+        self._fork(forks, sampled)
+
+    def _fork(self, forks: list[Fork], sampled: _Sampled) -> None:
+        copies = [fork.copy for fork in forks if fork.copy is not None]
+        if copies:
+            self.cache.copy_pages(*zip(*copies, strict=True))
+        for fork in forks:
+            if fork.sequence.computed == fork.sequence.total:
+                sampled.add(fork.sequence, fork.prompt.last_hidden)
+        self.stats.shared_prompts += len(forks)
+
+    def _sample(self, sampled: _Sampled) -> None:
+        head = self.model.output
+        assert head is not None
+        hidden = torch.cat(sampled.hidden)
+        logits = head(F.pad(hidden, (0, 0, 0, _round_up(sampled.n_rows) - sampled.n_rows)))[: sampled.n_rows]
+        if len(sampled.sequences) != sampled.n_rows:
+            logits = logits.index_select(0, torch.tensor(sampled.rows, device=self.device))
+        block = max(1, _MAX_SAMPLED_ELEMENTS // logits.shape[-1])
+        for first, part in enumerate(logits.split(block)):
+            sequences = sampled.sequences[first * block : first * block + block]
+            tokens, logprobs = sample(part, self.slots.params(sequences))
+            rows = sampled.rows[first * block : first * block + block]
+            drawn = zip(sequences, rows, tokens.tolist(), logprobs.tolist(), strict=True)
+            for sequence, row, token, logprob in drawn:
+                sequence.append(token, logprob, self.version)
+                sequence.drawn = (self.stats.steps, row, token)
+                if sequence.stop_reason is not None:
+                    self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        sequence.on_done(sequence)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def abort(self, sequences: list[Sequence]) -> None:
+        """End unfinished sequences with the tokens they have."""
+        for sequence in sequences:
+            sequence.stop_reason = "abort"
+            self._finish(sequence)
+
+    def fail(self, error: BaseException) -> None:
+        """Hand `error` to whoever waits for an unfinished sequence, and start afresh with an empty cache."""
+        if not isinstance(error, Exception):
+            # An interrupt handed to every waiting task would break its event loop once for each.
+            error = RuntimeError(f"generation was stopped by {type(error).__name__}")
+        failed = self.unfinished
+        self.scheduler = self._new_scheduler()
+        # What broke may have left NaN in the cache, and masked NaN is still NaN.
+        self.cache.clear()
+        for sequence in failed:
+            sequence.stop_reason, sequence.error = "abort", error
+            sequence.on_done(sequence)
+
+    def restart(self, version: int) -> None:
+        """The weights have changed: every cached key and value is void, and tokens from now on carry `version`.
+
+        Unfinished sequences keep their tokens, logprobs and versions; prompt and tokens are read again with the new
+        weights, so that what follows is sampled from the new policy exactly.
+        """
+        self.scheduler.restart()
+        self.version = version

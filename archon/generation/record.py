@@ -1,0 +1,89 @@
+"""What a generator was given and answered, token by token, and whether it can be relied on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from archon.generation.types import ModelResponse
+from archon.schema.errors import RolloutError
+
+
+class UnusableAnswerError(RolloutError):
+    """An answer that cannot be trained on; `kind` is what it is counted under."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def check_answer(response: ModelResponse) -> None:
+    """Raise `UnusableAnswerError` unless every generated token has one finite logprob and one version.
+
+    Missing logprobs are never zeros: a zero would claim that the token was certain.
+    """
+    n_tokens, n_logprobs = len(response.output_tokens), len(response.output_logprobs)
+    if response.stop_reason == "abort":
+        raise UnusableAnswerError("aborted", f"the engine aborted the answer after {n_tokens} tokens")
+    if n_tokens == 0:
+        raise UnusableAnswerError("empty", "the engine returned an answer without tokens")
+    if n_logprobs != n_tokens or len(response.output_versions) != n_tokens:
+        raise UnusableAnswerError(
+            "logprob_mismatch",
+            f"the engine returned {n_tokens} tokens, {n_logprobs} logprobs and {len(response.output_versions)} versions"
+            "; expected one of each a token",
+        )
+    if not all(map(math.isfinite, response.output_logprobs)):
+        raise UnusableAnswerError("logprob_not_finite", "the engine returned a logprob that is not a finite number")
+
+
+@dataclass
+class TokenRecord:
+    """One trajectory as it grows, in token space: what the model was given, and what it answered turn by turn.
+
+    All lists have one entry a token. `turns` counts the answers so far.
+    """
+
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+    turns: int = 0
+    truncated: bool = False
+
+    @classmethod
+    def of_answer(cls, response: ModelResponse) -> TokenRecord:
+        """A prompt and its one answer."""
+        record = cls()
+        record.observe(response.input_tokens)
+        record.answer(response)
+        return record
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """Tokens that the model is given and not trained on."""
+        n = len(ids)
+        self.input_ids += ids
+        self.loss_mask += [0] * n
+        self.logprobs += [0.0] * n
+        self.versions += [-1] * n
+        self.turn_ids += [-1] * n
+
+    def answer(self, response: ModelResponse) -> None:
+        """The model's next turn. Raises `UnusableAnswerError` for an answer to other tokens than these, which would be
+        trained behind a prompt that it never saw."""
+        if response.input_tokens != self.input_ids:
+            raise UnusableAnswerError(
+                "other_prompt",
+                f"turn {self.turns}: the engine answered {len(response.input_tokens)} tokens that are not the "
+                f"{len(self.input_ids)} of this trajectory so far",
+            )
+        n = response.output_len
+        self.input_ids += response.output_tokens
+        self.loss_mask += [1] * n
+        self.logprobs += response.output_logprobs
+        self.versions += response.output_versions
+        self.turn_ids += [self.turns] * n
+        self.turns += 1
+        self.truncated = response.stop_reason == "length"

@@ -1,0 +1,232 @@
+"""Who runs next: admission in order of submission, prompts read once, preemption when pages run out.
+
+Nothing here touches a tensor: the scheduler deals in sequences and page numbers, the generator computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from archon.generation.pages import PagePool
+from archon.generation.sequence import Prompt, Sequence
+
+
+@dataclass
+class Chunk:
+    """Tokens start … stop − 1 of a sequence, to be read in this step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+@dataclass
+class Fork:
+    """A sequence takes over a prompt that has been read: the copy its first private page needs, if any."""
+
+    sequence: Sequence
+    prompt: Prompt
+    copy: tuple[int, int] | None  # (page to copy, page to copy it to)
+
+
+@dataclass
+class Step:
+    """What one forward does: one token for each of `decode`, then `chunks`; `forks` come before it."""
+
+    decode: list[Sequence]
+    chunks: list[Chunk]
+    forks: list[Fork]
+    admitted: list[Sequence]  # got their slot in this step
+
+
+class Scheduler:
+    """At most `max_slots` running sequences over a pool of pages.
+
+    The oldest running sequence can always go on: when pages run out, prompts kept for waiting requests are dropped
+    first, then the youngest sequences are preempted; they keep their tokens, wait at the head of the queue and are read
+    again. So nothing deadlocks as long as every request fits alone, which is checked when it is submitted.
+    """
+
+    def __init__(self, n_pages: int, page_size: int, max_slots: int, prefill_tokens: int) -> None:
+        self.pool = PagePool(n_pages)
+        self.page_size, self.prefill_tokens = page_size, prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.prompts: dict[tuple[int, ...], Prompt] = {}
+        self._free_slots = list(range(max_slots - 1, -1, -1))
+        # Row `slot` begins with the pages of the sequence in that slot; the columns grow with the longest one.
+        self.page_table = np.zeros((max_slots, 8), dtype=np.int64)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def submit(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        if len(sequence.prompt) > 1:
+            sequence.shared = self.prompts.setdefault(tuple(sequence.prompt), Prompt())
+            sequence.shared.users += 1
+
+    def plan(self) -> Step:
+        """Give every running sequence the page its next token needs, admit what fits, and choose the chunks to read."""
+        self._grow()
+        forks, admitted = self._admit()
+        decode, chunks = [], []
+        budget = self.prefill_tokens
+        for sequence in self.running:
+            if sequence.awaits_prompt:
+                continue
+            pending = sequence.total - sequence.computed
+            if pending == 1 and not sequence.leads:
+                decode.append(sequence)
+            elif pending and budget:
+                length = min(pending, budget)
+                budget -= length
+                chunks.append(Chunk(sequence, sequence.computed, sequence.computed + length))
+        return Step(decode, chunks, forks, admitted)
+
+    def read(self, chunk: Chunk, last_hidden: Any) -> list[Fork]:
+        """A chunk has been computed; if it completes a prompt that others wait for, they fork.
+
+        `last_hidden` is the hidden state of the prompt's last token, None when the chunk does not hold it.
+        """
+        sequence, prompt = chunk.sequence, chunk.sequence.shared
+        sequence.computed = chunk.stop
+        if prompt is None or not sequence.leads or chunk.stop < len(sequence.prompt):
+            return []
+        prompt.leader, prompt.last_hidden = None, last_hidden
+        prompt.pages = sequence.pages[: self.pages_for(len(sequence.prompt))]
+        self.pool.share(prompt.pages)
+        followers, prompt.followers = prompt.followers, []
+        return [self._fork(follower, prompt) for follower in followers]
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is."""
+        if sequence.slot >= 0:
+            self._leave(sequence)
+        else:
+            self.waiting.remove(sequence)
+        prompt = sequence.shared
+        if prompt is not None:
+            prompt.users -= 1
+            if prompt.users == 0:
+                self._drop_pages(prompt)
+                del self.prompts[tuple(sequence.prompt)]
+
+    def restart(self) -> None:
+        """All cached keys and values are void: every running sequence waits again, in order, with its tokens kept."""
+        for sequence in self.running[::-1]:
+            self._requeue(sequence)
+        for prompt in self.prompts.values():
+            self._drop_pages(prompt)
+
+    def _grow(self) -> None:
+        size = self.page_size
+        short = [s for s in self.running if s.total > len(s.pages) * size and not s.awaits_prompt]
+        for sequence in short:
+            missing = self.pages_for(sequence.total) - len(sequence.pages)
+            if sequence.slot >= 0 and self._make_room(missing, sequence):
+                self._own(sequence, sequence.pages + self.pool.take(missing))
+
+    def _own(self, sequence: Sequence, pages: list[int]) -> None:
+        sequence.pages = pages
+        width = self.page_table.shape[1]
+        if len(pages) > width:
+            self.page_table = np.pad(self.page_table, ((0, 0), (0, max(width, len(pages) - width))))
+        self.page_table[sequence.slot, : len(pages)] = pages
+
+    def _make_room(self, count: int, sequence: Sequence) -> bool:
+        """Free `count` pages for `sequence`; False when it had to be preempted itself."""
+        if self.pool.n_free < count:
+            for prompt in self.prompts.values():
+                self._drop_pages(prompt)
+        while self.pool.n_free < count:
+            youngest = self.running[-1]
+            self._requeue(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _admit(self) -> tuple[list[Fork], list[Sequence]]:
+        forks: list[Fork] = []
+        admitted: list[Sequence] = []
+        if not self.waiting or not self._free_slots:
+            return forks, admitted
+        # One page to spare for each running sequence that may grow, or a new one would soon be preempted again.
+        spare = sum(self._may_grow(sequence) for sequence in self.running)
+        while self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            prompt, shared = sequence.shared, 0
+            if prompt is not None and (prompt.leader is not None or prompt.last_hidden is not None):
+                shared = len(sequence.prompt) // self.page_size
+            needed = self.pages_for(sequence.total) - shared
+            if self.running and self.pool.n_free < needed + spare:
+                break
+            if not self.running and self.pool.n_free < needed:
+                for other in self.prompts.values():
+                    self._drop_pages(other)
+                continue
+            self.waiting.popleft()
+            sequence.slot = self._free_slots.pop()
+            self._own(sequence, self.pool.take(needed))
+            self.running.append(sequence)
+            admitted.append(sequence)
+            spare += self._may_grow(sequence, shared)
+            if prompt is None:
+                continue
+            if prompt.last_hidden is not None:
+                forks.append(self._fork(sequence, prompt))
+            elif prompt.leader is not None:
+                sequence.awaits_prompt = True
+                prompt.followers.append(sequence)
+            else:
+                prompt.leader = sequence
+        return forks, admitted
+
+    def _may_grow(self, sequence: Sequence, shared: int = 0) -> bool:
+        """Whether it may need more pages than it owns and those it will share."""
+        return (len(sequence.pages) + shared) * self.page_size < sequence.most_cached
+
+    def _fork(self, sequence: Sequence, prompt: Prompt) -> Fork:
+        """`sequence` owns private pages only; put the prompt's full pages, which nobody writes to, before them."""
+        length = len(sequence.prompt)
+        full = length // self.page_size
+        copy = (prompt.pages[full], sequence.pages[0]) if length % self.page_size else None
+        self.pool.share(prompt.pages[:full])
+        self._own(sequence, prompt.pages[:full] + sequence.pages)
+        sequence.computed = length
+        sequence.awaits_prompt = False
+        return Fork(sequence, prompt, copy)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of its slot and its pages from it."""
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self.pool.release(sequence.pages)
+        sequence.slot, sequence.pages, sequence.computed = -1, [], 0
+        prompt = sequence.shared
+        if prompt is None:
+            return
+        if sequence.awaits_prompt:
+            prompt.followers.remove(sequence)
+            sequence.awaits_prompt = False
+        if sequence.leads:
+            # Nobody reads the prompt any more: who waited for it is admitted again, and the first one leads.
+            prompt.leader = None
+            for follower in prompt.followers[::-1]:
+                self._requeue(follower)
+
+    def _drop_pages(self, prompt: Prompt) -> None:
+        self.pool.release(prompt.pages)
+        prompt.pages, prompt.last_hidden = [], None

@@ -1,0 +1,124 @@
+"""One answer in the making, and when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from archon.generation.types import ModelRequest, ModelResponse, StopReason
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt that sequences share: its pages, and the state its first answer token is sampled from."""
+
+    leader: Sequence | None = None  # is reading the prompt
+    users: int = 0  # sequences with this prompt, waiting or running
+    followers: list[Sequence] = field(default_factory=list)  # admitted, waiting for the leader
+    pages: list[int] = field(default_factory=list)  # owned by this entry as well, once read
+    last_hidden: Any = None  # [dim] hidden state of the prompt's last token, once read
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request, the tokens sampled for it so far, and the pages that hold their keys and values."""
+
+    request: ModelRequest
+    limit: int  # most tokens the answer may have
+    seed: int  # of the request's random stream
+    stop_ids: frozenset[int]
+    stop_strings: StopStrings | None
+    on_done: Callable[[Sequence], None]
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    error: BaseException | None = None
+
+    slot: int = -1  # row of the scheduler's tables, −1 while waiting
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0  # tokens whose keys and values are cached
+    shared: Prompt | None = None  # the prompt this sequence may share with others
+    awaits_prompt: bool = False  # another sequence is reading it
+    # Of the newest token: (step, row of that step's states, token). Where two agree, all their tokens do.
+    drawn: tuple[int, int, int] | None = None
+
+    submitted: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt = self.request.input_ids
+        self.total = len(self.prompt)  # tokens so far, prompt and answer
+        self.most_cached = self.total + self.limit - 1  # the last token of the longest answer is never cached
+
+    @property
+    def leads(self) -> bool:
+        """Whether this sequence is reading a prompt that others may share."""
+        return self.shared is not None and self.shared.leader is self
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens start … stop − 1 of prompt and answer."""
+        split = len(self.prompt)
+        if stop <= split:
+            return self.prompt[start:stop]
+        return self.prompt[start:] + self.output[max(start - split, 0) : stop - split]
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Add a sampled token and settle `stop_reason` if it was the last."""
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        self.total += 1
+        self.output.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if self.request.on_token is not None:
+            self.request.on_token(token, logprob)
+        stopped = self.stop_strings is not None and self.stop_strings.feed(token)
+        if (stopped or token in self.stop_ids) and len(self.output) > self.request.gconfig.min_new_tokens:
+            self.stop_reason = "stop"
+        elif len(self.output) >= self.limit:
+            self.stop_reason = "length"
+
+    def response(self) -> ModelResponse:
+        """The answer as it stands; raises what made the request fail, if anything did."""
+        if self.error is not None:
+            raise self.error
+        assert self.stop_reason is not None
+        now = time.perf_counter()
+        return ModelResponse(
+            input_tokens=list(self.prompt),
+            output_tokens=self.output,
+            output_logprobs=self.logprobs,
+            output_versions=self.versions,
+            stop_reason=self.stop_reason,
+            latency=now - self.submitted,
+            ttft=(self.first_token or now) - self.submitted,
+        )
+
+
+class StopStrings:
+    """Watches an answer's text for stop strings while it grows, decoding each token a bounded number of times."""
+
+    def __init__(self, tokenizer: Any, stops: list[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._ids: list[int] = []
+        self._context = 0  # decoding starts here, since a token's text may depend on the one before
+        self._read = 0  # tokens whose text is settled
+        self._tail = ""  # end of the settled text, one character shorter than the longest stop string
+        self._keep = max(map(len, stops)) - 1
+
+    def feed(self, token: int) -> bool:
+        """Add a token; whether the text now holds a stop string."""
+        self._ids.append(token)
+        known = self._decode(self._ids[self._context : self._read])
+        text = self._decode(self._ids[self._context :])
+        seen = self._tail + text[len(known) :]
+        if not text.endswith("\ufffd"):  # else the token ends inside a character, which the next ones complete
+            self._context, self._read = self._read, len(self._ids)
+            self._tail = seen[-self._keep :] if self._keep else ""
+        return any(stop in seen for stop in self._stops)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,173 @@
+"""What crosses the boundary between workflows, the generator and the trainer: requests, responses, trajectories.
+
+Shapes and names follow AReaL's documented rollout interface, so that a workflow moves over by changing its imports.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from pydantic import Field, model_validator
+
+from archon.schema.config import StrictModel
+from archon.schema.errors import RolloutError
+
+StopReason = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class GenerationHyperparameters(StrictModel):
+    """How one answer is sampled. Every default is explicit; nothing is taken from a checkpoint's generation config."""
+
+    n_samples: int = Field(1, ge=1, description="answers per prompt; a request to an engine asks for one")
+    max_new_tokens: int = Field(512, ge=1, description="upper limit of the answer, in tokens")
+    min_new_tokens: int = Field(0, ge=0, description="no stop id, stop string or end of text before this many tokens")
+    max_tokens: int | None = Field(None, ge=2, description="upper limit of prompt and answer together, in tokens")
+    temperature: float = Field(1.0, ge=1e-3, description="divides the logits; for the most likely token set greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens that holds this probability")
+    top_k: int | None = Field(
+        None, ge=1, lt=2**63, description="sample among the k most likely tokens; null for all of them"
+    )
+    greedy: bool = Field(False, description="take the most likely token")
+    stop_token_ids: list[int] = Field(default_factory=list, description="ids that end the answer; they are kept in it")
+    stop: list[str] = Field(default_factory=list, description="strings that end the answer; needs a tokenizer")
+    ignore_eos: bool = Field(False, description="do not stop at the engine's end-of-text ids")
+    seed: int | None = Field(
+        None, ge=0, lt=2**63, description="random stream of this answer; null: by order of arrival"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stop_string_is_a_list_of_one(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("stop"), str):
+            return {**data, "stop": [data["stop"]]}
+        return data
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> GenerationHyperparameters:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
+        if any(i < 0 for i in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids: got {self.stop_token_ids}, expected ids from 0 on")
+        if "" in self.stop:
+            raise ValueError("stop: got an empty string, expected strings of at least one character")
+        return self
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """A validated copy with some fields changed."""
+        return type(self)(**{**self.model_dump(), **changes})
+
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
+        """A copy that also stops at the tokenizer's end-of-text and padding ids."""
+        ids = list(self.stop_token_ids)
+        for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+            if token_id is not None and token_id not in ids:
+                ids.append(token_id)
+        return self.new(stop_token_ids=ids)
+
+
+@dataclass
+class ModelRequest:
+    """One prompt, and how to answer it.
+
+    `input_ids` are token ids. Anything else is refused, in particular the mapping that transformers 5 returns from
+    `apply_chat_template` by default. `rid` names the request for `abort`; several requests may share one.
+    `on_token` is called with each token and its logprob as soon as it is sampled, by engines that can.
+    """
+
+    input_ids: list[int] = field(default_factory=list)
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tokenizer: Any = None
+    image_data: list[Any] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    on_token: Callable[[int, float], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.input_ids = integer_ids(self.input_ids)
+
+
+def integer_ids(ids: Any) -> list[int]:
+    """`ids` as a list of Python integers; `RolloutError` for anything that is not a flat sequence of integers."""
+    expected = "expected a flat list of integer token ids"
+    if isinstance(ids, Mapping):
+        raise RolloutError(
+            f"ModelRequest.input_ids: got a {type(ids).__name__} with keys {sorted(ids)}, {expected};"
+            " call apply_chat_template with return_dict=False, or pass its 'input_ids'"
+        )
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise RolloutError(f"ModelRequest.input_ids: got a {type(ids).__name__}, {expected}")
+    if isinstance(ids, torch.Tensor):
+        raise RolloutError(
+            f"ModelRequest.input_ids: got a tensor of shape {tuple(ids.shape)}, {expected}; use .tolist()"
+        )
+    ids = list(ids)
+    if all(type(i) is int for i in ids):
+        return ids
+    for index, item in enumerate(ids):
+        if isinstance(item, bool) or not isinstance(item, Integral):
+            raise RolloutError(f"ModelRequest.input_ids[{index}]: got {item!r} ({type(item).__name__}), {expected}")
+    return [int(i) for i in ids]
+
+
+@dataclass
+class ModelResponse:
+    """One answer. `output_tokens`, `output_logprobs` and `output_versions` have one entry per generated token.
+
+    A logprob is `log_softmax(logits / temperature)` over the full vocabulary, whatever top_p and top_k were. A stop
+    token is part of the answer. `latency` and `ttft` (time to first token) are seconds since submission.
+    """
+
+    input_tokens: list[int] = field(default_factory=list)
+    output_tokens: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_versions: list[int] = field(default_factory=list)
+    stop_reason: StopReason = "stop"
+    latency: float = 0.0
+    ttft: float = 0.0
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+@runtime_checkable
+class InferenceEngine(Protocol):
+    """What a workflow and the trainer may ask of whatever generates."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token is sampled with."""
+        ...
+
+    def get_version(self) -> int:
+        """The same."""
+        ...
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Answer one request; `RolloutError` when it can never be honoured."""
+        ...
+
+    def pause(self) -> None:
+        """Stop between two tokens; unfinished answers are kept."""
+        ...
+
+    def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        ...
+
+    def abort(self, rid: str | None = None) -> int:
+        """End the requests named `rid`, or all of them, with stop reason `abort`; returns how many."""
+        ...
+
+    def update_weights(self, meta: Any, *, version: int | None = None) -> None:
+        """Replace the weights; tokens sampled from then on carry the new version."""
+        ...

@@ -1,0 +1,222 @@
+"""Anthropic's messages endpoint."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from archon.serve.answering import Call, Choice
+from archon.serve.body import (
+    Api,
+    Body,
+    Content,
+    Event,
+    FunctionSpec,
+    Positive,
+    RequestModel,
+    StopString,
+    TextPart,
+    called,
+    prompt_tokens,
+    text_of,
+)
+from archon.serve.reading import Part, Piece, ToolCall
+from archon.serve.sessions import Asker
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class TextBlock(TextPart):
+    type: Literal["text"]
+
+
+class ToolUseBlock(RequestModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: dict[str, Any] | None = None
+    caller: dict[str, Any] | None = None
+
+
+class ToolResultBlock(RequestModel):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Content = ""
+    is_error: bool | None = Field(None, description="without effect: say so in the content")
+    cache_control: dict[str, Any] | None = None
+
+
+Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class AnthropicMessage(RequestModel):
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Field(min_length=1)]
+
+    def for_template(self, where: str) -> list[dict[str, Any]]:
+        """As chat templates expect it: results of tools are messages of their own, before what the user says."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        said = [block.text for block in self.content if isinstance(block, TextBlock)]
+        calls = [
+            called(block.id, block.name, block.input, where)
+            for block in self.content
+            if isinstance(block, ToolUseBlock)
+        ]
+        messages: list[dict[str, Any]] = [
+            {"role": "tool", "content": text_of(block.content), "tool_call_id": block.tool_use_id}
+            for block in self.content
+            if isinstance(block, ToolResultBlock)
+        ]
+        if said or calls:
+            message = {"role": self.role, "content": "".join(said)}
+            messages.append(message | {"tool_calls": calls} if calls else message)
+        return messages
+
+
+class AnthropicTool(RequestModel):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    cache_control: dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        return FunctionSpec(name=self.name, description=self.description, parameters=self.input_schema).for_template()
+
+
+class ToolChoice(RequestModel):
+    type: Literal["auto", "none"] = Field(description="what the model calls cannot be forced")
+    disable_parallel_tool_use: Literal[False] | None = None
+
+
+class NoThinking(RequestModel):
+    type: Literal["disabled"]
+
+
+class CountBody(RequestModel):
+    """`POST /v1/messages/count_tokens`: what a message's prompt is made of."""
+
+    model: str = Field("", description="any name; the server has one model")
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: NoThinking | None = None
+    cache_control: dict[str, Any] | None = Field(None, description="without effect")
+
+    @field_validator("messages")
+    @classmethod
+    def _user_speaks_last(cls, messages: list[AnthropicMessage]) -> list[AnthropicMessage]:
+        if messages[-1].role != "user":
+            raise ValueError("the last message is the assistant's; an answer cannot be begun for the model here")
+        return messages
+
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, as chat templates expect them."""
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return []
+        return [tool.for_template() for tool in self.tools or []]
+
+    def prompt(self, tokenizer: Any) -> list[int]:
+        """In tokens."""
+        messages: list[dict[str, Any]] = []
+        if self.system is not None:
+            messages.append({"role": "system", "content": text_of(self.system)})
+        for number, message in enumerate(self.messages):
+            messages += message.for_template(f"messages.{number}")
+        return prompt_tokens(tokenizer, messages, self.offered())
+
+
+class MessagesBody(CountBody, Body):
+    """`POST /v1/messages`."""
+
+    max_tokens: Positive
+    stop_sequences: list[StopString] | None = None
+    service_tier: str | None = Field(None, description="without effect")
+
+    def changes(self) -> dict[str, Any]:
+        return super().changes() | {"max_new_tokens": self.max_tokens, "stop": self.stop_sequences}
+
+
+class MessagesApi(Api):
+    """`POST /v1/messages`."""
+
+    body_class = MessagesBody
+
+    def __init__(self, data: dict[str, Any], asker: Asker, tokenizer: Any, model: str) -> None:
+        body = MessagesBody.parse(data, source="request")
+        self.stream = bool(body.stream)
+        prompt, tools = body.prompt(tokenizer), bool(body.offered())
+        self.call = Call(f"msg_{uuid.uuid4().hex}", [prompt], body.gconfig(asker.gconfig), tools)
+        self._head = {"id": self.call.id, "type": "message", "role": "assistant", "model": model}
+        self._blocks = 0  # content blocks begun
+        self._in_text = False
+
+    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+        choice = choices[0]
+        usage = {"input_tokens": choice.response.input_len, "output_tokens": choice.response.output_len}
+        content = [_block(part) for part in choice.parts]
+        return {**self._head, "content": content, **_end(choice), "usage": usage}
+
+    def begin(self) -> Iterable[Event]:
+        usage = {"input_tokens": len(self.call.prompts[0]), "output_tokens": 0}
+        nothing_yet: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message={**self._head, **nothing_yet, "usage": usage})
+
+    def piece(self, piece: Piece) -> Iterable[Event]:
+        for part in piece.parts:
+            if isinstance(part, ToolCall):
+                yield from self._stop_text()
+                yield self._start(_block(part) | {"input": {}})
+                yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+                yield _event("content_block_stop", index=self._blocks - 1)
+            else:
+                if not self._in_text:
+                    self._in_text = True
+                    yield self._start(_block(""))
+                yield self._delta({"type": "text_delta", "text": part})
+
+    def ended(self, choice: Choice) -> Iterable[Event]:
+        yield from self._stop_text()
+        yield _event("message_delta", delta=_end(choice), usage={"output_tokens": choice.response.output_len})
+
+    def finish(self, choices: list[Choice]) -> Iterable[Event]:
+        yield _event("message_stop")
+
+    def failed(self, error: dict[str, Any]) -> Iterable[Event]:
+        yield "error", error
+
+    def _start(self, block: dict[str, Any]) -> Event:
+        self._blocks += 1
+        return _event("content_block_start", index=self._blocks - 1, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _stop_text(self) -> Iterable[Event]:
+        if self._in_text:
+            self._in_text = False
+            yield _event("content_block_stop", index=self._blocks - 1)
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return kind, {"type": kind, **fields}
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if isinstance(part, ToolCall):
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments)}
+    return {"type": "text", "text": part}
+
+
+def _end(choice: Choice) -> dict[str, Any]:
+    reason = STOP_REASONS[choice.finish]
+    if choice.stop_sequence is not None and reason == "end_turn":
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": choice.stop_sequence}

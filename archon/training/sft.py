@@ -1,0 +1,208 @@
+"""Supervised fine-tuning on the same engine: next-token cross-entropy on the tokens that the loss mask marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archon.checkpoint.hf_io import load_tokenizer
+from archon.data import RowDataset, RowLoader
+from archon.data.load import load_rows
+from archon.data.registry import DatasetKind
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.parallel.layout import parse_layout
+from archon.schema.errors import ConfigError
+from archon.training.config import SFTConfig
+from archon.training.loop import (
+    due,
+    join,
+    load_newest,
+    require_same_rows,
+    save_newest,
+    saved_at_the_end,
+    timed,
+    timed_evaluation,
+)
+from archon.training.runner import Runner
+from archon.training.shares import own_rows, require_documents
+
+
+def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[str, Tensor]:
+    """SFT rows as a padded batch for the engine; with `sort` shorter rows first, so that attention meets equal lengths
+    together."""
+    if sort:
+        rows = sorted(rows, key=lambda row: len(row["input_ids"]))
+    width = max(len(row["input_ids"]) for row in rows)
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([[*row[name], *[0] * (width - len(row[name]))] for row in rows])
+
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    mask = torch.arange(width) < lengths.unsqueeze(1)
+    return {"input_ids": column("input_ids"), "attention_mask": mask, "loss_mask": column("loss_mask")}
+
+
+Probe = Callable[[ArchonEngine, int], tuple[dict[str, float], bool]]
+"""(engine, steps done) to extra metrics, and whether training has reached what it is for; called after every step."""
+
+
+class SFTTrainer:
+    """Fine-tunes one model. `SFTTrainer(config).train()` is the whole run.
+
+    Args:
+        config: the run.
+        runner: the run directory and what surrounds it; made, and closed, by `train` when not given.
+        probe: measures something of its own, and may end the run before its last step.
+    """
+
+    kind: DatasetKind = "sft"
+    title = "sft"
+    columns: tuple[str, ...] = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
+    engine: ArchonEngine
+    loader: RowLoader
+    held_out: RowDataset | None
+
+    def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
+        self.config: SFTConfig = config
+        self.runner = runner
+        self.probe = probe
+        self.step = 0
+        self.total_steps = 0
+        self._saved_step: int | None = None
+        self._stepping = False
+        self._enough = False
+        self._loss = CrossEntropyLoss()
+
+    def train(self) -> dict[str, float]:
+        """Run to the last step, or until a signal asks to stop; returns the newest metrics."""
+        config, metrics = self.config, dict[str, float]()
+        with ExitStack() as stack:
+            if self.runner is None:
+                self.config = config = join(config, config.model)
+                opened = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
+                self.runner = stack.enter_context(opened)
+            runner = self.runner
+            self.open()
+            stack.enter_context(saved_at_the_end(self.save))
+            with runner.progress(self.title, self.total_steps, start=self.step, columns=self.columns) as progress:
+                while not self.finished and not runner.stop_requested:
+                    metrics = self.train_step()
+                    self.step += 1
+                    self._stepping = False
+                    try:
+                        if self.probe is not None:
+                            measured, self._enough = self.probe(self.engine, self.step)
+                            metrics |= measured
+                        if self.finished or due(self.step, config.eval_every):
+                            metrics |= timed_evaluation(self.evaluate)
+                    finally:
+                        runner.metrics.write(self.step, metrics)
+                    progress.update(self.step, metrics)
+                    if due(self.step, config.checkpoint.every):
+                        self.save(asynchronous=True)
+            if self.finished:
+                self.save()
+                self.engine.save(runner.directory.export)
+        return metrics
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done, or the probe has found what it was looking for."""
+        return self._enough or self.step >= self.total_steps
+
+    def open(self) -> None:
+        """Load tokenizer, rows and model, and go on from the newest checkpoint where the configuration asks for it."""
+        config = self.config
+        tokenizer = load_tokenizer(config.tokenizer or config.model.path)
+        rows = load_rows(config.train_data, self.kind, tokenizer)
+        self.held_out = load_rows(config.eval_data, self.kind, tokenizer) if config.eval_data else None
+        ranks = parse_layout(config.model.layout).dp
+        require_documents(config.batch_size, ranks, "batch_size")
+        if self.held_out is not None:
+            require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
+        require_same_rows(rows, config.train_data.path)
+        require_room(rows, config.model.max_tokens_per_mb)
+        self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
+        self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
+        self.engine = ArchonEngine(config.model)
+        self.engine.initialize(self.total_steps)
+        assert self.runner is not None
+        self.engine.stacks = self.runner.directory.stacks
+        if not config.resume:
+            return
+        found = load_newest(self.runner, self.engine)
+        if found is not None:
+            self.step, state = found
+            self._saved_step = self.step
+            self.loader.load_state_dict(state["rows"])
+            self._enough = state["enough"]
+        self.runner.rewind(self.step or -1)
+
+    def train_step(self) -> dict[str, float]:
+        """One optimiser step on the next rows."""
+        seconds: dict[str, float] = {}
+        self._stepping = True
+        with timed(seconds, "step"):
+            batch = self._own_batch(self.loader.next_batch())
+            metrics = self.engine.train_batch(batch, self._loss, loss_token_count)
+            self.engine.step_lr_scheduler()
+        return metrics | {
+            "tokens_per_second": metrics["tokens"] / seconds["step"],
+            "seconds/step": seconds["step"],
+        }
+
+    def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """This rank's documents of the rows of all, shorter ones first."""
+        return padded_batch(sorted(rows, key=lambda row: len(row["input_ids"]))[own_rows(self.engine.ranks.dp)])
+
+    def evaluate(self) -> dict[str, float]:
+        """`eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics; {} without
+        rows."""
+        if self.held_out is None:
+            return {}
+        sums: dict[str, float] = {}
+        rows, size = self.held_out, self.config.batch_size
+        starts = list(range(0, len(rows), size))
+        if len(rows) - starts[-1] < self.engine.ranks.dp.size:
+            starts.pop()  # what is left is too little to share out, and goes with the batch before
+        for start, stop in pairwise([*starts, len(rows)]):
+            batch = self._own_batch(rows[start:stop])
+            measured = self.engine.eval_batch(batch, self._loss, loss_token_count)
+            weight = measured.pop("loss_weight")
+            sums["weight"] = sums.get("weight", 0.0) + weight
+            for name in measured.keys() - {"tokens"}:
+                sums[name] = sums.get(name, 0.0) + weight * measured[name]
+        weight = sums.pop("weight")
+        return {f"eval/{name}": value / weight for name, value in sorted(sums.items())}
+
+    def save(self, *, asynchronous: bool = False) -> None:
+        """Checkpoint everything a bitwise resume needs; `asynchronous` writes it during the next steps.
+
+        Nothing is written, but what is being written waited for, when this step's checkpoint is there already, or when
+        an error struck inside a step.
+        """
+        assert self.runner is not None
+        if self._saved_step == self.step or self._stepping:
+            self.engine.wait_for_saves()
+            return
+        state = {"rows": self.loader.state_dict(), "enough": self._enough}
+        keep = self.config.checkpoint.keep
+        save_newest(self.runner, self.engine, self.step, state, keep, asynchronous=asynchronous)
+        self._saved_step = self.step
+
+
+def require_room(rows: Sequence[dict[str, Any]], most: int) -> None:
+    """ConfigError, before the first step, for a row of training data that no micro-batch of `most` tokens can hold."""
+    columns = ("input_ids", "chosen_ids", "rejected_ids")
+    longest = max(len(row[column]) for row in rows for column in columns if column in row)
+    if longest > most:
+        raise ConfigError(
+            f"a row of train_data has {longest} tokens, more than model.max_tokens_per_mb = {most}; raise that, or "
+            f"leave long rows out with train_data.max_length={most}"
+        )

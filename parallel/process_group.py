@@ -1,0 +1,78 @@
+"""The process group that torchrun prepares: joined, limited in time, and one GPU for each process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from archon.parallel.agreement import AGREEMENT
+from archon.parallel.failure import Failure
+from archon.parallel.gloo import use_single_worker_gloo
+from archon.schema.errors import LayoutError
+
+
+def started_processes() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def require_processes(world_size: int) -> None:
+    """LayoutError unless as many processes run as the layout needs."""
+    running = started_processes()
+    if dist.is_initialized():
+        running = dist.get_world_size()
+    if running != world_size:
+        raise LayoutError(
+            f"the layout needs {world_size} processes, but {running} are running; "
+            f"start it with torchrun --nproc-per-node {world_size} -m archon …, or set a layout of {running}, such as "
+            f"d{running}, for every model of the run"
+        )
+
+
+def join_process_group(world_size: int, device_type: str, timeout_s: float) -> None:
+    """Join the process group that torchrun has prepared, and end with it; LayoutError where it has prepared none, or
+    another size."""
+    require_processes(world_size)
+    if world_size == 1 or dist.is_initialized():
+        return
+    rank = int(os.environ["RANK"])
+    logging.basicConfig(format=f"archon: rank {rank}: %(message)s", level=logging.WARNING)
+    failure = Failure.connect()
+    if failure is not None:
+        failure.watch()
+        atexit.register(failure.done)
+    use_single_worker_gloo()
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def limit_collectives(timeout_s: float) -> None:
+    """Let no collective of any group take longer, but of those that wait for files and rollouts (`Agreement`); a group
+    that a mesh has made does not inherit the default group's limit."""
+    limit = timedelta(seconds=timeout_s)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc.startswith(AGREEMENT):
+            continue
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if hasattr(backend, "_set_default_timeout"):  # a fake group waits for nobody
+                backend._set_default_timeout(limit)
+
+
+def own_gpu() -> torch.device:
+    """The GPU of this process: the one of torchrun's LOCAL_RANK, else the current one; LayoutError where there are
+    fewer GPUs than processes."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is not None and started_processes() > 1:
+        if int(local) >= torch.cuda.device_count():
+            raise LayoutError(
+                f"process {local} of this machine has no GPU: PyTorch sees {torch.cuda.device_count()}; start at most "
+                "as many processes a machine (--nproc-per-node), or set device to cpu"
+            )
+        torch.cuda.set_device(int(local))
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,181 @@
+"""Trajectories: what a workflow returns. Per-token fields are [B, S], those of rows [B]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from archon.generation.record import TokenRecord
+from archon.generation.types import ModelResponse
+from archon.schema.errors import RolloutError
+
+# Trajectories: what a workflow returns. Per-token fields are [B, S], those of rows [B]. Rows with the same trajectory
+# id are parts of one trajectory; without these each row is one.
+_TOKEN_FIELDS: dict[str, torch.dtype] = {
+    "input_ids": torch.int64,
+    "attention_mask": torch.bool,
+    "loss_mask": torch.int64,
+    "logprobs": torch.float32,
+    "versions": torch.int64,
+    "turn_ids": torch.int64,
+}
+
+
+_ROW_FIELDS: dict[str, torch.dtype] = {"rewards": torch.float32, "trajectory_ids": torch.int64}
+
+
+_OPTIONAL_FIELDS = frozenset({"turn_ids", "trajectory_ids"})
+
+
+_PAD_VALUES = {"versions": -1, "turn_ids": -1}
+
+
+def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: float = 0) -> dict[str, Any]:
+    """Join dictionaries of batch-first fields along the batch, padding per-token fields on the right.
+
+    A field is per-token when its second dimension equals that of its own `attention_mask`. Padding is `pad_value`,
+    but 0 (False) in `attention_mask` and −1 in `versions` and `turn_ids`. Lists (images) are joined.
+    Raises `RolloutError` naming the first dictionary that lacks a key the others have.
+    """
+    if not trajectories:
+        raise RolloutError("concat_padded_tensors: got no dictionaries, expected at least one")
+    keys = list(dict.fromkeys(key for trajectory in trajectories for key in trajectory))
+    for index, trajectory in enumerate(trajectories):
+        for key in ["attention_mask", *keys]:
+            if key not in trajectory:
+                has = next((i for i, other in enumerate(trajectories) if key in other), None)
+                seen = "" if has is None else f", which dictionary {has} has"
+                raise RolloutError(f"concat_padded_tensors: dictionary {index} lacks key {key!r}{seen}")
+    lengths = [trajectory["attention_mask"].shape[1] for trajectory in trajectories]
+    joined: dict[str, Any] = {}
+    for key in keys:
+        values = [trajectory[key] for trajectory in trajectories]
+        if all(isinstance(value, list) for value in values):
+            joined[key] = [item for value in values for item in value]
+            continue
+        for index, value in enumerate(values):
+            if not isinstance(value, torch.Tensor) or value.ndim == 0:
+                raise RolloutError(
+                    f"concat_padded_tensors: {key!r} of dictionary {index} is a {type(value).__name__},"
+                    " expected a tensor with a batch dimension or a list"
+                )
+        if all(v.ndim >= 2 and v.shape[1] == length for v, length in zip(values, lengths, strict=True)):
+            fill = 0 if key == "attention_mask" else _PAD_VALUES.get(key, pad_value)
+            values = [_pad_right(value, max(lengths), fill) for value in values]
+        shapes = [tuple(value.shape[1:]) for value in values]
+        if len(set(shapes)) > 1:
+            raise RolloutError(f"concat_padded_tensors: {key!r} has shapes {shapes} after the batch dimension")
+        joined[key] = torch.cat(values)
+    return joined
+
+
+def _pad_right(value: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+    missing = length - value.shape[1]
+    if missing == 0:
+        return value
+    padding = value.new_full((value.shape[0], missing, *value.shape[2:]), fill)
+    return torch.cat([value, padding], dim=1)
+
+
+def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory") -> dict[str, Any]:
+    """Check a workflow's result and return it with the documented dtypes; other keys pass through unchanged.
+
+    `source` opens the message. Raises `RolloutError` naming the key and its shape when a key is missing, a shape
+    differs from that of `input_ids` [B, S] (or [B] for `rewards` and `trajectory_ids`), a number is not finite where
+    it is used, a mask holds anything but 0 and 1, or a token is trained that is not attended to.
+    """
+    if not isinstance(trajectory, Mapping):
+        raise RolloutError(f"{source}: got a {type(trajectory).__name__}, expected a dictionary of tensors")
+    checked = dict(trajectory)
+    fields = _TOKEN_FIELDS | _ROW_FIELDS
+    for key in fields:
+        if key not in trajectory:
+            if key in _OPTIONAL_FIELDS:
+                continue
+            raise RolloutError(f"{source} lacks key {key!r}; it has {sorted(map(str, trajectory))}")
+        if not isinstance(trajectory[key], torch.Tensor):
+            raise RolloutError(f"{source}: {key!r} is a {type(trajectory[key]).__name__}, expected a tensor")
+    shape = tuple(trajectory["input_ids"].shape)
+    if len(shape) != 2 or 0 in shape:
+        raise RolloutError(f"{source}: 'input_ids' has shape {shape}, expected [B, S] with both at least 1")
+    for key, dtype in fields.items():
+        if key not in trajectory:
+            continue
+        value = trajectory[key]
+        expected = shape[:1] if key in _ROW_FIELDS else shape
+        if tuple(value.shape) != expected:
+            raise RolloutError(
+                f"{source}: {key!r} has shape {tuple(value.shape)}, expected {expected} as input_ids is {shape}"
+            )
+        if not dtype.is_floating_point and value.is_floating_point():
+            raise RolloutError(f"{source}: {key!r} of shape {expected} is {value.dtype}, expected integers")
+        if key.endswith("_mask") and value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
+            raise RolloutError(f"{source}: {key!r} of shape {expected} holds values other than 0 and 1")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            where = tuple((~value.isfinite()).nonzero()[0].tolist())
+            raise RolloutError(f"{source}: {key!r} of shape {expected} is {value[where].item()} at {where}")
+        # A float64 run keeps float64 numbers.
+        checked[key] = value.to(torch.promote_types(value.dtype, dtype) if dtype.is_floating_point else dtype)
+    if bool((checked["loss_mask"].bool() & ~checked["attention_mask"]).any()):
+        raise RolloutError(f"{source}: 'loss_mask' of shape {shape} is 1 where 'attention_mask' is 0")
+    return checked
+
+
+@dataclass
+class InteractionWithTokenLogpReward(ModelResponse):
+    """One answer and what it is worth; None: not known, which is not a reward of 0. A workflow may return several, in a
+    dictionary by id."""
+
+    reward: float | None = None
+
+    @classmethod
+    def of(cls, response: ModelResponse, reward: float | None = None) -> InteractionWithTokenLogpReward:
+        return cls(**vars(response), reward=reward)
+
+
+def trajectory_tensors(
+    answers: Sequence[ModelResponse] | Sequence[TokenRecord],
+    rewards: Sequence[float],
+    trajectory_ids: Sequence[int] | None = None,
+) -> dict[str, Tensor]:
+    """One group: trajectories of the same prompt as batch-first tensors, padded on the right to the longest.
+
+    Args:
+        answers: G answers, each accepted by `check_answer`, or G records of several turns.
+        rewards: G finite numbers.
+        trajectory_ids: G integers, where several are parts of one trajectory: alike for these.
+
+    Returns:
+        The documented keys of a trajectory, and `truncated` bool [G]: the engine stopped at a length limit.
+    """
+    records = [answer if isinstance(answer, TokenRecord) else TokenRecord.of_answer(answer) for answer in answers]
+    size = max(len(record.input_ids) for record in records)
+    missing = [size - len(record.input_ids) for record in records]
+    columns: dict[str, Tensor] = {}
+    for name, (fill, dtype) in _COLUMNS.items():
+        rows = [getattr(record, name) + [fill] * n for record, n in zip(records, missing, strict=True)]
+        # By way of NumPy, which reads lists in half the time.
+        columns[name] = torch.from_numpy(np.array(rows, dtype=dtype))
+    if trajectory_ids is not None:
+        columns["trajectory_ids"] = torch.tensor(trajectory_ids)
+    return {
+        **columns,
+        "attention_mask": torch.arange(size) < size - torch.tensor(missing).unsqueeze(1),
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "truncated": torch.tensor([record.truncated for record in records]),
+    }
+
+
+_COLUMNS: dict[str, tuple[float, type[np.generic]]] = {
+    "input_ids": (0, np.int64),
+    "loss_mask": (0, np.int64),
+    "logprobs": (0.0, np.float32),
+    "versions": (-1, np.int64),
+    "turn_ids": (-1, np.int64),
+}
+"""What pads a row, and the dtype, of each."""

@@ -1,0 +1,215 @@
+"""Trains an agent: a program of the user's own that asks the model over HTTP, and says what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from archon.generation.record import UnusableAnswerError
+from archon.generation.seeds import derive_seed
+from archon.generation.types import GenerationHyperparameters, InferenceEngine
+from archon.rl.clients import http_client, missing
+from archon.rl.context import workflow_context
+from archon.rl.rewards.result import RewardFailure, RewardInvalid
+from archon.rl.rows import own_copy
+from archon.rl.trajectories import trajectory_tensors
+from archon.rl.workflows.base import RolloutWorkflow
+from archon.schema.errors import ConfigError
+from archon.schema.lazy import import_dotted
+from archon.serve.sessions import ExportStyle, InvalidRewardError, Session, Trajectory
+
+if TYPE_CHECKING:
+    from archon.serve.server import AgentServer
+
+
+class Agent(Protocol):
+    """Whatever has such a `run`. It returns the reward of the episode, or rewards by the ids of its completions."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | int | dict[str, float]: ...
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """Runs an agent `gconfig.n_samples` times on a row, each with a session of its own; all rows form one group.
+
+    The agent's `run` is given the row, `base_url` and `api_key` (of a server on this machine that speaks OpenAI's
+    protocols; Anthropic's clients want the URL without its /v1) and `http_client`, an `httpx.AsyncClient` for
+    `AsyncOpenAI`. It runs on the trainer's own event loop, where a blocking call stops everything, the model included:
+    use asynchronous clients, or `ProcessAgent`. What a request leaves open is sampled with `gconfig`.
+
+    A number is the episode's reward: of each of its branches. A dictionary rewards the completions that it names. An
+    agent that raises, takes too long or returns no finite number costs that sample, and is counted by kind. An answer
+    that it breaks off while it is being sampled is not trained, and is counted; the reward is that of the others.
+
+    Args:
+        agent: an object, a class that is constructed without arguments, or the dotted path of either.
+        gconfig: sampling values; `n_samples` runs of the agent a row.
+        tokenizer: renders prompts; its end-of-text and padding ids stop an answer.
+        style: `concat` trains a conversation as one row, `individual` each answer as a row of its own.
+        turn_discount: of the reward, for each answer that follows, in (0, 1]; see `Session.export`.
+        timeout_seconds: of one run of the agent.
+    """
+
+    returns_group = True
+
+    def __init__(
+        self,
+        agent: Agent | type[Agent] | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        style: ExportStyle = "concat",
+        turn_discount: float = 1.0,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if style not in ("individual", "concat") or not 0 < turn_discount <= 1 or not timeout_seconds > 0:
+            raise ConfigError(
+                f"style = {style!r} must be 'concat' or 'individual', turn_discount = {turn_discount!r} in (0, 1], and "
+                f"timeout_seconds = {timeout_seconds!r} positive"
+            )
+        self.agent = resolve_agent(agent)
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
+        self.tokenizer = tokenizer
+        self.style: ExportStyle = style
+        self.turn_discount = turn_discount
+        self.timeout_seconds = timeout_seconds
+        self._serving = Serving(tokenizer)
+
+    def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
+        return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
+        """One group of trajectory tensors, with one row or more a run. Runs that fail are dropped and counted by kind.
+
+        Raises the first failure when nothing is left.
+        """
+        async with self._serving.lease() as (server, base_url):
+            runs = (self._run_one(engine, data, index, server, base_url) for index in range(self.gconfig.n_samples))
+            outcomes = await asyncio.gather(*runs, return_exceptions=True)
+        rows: list[Trajectory] = []
+        runs_of_rows: list[int] = []
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            rows += outcome
+            runs_of_rows += [index] * len(outcome)
+        if not rows:
+            raise next(iter(workflow_context.get().first_errors.values()))
+        return trajectory_tensors([row.record for row in rows], [row.reward for row in rows], runs_of_rows)
+
+    async def _run_one(
+        self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, base_url: str
+    ) -> list[Trajectory]:
+        """What one run of the agent left to train on; nothing, and a count, where it failed."""
+        workflow_context.enter_sample(index)
+        one = self.gconfig.model_copy(update={"n_samples": 1})
+        session = server.sessions.open(engine, one, derive_seed(workflow_context.get().seed, index))
+        limit = asyncio.timeout(self.timeout_seconds)
+        try:
+            # A pool's bookkeeping grows with the square of its connections: one for all runs would cost more than the
+            # answers.
+            async with http_client() as client, limit:
+                reward = await self.agent.run(
+                    own_copy(dict(data.items())), base_url=base_url, api_key=session.key, http_client=client
+                )
+            credit(session, reward)
+            rows = session.export(self.style, self.turn_discount)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if session.refusal is not None:
+                raise session.refusal from error  # the sampling values that it asks for cannot be trained on
+            if limit.expired():
+                late = TimeoutError(f"the agent ran longer than {self.timeout_seconds:g} s and was cancelled")
+                workflow_context.drop("agent_timeout", late)
+            else:
+                workflow_context.drop(_kind(error), error)
+            return []
+        finally:
+            server.sessions.close(session)
+        answered = len(session.interactions)
+        unrewarded = answered - len({place for row in rows for place in row.answers})
+        workflow_context.record(
+            agent_answers=answered,
+            agent_answers_unrewarded=unrewarded,
+            agent_answers_broken_off=session.unfinished,
+        )
+        return rows
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, RewardFailure):
+        return f"reward_{error.kind}"
+    if isinstance(error, InvalidRewardError):
+        return f"reward_{RewardInvalid.kind}"
+    return error.kind if isinstance(error, UnusableAnswerError) else "agent_raised"
+
+
+def credit(session: Session, reward: float | Mapping[str, float]) -> None:
+    """Give a session the rewards that its agent returned."""
+    if not isinstance(reward, Mapping):
+        session.reward_every_branch(reward)
+        return
+    for completion, value in reward.items():
+        session.set_reward(value, completion)
+
+
+def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
+    """The object that `agent` stands for; `ConfigError` unless it has `async def run`."""
+    found: Any = import_dotted(agent, "agent") if isinstance(agent, str) else agent
+    if isinstance(found, type):
+        try:
+            found = found()
+        except TypeError as error:
+            raise ConfigError(f"agent class {found.__qualname__}: {error}; give it as an instance") from None
+    if not asyncio.iscoroutinefunction(getattr(found, "run", None)):
+        raise ConfigError(f"agent: got {agent!r}, expected an object with `async def run(self, data, **extra_kwargs)`")
+    resolved: Agent = found
+    return resolved
+
+
+class Serving:
+    """A server for all episodes that run at a time; it goes when the last of these ends."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+        self._users = 0
+        self._live: tuple[AgentServer, str] | None = None
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[tuple[AgentServer, str]]:
+        """(server, base URL)."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # that of another run
+            self._loop, self._lock, self._users, self._live = loop, asyncio.Lock(), 0, None
+        async with self._lock:
+            live = self._live = self._live or await self._start()
+            self._users += 1
+        try:
+            yield live
+        finally:
+            async with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._live = None
+                    await live[0].close()
+
+    async def _start(self) -> tuple[AgentServer, str]:
+        if importlib.util.find_spec("httpx") is None:
+            raise missing("httpx")
+        from archon.serve.server import AgentServer, Limits
+
+        # The episodes are the trainer's own, and so are their number and what they ask.
+        many = 1_000_000
+        limits = Limits(
+            body_bytes=1 << 30, sessions=many, calls_per_session=many, requests=many, session_idle_seconds=math.inf
+        )
+        server = AgentServer(self._tokenizer, token=secrets.token_urlsafe(), limits=limits)
+        return server, await server.start()

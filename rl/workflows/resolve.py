@@ -1,0 +1,72 @@
+"""From what names a workflow (an instance, a class, a registered name or a dotted path) to the instance that runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from archon.rl.workflows.agent import AgentWorkflow
+from archon.rl.workflows.base import RolloutWorkflow
+from archon.schema.config import nearest
+from archon.schema.errors import ConfigError
+from archon.schema.lazy import import_dotted
+
+FORMS = ["archon.rl.compat.trinity.adapter.adapted_workflow"]
+"""Dotted paths of functions that know workflows of another kind, imported when a workflow is resolved. Each is given
+(workflow, further arguments) and returns both as archon's own, or None for what it does not know."""
+
+
+def resolve_workflow(
+    workflow: RolloutWorkflow | type[RolloutWorkflow] | str, further: Mapping[str, Any] | None = None, **arguments: Any
+) -> RolloutWorkflow:
+    """The instance that `workflow` stands for: itself, its class, or a dotted string naming either. An agent, which has
+    `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`.
+
+    `arguments` are offered to a class's constructor, which takes those it names; `further` ones it must take. Raises
+    `ConfigError` naming what was given.
+    """
+    found, further = _found(workflow, further or {})
+    if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
+        return AgentWorkflow(_constructed(found, further, {}), **{n: arguments[n] for n in ("gconfig", "tokenizer")})
+    if not callable(getattr(found, "arun_episode", None)):
+        raise ConfigError(
+            f"workflow: got {workflow!r}, expected a RolloutWorkflow or an agent (`async def run`): an instance, a "
+            "class, or a dotted string"
+        )
+    resolved: RolloutWorkflow = _constructed(found, further, arguments)
+    return resolved
+
+
+def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """An instance as it is; of a class, one made with all of `further` and those of `arguments` that it names."""
+    if not isinstance(found, type):
+        if further:
+            raise ConfigError(f"workflow_args {', '.join(further)}: the workflow is an instance already")
+        return found
+    accepted = inspect.signature(found).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    given = {name: value for name, value in arguments.items() if takes_all or name in accepted}
+    for name in further:
+        if name not in accepted and not takes_all:
+            raise ConfigError(
+                f"workflow class {found.__qualname__} has no argument {name!r}{nearest(name, list(accepted))}"
+            )
+    given |= further
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = {name for name, p in accepted.items() if p.default is p.empty and p.kind not in variable}
+    if missing := sorted(needed - given.keys()):
+        raise ConfigError(
+            f"workflow class {found.__qualname__} needs {', '.join(missing)}, and the trainer offers "
+            f"{', '.join(arguments) or 'an agent nothing'}; give it as an instance, or name them in workflow_args"
+        )
+    return found(**given)
+
+
+def _found(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """What `workflow` names, and the arguments it is made with, as the first of `FORMS` that knows it has them."""
+    for form in FORMS:
+        if (known := import_dotted(form, "workflow form")(workflow, further)) is not None:
+            found: tuple[Any, Mapping[str, Any]] = known
+            return found
+    return import_dotted(workflow, "workflow") if isinstance(workflow, str) else workflow, further

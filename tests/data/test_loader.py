@@ -1,0 +1,113 @@
+"""RowLoader: seeded order, every row exactly once an epoch, and a cursor that resumes at the very next row."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from archon.data import RowDataset, RowLoader
+from archon.schema.errors import DatasetError
+
+
+def rows(count: int) -> RowDataset:
+    return RowDataset("numbers", [{"number": number} for number in range(count)])
+
+
+def numbers(loader: RowLoader, batches: int) -> list[list[int]]:
+    return [[row["number"] for row in loader.next_batch()] for _ in range(batches)]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [number for batch in batches for number in batch]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 10, 25])
+def test_every_row_comes_exactly_once_an_epoch(batch_size: int) -> None:
+    loader = RowLoader(rows(10), batch_size, seed=5)
+    batches = numbers(loader, 70)
+    assert {len(batch) for batch in batches} == {batch_size}
+    seen = flat(batches)
+    for epoch in range(len(seen) // 10):
+        assert sorted(seen[10 * epoch : 10 * epoch + 10]) == list(range(10))
+
+
+@pytest.mark.parametrize(("tail", "sizes"), [("drop", [4, 4, 4]), ("keep", [4, 4, 2]), ("wrap", [4, 4, 4])])
+def test_the_tail_of_an_epoch_is_dropped_kept_or_wrapped(tail: Any, sizes: list[int]) -> None:
+    loader = RowLoader(rows(10), 4, tail=tail)
+    assert loader.steps_per_epoch == (2 if tail == "drop" else 3)
+    batches = numbers(loader, 3)
+    assert [len(batch) for batch in batches] == sizes
+    assert len(set(flat(batches)[:8])) == 8
+    if tail == "wrap":
+        assert (loader.epoch, loader.cursor) == (1, 2)
+        assert sorted(flat(batches)[:10]) == list(range(10))
+    if tail == "drop":
+        assert (loader.epoch, loader.cursor) == (1, 4)
+
+
+def test_the_order_is_fixed_by_seed_and_epoch_alone() -> None:
+    first = numbers(RowLoader(rows(50), 50, seed=1), 3)
+    random.seed(99)
+    assert numbers(RowLoader(rows(50), 50, seed=1), 3) == first
+    assert flat(numbers(RowLoader(rows(50), 5, seed=1), 30)) == flat(first)
+    assert numbers(RowLoader(rows(50), 50, seed=2), 3) != first
+    assert first[0] != first[1] != list(range(50))
+    assert numbers(RowLoader(rows(4), 2, shuffle=False), 3) == [[0, 1], [2, 3], [0, 1]]
+
+
+def test_the_order_does_not_change_between_releases() -> None:
+    assert numbers(RowLoader(rows(8), 8, seed=0), 1) == [[7, 3, 2, 1, 5, 6, 0, 4]]
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+@pytest.mark.parametrize("tail", ["drop", "keep", "wrap"])
+def test_a_resumed_run_sees_each_row_exactly_once(stop: int, tail: Any) -> None:
+    whole = numbers(RowLoader(rows(10), 3, seed=3, tail=tail), 12)
+    killed = RowLoader(rows(10), 3, seed=3, tail=tail)
+    before = numbers(killed, stop)
+    state = json.loads(json.dumps(killed.state_dict()))
+    numbers(killed, 2)  # goes on after the checkpoint, and is lost
+    resumed = RowLoader(rows(10), 3, seed=3, tail=tail)
+    resumed.load_state_dict(state)
+    assert before + numbers(resumed, 12 - stop) == whole
+    assert max(Counter(flat(whole[:3])).values()) == 1
+
+
+def test_another_batch_size_after_resuming_repeats_nothing() -> None:
+    killed = RowLoader(rows(10), 3, seed=3)
+    before = flat(numbers(killed, 2))
+    resumed = RowLoader(rows(10), 2, seed=3)
+    resumed.load_state_dict(killed.state_dict())
+    assert sorted(before + flat(numbers(resumed, 2))) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        (RowLoader(rows(9), 3, seed=3), "rows=9, this run has 10"),
+        (RowLoader(rows(10), 3, seed=4), "seed=4, this run has 3"),
+        (RowLoader(rows(10), 3, seed=3, shuffle=False), "shuffle=False, this run has True"),
+        (RowLoader(RowDataset("n", [*rows(10)][::-1]), 3, seed=3), "fingerprint="),
+    ],
+)
+def test_a_state_of_other_data_or_another_order_is_refused(other: RowLoader, key: str) -> None:
+    with pytest.raises(DatasetError, match=f"cannot resume the data order: the checkpoint has {key}"):
+        RowLoader(rows(10), 3, seed=3).load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": [], "batch_size": 1}, "at least one row"),
+        ({"rows": rows(3), "batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"rows": rows(3), "batch_size": 4, "tail": "drop"}, "batch_size=4 is more than the 3 rows"),
+        ({"rows": rows(3), "batch_size": 1, "tail": "cut"}, "tail must be 'drop', 'keep' or 'wrap', got 'cut'"),
+    ],
+)
+def test_a_wrong_loader_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        RowLoader(**arguments)

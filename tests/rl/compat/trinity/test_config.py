@@ -1,0 +1,292 @@
+"""A Trinity-RFT configuration: it loads, runs by `archon rl`, and what has no meaning here is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from archon.cli import main
+from archon.cli.config import load_config
+from archon.rl.compat.trinity.config import translated
+from archon.rl.config import RLConfig
+from archon.schema.errors import ConfigError, UserError
+from archon.training.metrics import read_jsonl
+
+# In the shape of the public guide's example for gsm8k.
+GUIDE = """
+project: archon-tests
+name: gsm8k
+checkpoint_root_dir: ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}
+algorithm:
+  algorithm_type: grpo
+  repeat_times: 4
+  optimizer:
+    lr: 1e-5
+model:
+  model_path: ${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen2.5-1.5B-Instruct}
+  max_response_tokens: 1024
+  max_model_len: 2048
+cluster:
+  node_num: 1
+  gpu_per_node: 8
+buffer:
+  total_epochs: 2
+  batch_size: 6
+  explorer_input:
+    taskset:
+      name: gsm8k
+      storage_type: file
+      path: ${oc.env:TRINITY_TASKSET_PATH}
+      split: train
+      format:
+        prompt_key: question
+        response_key: answer
+      rollout_args:
+        temperature: 1.0
+    eval_tasksets:
+    - name: gsm8k-eval
+      storage_type: file
+      path: ${oc.env:TRINITY_TASKSET_PATH}
+      split: test
+      format:
+        prompt_key: question
+        response_key: answer
+    default_workflow_type: math_workflow
+  trainer_input:
+    experience_buffer:
+      name: gsm8k_buffer
+      storage_type: queue
+      path: sqlite:///gsm8k.db
+explorer:
+  eval_interval: 50
+  runner_per_model: 8
+  rollout_model:
+    engine_num: 2
+    tensor_parallel_size: 1
+    enable_prefix_caching: false
+    enforce_eager: true
+    dtype: bfloat16
+    seed: 42
+synchronizer:
+  sync_method: nccl
+  sync_interval: 1
+  sync_timeout: 1200
+trainer:
+  trainer_type: verl
+  save_interval: 100
+  grad_clip: 1.0
+  use_dynamic_bsz: true
+  max_token_len_per_gpu: 16384
+  ulysses_sequence_parallel_size: 1
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for split, count in (("train", 20), ("test", 3)):
+        rows = [{"question": f"{n}+{n}=", "answer": str(2 * n), "level": n} for n in range(count)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def guide(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRINITY_TASKSET_PATH", str(tasks))
+    monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(tmp_path / "runs"))
+    path = tmp_path / "gsm8k.yaml"
+    path.write_text(GUIDE)
+    return path
+
+
+def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    data = copy.deepcopy(data)
+    *parents, last = path.split(".")
+    inner = data
+    for parent in parents:
+        inner = inner.setdefault(parent, {})
+    inner[last] = value
+    return data
+
+
+@pytest.fixture
+def small(tasks: Path, tmp_path: Path) -> dict[str, Any]:
+    """The least that a file must say."""
+    taskset = {"path": str(tasks), "default_workflow_type": "math_workflow"}
+    taskset["format"] = {"prompt_key": "question", "response_key": "answer"}
+    return {
+        "name": "small",
+        "checkpoint_root_dir": str(tmp_path / "runs"),
+        "model": {"model_path": "model"},
+        "buffer": {"batch_size": 4, "explorer_input": {"taskset": taskset}},
+    }
+
+
+def test_the_guides_yaml_loads(guide: Path, tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(RLConfig, guide, [], translated)
+    assert config.run_dir == str(tmp_path / "runs" / "archon-tests" / "gsm8k") and config.resume and config.seed == 42
+    assert config.actor.path == config.ref.path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert (config.algorithm.preset, config.gconfig.n_samples, config.gconfig.temperature) == ("grpo", 4, 1.0)
+    assert (config.gconfig.max_new_tokens, config.generator.max_seq_len) == (1024, 2048)
+    assert (config.actor.optimizer.lr, config.actor.dtype, config.actor.max_tokens_per_mb) == (1e-5, "bfloat16", 16384)
+    assert (config.rollout.prompts_per_step, config.total_steps) == (6, 2 * 20 // 6)
+    assert (config.train_data.path, config.train_data.split, config.eval_data.split) == (str(tasks), "train", "test")
+    assert config.train_data.raw and config.eval_data.raw and config.eval_data.prompt_key == "question"
+    assert (config.evaluation.every, config.checkpoint.every) == (50, 100)
+    assert config.reward == "math_verify" and config.rollout.gold_checked == 64
+    assert config.workflow_args == {
+        "workflow": "math_workflow",
+        "format_args": {"prompt_key": "question", "response_key": "answer"},
+    }
+    assert "without effect in archon: cluster.node_num, cluster.gpu_per_node" in caplog.text
+    assert "synchronizer.sync_method" in caplog.text and "max_response_tokens" not in caplog.text
+
+
+def test_the_guides_other_spellings_mean_the_same(small: dict[str, Any]) -> None:
+    inputs = copy.deepcopy(small["buffer"]["explorer_input"])
+    inputs["task_set"] = inputs.pop("taskset")
+    inputs["task_set"]["default_workflow"] = inputs["task_set"].pop("default_workflow_type")
+    assert translated(put(small, "buffer.explorer_input", inputs)) == translated(small)
+
+
+def test_an_openai_endpoint_is_the_workflows(small: dict[str, Any]) -> None:
+    config = translated(put(small, "explorer.rollout_model.enable_openai_api", True))
+    assert config["workflow_args"]["enable_openai_api"] is True
+
+
+def test_archons_own_configuration_passes_as_it_is() -> None:
+    own = {"run_dir": "x", "actor": {"path": "y"}, "algorithm": {"preset": "grpo"}}
+    assert translated(own) is own
+
+
+T = "buffer.explorer_input.taskset."
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            T + "formats",
+            {"prompt_key": "q"},
+            r"unknown key '.*taskset.formats.prompt_key', did you mean '.*format.prom",
+        ),
+        (T + "rollout_args.temperatur", 1.0, "did you mean '.*rollout_args.temperature'"),
+        ("algorithm.repeat_time", 8, "did you mean 'algorithm.repeat_times'"),
+        ("explorer.names", "x", "unknown key 'explorer.names'"),
+        ("explorer.auxiliary_models", [{"model_path": "judge"}], "archon runs the trained model only"),
+        ("mode", "train", "mode is 'train', expected 'both' or 'colocate'"),
+        ("trainer.ulysses_sequence_parallel_size", 2, r"archon: \{actor: \{layout: d1c2\}\}"),
+        (T + "storage_type", "sql", "expected 'file'"),
+        (T + "default_workflow_type", "math_workflw", "did you mean 'math_workflow'.*dotted path"),
+        (T + "default_reward_fn_type", "countdown_reward", "unknown reward 'countdown_reward'"),
+        (T + "default_workflow_type", None, "taskset.default_workflow_type is missing"),
+        (T + "path", None, "taskset.path is missing"),
+        ("buffer.train_batch_size", 5, "5 does not divide the 32 answers of a step"),
+        (
+            "buffer.explorer_input.eval_tasksets",
+            [{"path": "a"}, {"path": "b"}],
+            "lists 2 sets, and archon evaluates on",
+        ),
+        (
+            "buffer.explorer_input.eval_tasksets",
+            [{"path": "a", "default_workflow_type": "simple_workflow"}],
+            "archon evaluates as it trains",
+        ),
+        ("archon", "layout", "archon is 'layout', expected a mapping"),
+    ],
+)
+def test_what_has_no_meaning_here_is_refused_by_name(small: dict[str, Any], key: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        translated(put(small, key, value), "my.yaml")
+
+
+def test_a_workflow_that_scores_itself_needs_no_reward(small: dict[str, Any]) -> None:
+    config = translated(put(small, T + "default_workflow_type", "tests.rl.compat.trinity.guide.AsyncWorkflow"))
+    assert config["reward"] == "archon.rl.compat.trinity.config.scored_by_workflow"
+    assert config["rollout"]["gold_checked"] == 0
+
+
+def test_some_settings_are_more_than_another_name(small: dict[str, Any]) -> None:
+    config = translated(put(small, "algorithm", {"kl_loss_fn": "none", "policy_loss_fn_args": {"clip_range": 0.3}}))
+    assert config["algorithm"] == {"kl_coef": 0.0, "clip_eps_low": 0.3, "clip_eps_high": 0.3}
+    assert translated(put(small, "algorithm.kl_loss_fn", "low_var_kl"))["algorithm"] == {"kl_kind": "k3"}
+    assert translated(put(small, "algorithm.algorithm_type", "ppo"))["critic"] == {"path": "model"}
+    assert translated(put(small, "buffer.train_batch_size", 8))["algorithm"] == {"minibatches": 4}
+    assert translated(put(small, T + "rollout_args.top_k", -1))["total_steps"] == 5
+    assert translated(put(small, "archon", {"total_steps": 7, "actor": {"layout": "d2"}}))["actor"]["layout"] == "d2"
+
+
+@pytest.fixture
+def run_rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def run(data: dict[str, Any], *overrides: str) -> tuple[int, str]:
+        path = tmp_path / "trinity.yaml"
+        path.write_text(yaml.safe_dump(data))
+        with pytest.raises(SystemExit) as left:
+            main(["rl", "--config", str(path), *overrides])
+        return left.value.code or 0, capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def trainable(small: dict[str, Any], blank: Path) -> dict[str, Any]:
+    """Two steps of the tiny model; what only archon knows of stands under `archon`."""
+    small["model"] = {"model_path": str(blank), "max_response_tokens": 4}
+    small["algorithm"] = {"algorithm_type": "grpo", "repeat_times": 4, "kl_loss_fn": "none", "optimizer": {"lr": 1e-3}}
+    small["trainer"] = {"total_steps": 2}
+    small["explorer"] = {"rollout_model": {"seed": 1}}
+    small["archon"] = {"actor": {"init_from_scratch": True, "device": "cpu"}, "generator": {"max_slots": 16}}
+    small["archon"]["rollout"] = {"reward_workers": 1}
+    taskset = small["buffer"]["explorer_input"]["taskset"]
+    small["buffer"]["explorer_input"]["eval_tasksets"] = [{"path": taskset["path"], "split": "test"}]
+    return small
+
+
+def test_archon_rl_trains_on_it(trainable: dict[str, Any], run_rl: Any, tmp_path: Path) -> None:
+    taskset = trainable["buffer"]["explorer_input"]["taskset"]
+    taskset["format"]["system_prompt"] = ""
+    taskset["default_reward_fn_type"] = "tests.rl.rewards_for_tests.nearness"
+    code, errors = run_rl(trainable)
+    assert code == 0, errors
+    records = read_jsonl(tmp_path / "runs" / "small" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert records[-1]["samples"] == 16 and records[-1]["grad_norm"] > 0 and "eval/greedy_reward" in records[-1]
+    groups = read_jsonl(tmp_path / "runs" / "small" / "trajectories.jsonl")
+    assert groups
+    assert (tmp_path / "runs" / "small" / "export" / "model.safetensors").exists()
+
+
+def test_archon_rl_trains_a_workflow_of_ones_own(trainable: dict[str, Any], run_rl: Any, tmp_path: Path) -> None:
+    trainable["buffer"]["explorer_input"]["taskset"]["default_workflow_type"] = (
+        "tests.rl.compat.trinity.guide.AsyncWorkflow"
+    )
+    code, errors = run_rl(trainable, "trainer.total_steps=1")
+    assert code == 0, errors
+    last = read_jsonl(tmp_path / "runs" / "small" / "metrics.jsonl")[-1]
+    assert last["step"] == 1 and last["grad_norm"] > 0
+
+
+def test_archon_rl_refuses_an_unknown_key_in_one_line(trainable: dict[str, Any], run_rl: Any) -> None:
+    code, errors = run_rl(trainable, "buffer.batchsize=3")
+    assert code == 2 and "unknown key 'buffer.batchsize', did you mean 'buffer.batch_size'" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_dry_run_checks_it(trainable: dict[str, Any], run_rl: Any) -> None:
+    trainable["buffer"]["explorer_input"]["taskset"]["default_reward_fn_type"] = "exact_match"
+    code, errors = run_rl(trainable, "--dry-run")
+    assert code == 0, errors
+    code, errors = run_rl(put(trainable, T + "workflow_args", {"level": 1}) | {"archon": {"runs": 1}}, "--dry-run")
+    assert code == 2 and "unknown key 'runs'" in errors
+
+
+def test_a_mapping_in_place_of_a_list_is_refused(small: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected a list of tasksets"):
+        translated(put(small, "buffer.explorer_input.eval_tasksets", {"path": "a"}))

@@ -1,0 +1,88 @@
+"""Clients that go, that send nothing, or that never come to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from archon.generation import InProcessEngine
+from archon.serve import Limits
+from tests.serve.scripted import Start
+from tests.serve.test_server import CHAT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_takes_its_request_with_it(
+    serve: Start, client: httpx.AsyncClient, engine: InProcessEngine, stream: bool
+) -> None:
+    _, url = await serve()
+    body = CHAT | {"max_tokens": 900, "ignore_eos": True, "n": 2, "stream": stream}
+    if stream:
+        async with client.stream("POST", f"{url}/chat/completions", json=body) as response:
+            await anext(response.aiter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(f"{url}/chat/completions", json=body, timeout=0.2)
+    for _ in range(100):
+        await asyncio.sleep(0.01)
+        if not engine._generator.unfinished:
+            break
+    assert engine.abort() == 0
+    assert 0 < engine.stats.decode_tokens < 1700
+    assert (await client.post(f"{url}/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_a_client_that_goes_while_its_stream_ends_is_no_error_of_the_server(
+    serve: Start, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the server was writing at that moment."""
+    _, url = await serve()
+    caplog.set_level(logging.WARNING)
+
+    async def goes(tokens: int) -> None:
+        body: dict[str, Any] = CHAT | {"max_tokens": tokens, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", f"{url}/chat/completions", json=body) as response:
+            await anext(response.aiter_lines())
+
+    for _ in range(8):
+        await asyncio.gather(*(goes(tokens) for tokens in range(1, 17)))
+    assert (await client.post(f"{url}/chat/completions", json=CHAT)).status_code == 200
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+async def test_connections_that_send_nothing_hold_nothing_up(serve: Start, client: httpx.AsyncClient) -> None:
+    server, url = await serve()
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
+    assert (await client.post(f"{url}/chat/completions", json=CHAT)).status_code == 200
+    for connection in idle:
+        connection.close()
+
+
+async def test_a_request_that_never_ends_is_ended(serve: Start, client: httpx.AsyncClient) -> None:
+    server, url = await serve(limits=Limits(request_seconds=0.3))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    for begun in (b"", head):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for _ in range(20):  # a header line at a time does not help
+            writer.write(begun and (begun if _ == 0 else b"x-more: 1\r\n"))
+            if reader.at_eof():
+                break
+            await asyncio.sleep(0.05)
+        with contextlib.suppress(ConnectionError):  # a line sent after the end is answered by a reset
+            assert await asyncio.wait_for(reader.read(), 1) == b""
+        writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(head + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+    answer = (await reader.readuntil(b"}}")).decode()
+    assert answer.startswith("HTTP/1.1 408 ") and "the body did not come within 0.3 s" in answer
+    writer.close()
+    for _ in range(2):  # the time that an answer takes, and that between two requests, is another matter
+        slow = CHAT | {"max_tokens": 500, "ignore_eos": True}
+        assert (await client.post(f"{url}/chat/completions", json=slow)).status_code == 200
+        await asyncio.sleep(0.5)

@@ -1,0 +1,106 @@
+"""Whatever is sent to the server is answered as `/openapi.json` says: nothing breaks it, nothing wrong is accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import load_all_checks
+from schemathesis.core.parameters import ParameterLocation
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from archon.generation import InProcessEngine
+from archon.generation.types import GenerationHyperparameters
+from archon.rl.bootstrap import make_tokenizer
+from archon.serve import AgentServer, Limits
+from archon.serve.openapi import OPERATIONS, Operation
+from archon.training.bootstrap_config import TokenizerRecipe
+from tests.small_qwen3 import small_model
+
+TOKEN = "secret"
+OWN = {"Authorization": f"Bearer {TOKEN}"}
+USER = [{"role": "user", "content": "1+1="}]
+# What the description cannot say enough of: a conversation that fits into the context, tokens of the vocabulary.
+FITTING: dict[str, Any] = {
+    "chat": {"messages": USER, "tools": None},
+    "completion": {"prompt": "1+1="},
+    "response": {"input": USER, "instructions": "", "tools": None},
+    "message": {"messages": USER, "system": "", "tools": None},
+}
+OURS = st.sampled_from([True, True, True, False])
+load_all_checks()
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[str]:
+    """A server over the real generator, whose tokenizer takes any text, in a thread with a loop of its own; its URL."""
+    tokenizer = make_tokenizer(TokenizerRecipe(kind="bpe"))
+    engine = InProcessEngine.from_model(small_model(len(tokenizer), max_seq_len=256), tokenizer, max_slots=32)
+    limits = Limits(sessions=10_000)
+    server = AgentServer(tokenizer, engine, GenerationHyperparameters(max_new_tokens=4), token=TOKEN, limits=limits)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="served")
+    thread.start()
+    yield asyncio.run_coroutine_threadsafe(server.start(), loop).result().removesuffix("/v1")
+    asyncio.run_coroutine_threadsafe(server.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def own_session(url: str) -> str:
+    """The id of a session with one rewarded answer."""
+    session = requests.post(f"{url}/v1/sessions", headers=OWN).json()
+    key = {"Authorization": f"Bearer {session['api_key']}"}
+    asked = requests.post(f"{url}/v1/completions", json={"prompt": "1", "max_tokens": 2}, headers=key)
+    rewarded = requests.post(f"{url}/v1/sessions/{session['id']}/reward", json={"reward": 1}, headers=key)
+    assert (asked.status_code, rewarded.status_code) == (200, 200)
+    return str(session["id"])
+
+
+def fuzz(url: str, operation: Operation, examples: int) -> Counter[int]:
+    """Ask for `operation` in many ways, right and wrong ones; gives back how often each status came."""
+    described = schemathesis.openapi.from_dict(requests.get(f"{url}/openapi.json").json())
+    asked = described[operation.path][operation.method]
+    seen: Counter[int] = Counter()
+
+    def ask(case: schemathesis.Case, of_ours: bool) -> None:
+        assert case.meta is not None
+        if of_ours and "session" in case.path_parameters and not case.meta.is_negative_at(ParameterLocation.PATH):
+            case.path_parameters["session"] = own_session(url)
+        if of_ours and operation.name in FITTING and not case.meta.is_negative_at(ParameterLocation.BODY):
+            case.body |= FITTING[operation.name]
+        response = case.call(base_url=url, headers=OWN, timeout=120)
+        seen[response.status_code] += 1
+        # What the description allows may still be more than the context holds.
+        case.validate_response(response, headers=OWN, excluded_checks=[positive_data_acceptance])
+
+    alike = settings(  # the same requests in every run; how long one takes is the machine's business
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    for mode in GenerationMode:
+        if mode is GenerationMode.POSITIVE or operation.refusals:  # else there is nothing to do wrong
+            alike(given(asked.as_strategy(generation_mode=mode), OURS)(ask))()
+    return seen
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("examples", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_what_is_sent_is_answered_as_described(live: str, operation: Operation, examples: int) -> None:
+    seen = fuzz(live, operation, examples)
+    assert seen[operation.status] > 0, seen  # so that more than refusals was looked at
+    assert 400 not in operation.refusals or seen[400] > 0, seen
