@@ -16,8 +16,7 @@ from archon.checkpoint.megatron.layout import MegatronLayout
 from archon.checkpoint.megatron.rank_files import MANIFEST_FILE, RANK_FILE
 from archon.checkpoint.native import model_fingerprint, save_state
 from archon.engine.engine import ArchonEngine
-from archon.models.qwen3_moe.args import Qwen3MoEModelArgs
-from archon.models.qwen3_moe.state_dict_adapter import Qwen3MoEStateDictAdapter
+from archon.models.qwen3_moe import Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, LayoutError
 from tests.checkpoint.conversions import FAMILIES, LAYOUTS, SIZES, edit, read_back
