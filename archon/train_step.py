@@ -71,9 +71,14 @@ def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
 
 
 def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[PackedBatch, list[PackedBatch]]:
-    """The whole batch as one pack and its micro-batches; a token or label outside the vocabulary is a
-    `BatchError`."""
+    """The whole batch as one pack and its micro-batches, at least one; `BatchError` for a batch without a document, or
+    with a token or label outside the vocabulary."""
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
+    if not packed.lengths:
+        raise BatchError(
+            "the batch has no document; give every data-parallel rank one, with a loss_mask of zeros where it is not "
+            "to be trained"
+        )
     for what, ids in (("token id", packed.tokens), ("label", packed.labels[packed.labels != IGNORE_INDEX])):
         low, high = ids.aminmax() if ids.numel() else (0, 0)
         if low < 0 or high >= vocab_size:
