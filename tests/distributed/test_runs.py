@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.engine import ArchonEngine
 from archon.hf_io import load_model
 from archon.metrics import read_jsonl
+from archon.rl import SFTTrainer
+from archon.schema.errors import ConfigError
+from archon.world import World
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import make_inputs, rl_config, sft_config, train_rl, train_sft
 from tests.tolerances import SAME_RUN
@@ -129,6 +135,48 @@ def test_sft_evaluates_unequal_numbers_of_micro_batches(
     found, alone = records(str(tmp_path / "d2")), records(str(tmp_path / "d1"))
     assert "eval/loss" in alone[-1]
     assert_same(found, alone)
+
+
+def train_until_one_rank_has_enough(folder: str, run_dir: str) -> int:
+    """The steps done where the probe of rank 1 alone says at the second that it is enough."""
+
+    def probe(engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
+        return {}, step == 2 and World.now().rank == 1
+
+    trainer = SFTTrainer(sft_config(Path(folder), "d2", run_dir=run_dir), probe=probe)
+    trainer.train()
+    return trainer.step
+
+
+def test_one_rank_that_has_enough_ends_the_run_on_all(
+    folder: Path, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    found = ranks(2).run(train_until_one_rank_has_enough, str(folder), str(tmp_path / "run"), timeout=60.0)
+    assert found == [2, 2]
+    assert (tmp_path / "run" / "export").is_dir()
+
+
+def train_with_own_rows_held_out(folder: str, elsewhere: str) -> str:
+    """What this rank is told where, beneath one path, it finds other held-out rows than the other."""
+    machine = Path(elsewhere) / str(World.now().rank)
+    (machine / "held_out").mkdir(parents=True)
+    rows = (Path(folder) / "test.jsonl").read_text().splitlines()
+    (machine / "held_out" / "test.jsonl").write_text("\n".join(rows[: 5 + 9 * World.now().rank]))
+    changes = {"run_dir": f"{elsewhere}/run", "eval_data": {"path": "held_out", "split": "test"}}
+    try:
+        with chdir(machine):
+            train_sft(folder, "d2", changes)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_held_out_rows_on_another_rank_are_refused(
+    folder: Path, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """The ranks would evaluate different numbers of batches."""
+    for message in ranks(2).run(train_with_own_rows_held_out, str(folder), str(tmp_path), timeout=60.0):
+        assert re.match(r"held_out: rank 1 has 14 rows .*, rank 0 has 5 rows .*every machine needs the same", message)
 
 
 def test_fewer_rows_than_ranks_are_refused(folder: Path, ranks: Callable[[int], Pool], tmp_path: Path) -> None:
