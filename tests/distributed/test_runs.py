@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from archon.engine import ArchonEngine
 from archon.hf_io import load_model
 from archon.metrics import read_jsonl
 from archon.rl import SFTTrainer
+from archon.rl.bootstrap import warm_up
+from archon.rl.config import WarmupConfig
 from archon.schema.errors import ConfigError
 from archon.world import World
 from tests.distributed.pool import Pool, RankError
@@ -154,6 +158,28 @@ def test_one_rank_that_has_enough_ends_the_run_on_all(
     found = ranks(2).run(train_until_one_rank_has_enough, str(folder), str(tmp_path / "run"), timeout=60.0)
     assert found == [2, 2]
     assert (tmp_path / "run" / "export").is_dir()
+
+
+def warm_up_with_a_late_signal(folder: str, run_dir: str) -> int:
+    """What the warm-up returns where a signal reaches rank 1 alone, after the last step, while it exports."""
+    save = ArchonEngine.save
+
+    def save_then_signal(engine: ArchonEngine, *args: Any, **kwargs: Any) -> None:
+        save(engine, *args, **kwargs)
+        if World.now().rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    warmup = WarmupConfig.parse({"total_steps": 2, "batch_size": 9, "train_data": {"path": folder}})
+    with mock.patch.object(ArchonEngine, "save", save_then_signal):
+        return warm_up(warmup, sft_config(Path(folder), "d2").model, Path(run_dir))
+
+
+def test_a_signal_to_one_rank_late_in_a_warm_up_stops_all(
+    folder: Path, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Or one would leave, and the others go on to make the checkpoint with it."""
+    found = ranks(2).run(warm_up_with_a_late_signal, str(folder), str(tmp_path / "run"), timeout=60.0)
+    assert found == [signal.SIGTERM] * 2
 
 
 def train_with_own_rows_held_out(folder: str, elsewhere: str) -> str:
