@@ -293,8 +293,7 @@ class ArchonEngine:
             self.saver.save(path, self.step, state, None, model_fingerprint(self.args), asynchronous=asynchronous)
             return
         if format != "hf":
-            renamed = "; 'dcp' was renamed to 'native'" if format == "dcp" else ""
-            raise ConfigError(f"format must be 'hf' or 'native', got {format!r}{renamed}")
+            raise ConfigError(f"format must be 'hf' or 'native' (once called 'dcp'), got {format!r}")
         if asynchronous:
             raise ConfigError(
                 "asynchronous saves belong to format='native'; an 'hf' export is written before save returns"
@@ -418,8 +417,13 @@ class ArchonEngine:
         return self.model
 
     def _cut(self, batch: Batch) -> tuple[Any, list[Any]]:
-        self._refuse_unfit()
-        packed, parts = micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
+        def prepare() -> tuple[Any, list[Any]]:
+            self._refuse_unfit()
+            return micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
+
+        # A rank that refused its batch alone would leave the others waiting in a collective, or, where its caller goes
+        # on to the next batch, adding up two batches.
+        packed, parts = self.ranks.require_on_all(prepare, self.device)
         return packed, [mb.with_shared_prefixes() for mb in parts] if self._share_prefixes else parts
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
