@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,25 @@ def test_a_run_goes_on_where_it_stood(
     whole = ranks(2).run(train_sft, str(folder), "d2", {"run_dir": str(tmp_path / "whole")})
     for found, expected in zip(halves, whole, strict=True):
         assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_sft_evaluates_unequal_numbers_of_micro_batches(
+    folder: Path, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Held-out rows are too long for two of them to be one micro-batch: of nine a rank has five, the other four."""
+    most = 9
+    rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    assert 2 * min(len(row["prompt"] + row["response"]) for row in rows) > most
+
+    def changes(layout: str) -> dict[str, Any]:
+        model = sft_config(folder, layout).model.model_dump() | {"max_tokens_per_mb": most}
+        return {"run_dir": str(tmp_path / layout), "total_steps": 2, "model": model}
+
+    train_sft(str(folder), "d1", changes("d1"))
+    ranks(2).run(train_sft, str(folder), "d2", changes("d2"), timeout=60.0)
+    found, alone = records(str(tmp_path / "d2")), records(str(tmp_path / "d1"))
+    assert "eval/loss" in alone[-1]
+    assert_same(found, alone)
 
 
 def test_fewer_rows_than_ranks_are_refused(folder: Path, ranks: Callable[[int], Pool], tmp_path: Path) -> None:
