@@ -9,13 +9,15 @@ collectives, which `torch.compile` and the fake process group understand.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+
+from archon.parallel.torch_groups import group_by_name
 
 _ops = torch.ops._c10d_functional
 
@@ -36,7 +38,7 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        return dist.distributed_c10d._resolve_process_group(cast(Any, self.name))
+        return group_by_name(self.name)
 
 
 def _wait(x: Tensor) -> Tensor:

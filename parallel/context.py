@@ -13,14 +13,12 @@ Ranks get equally many tokens, a multiple of `tp`: what is missing is filled wit
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from archon.parallel.comm import Group, all_gather_replicated
-from archon.schema.config import ContextParallelKind
 from archon.schema.errors import LayoutError
 
 Chunk = tuple[int, int, int]
@@ -145,21 +143,3 @@ class SequenceShare:
         """Per-token results of own tokens [T / cp, ...] to those of the pack [T, ...], without padding, on every rank;
         with gradient, for a loss that every rank computes."""
         return all_gather_replicated(x, self.cp).index_select(0, self.inverse[: self.tokens])
-
-
-logger = logging.getLogger(__name__)
-
-
-def context_parallel_kind(kind: str, cp: int, tp: int, heads: int, key_heads: int) -> ContextParallelKind:
-    """`auto` is Ulysses where the heads can be dealt to the ranks, else all-gather; LayoutError for an impossible
-    choice."""
-    if kind == "allgather" or cp == 1:
-        return "allgather"
-    try:
-        ulysses_repeat(heads // tp, max(1, key_heads // tp), cp)
-    except LayoutError:
-        if kind == "ulysses":
-            raise
-        logger.info("context parallelism gathers keys: cp = %d does not divide the heads", cp)
-        return "allgather"
-    return "ulysses"

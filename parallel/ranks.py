@@ -46,7 +46,7 @@ class Ranks:
             values = all_reduce(values, group)
         return values
 
-    def most(self, number: int, device: torch.device) -> int:
+    def all_reduce_max(self, number: int, device: torch.device) -> int:
         """The largest of the data-parallel ranks' numbers."""
         if self.dp.size == 1:
             return number

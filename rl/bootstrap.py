@@ -116,7 +116,7 @@ def ensure_checkpoint(
     target = Path(path)
     wanted = config.model_dump(mode="json")
     world = runner.world
-    if world.tell(lambda: _is_made(target, wanted)):
+    if world.broadcast_json(lambda: _is_made(target, wanted)):
         return True
     workshop = target.with_name(target.name + ".making")
     blank = workshop / "blank"

@@ -1,4 +1,4 @@
-"""One pass over a batch: micro-batches, one denominator for all of them, sums of metrics."""
+"""One pass over a batch: micro-batches forward and backward, one denominator for all of them, sums of metrics."""
 
 from __future__ import annotations
 
@@ -98,8 +98,9 @@ def total_weight(
 
 
 @dataclass(frozen=True)
-class Forward:
-    """Runs a model on micro-batches and applies a loss to what comes out; on several ranks, each with its tokens."""
+class MicroBatchRunner:
+    """Runs micro-batches forward and backward through a model and applies a loss to what comes out; on several ranks,
+    each with its share of the tokens."""
 
     model: BaseArchonModel
     device: torch.device
@@ -138,7 +139,7 @@ class Forward:
         """What a stage without a head passes on: [T / cp / tp, dim] of the padded micro-batch."""
         return _tensor(self._run(mb, None, None, None)[0])
 
-    def with_input(self, hidden: Tensor | None, least: int) -> Forward:
+    def with_input(self, hidden: Tensor | None, least: int) -> MicroBatchRunner:
         """The same for a pipeline stage: `hidden` in place of tokens, at least `least` tokens a context rank."""
         return replace(self, input=hidden, least=least)
 
@@ -207,7 +208,7 @@ class Forward:
         denominator.
         """
         total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
-        rounds = self.ranks.most(len(parts), self.device)
+        rounds = self.ranks.all_reduce_max(len(parts), self.device)
         for index in range(rounds):
             set_gradient_reduction(self.model, reduce_every or index == rounds - 1)
             if index >= len(parts):  # another rank has more; what all ranks do together needs this one too
@@ -252,8 +253,8 @@ class Forward:
     ) -> tuple[Tensor, MetricSums]:
         """Σ loss / denominator and the metrics of this rank's micro-batches, without gradient."""
         total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
-        rounds = self.ranks.most(len(parts), self.device)
-        with whole_afterwards(self.model):
+        rounds = self.ranks.all_reduce_max(len(parts), self.device)
+        with resharded_afterwards(self.model):
             for mb in parts:
                 loss, extra = self.loss(mb.to(self.device), loss_fn, temperature)
                 total += loss / denominator
@@ -267,8 +268,8 @@ class Forward:
     ) -> list[list[Tensor]]:
         """Logprobs [T] and, if asked for, entropies [T] of every token of each micro-batch, or of those that
         `loss_mask` marks; values of a critic."""
-        rounds = self.ranks.most(len(parts), self.device)
-        with whole_afterwards(self.model):
+        rounds = self.ranks.all_reduce_max(len(parts), self.device)
+        with resharded_afterwards(self.model):
             results = [self.score(mb.to(self.device), temperature, entropy, only_trained) for mb in parts]
             self._idle_forwards(parts, rounds)
         return results
@@ -299,7 +300,7 @@ class Forward:
 
 
 @contextmanager
-def whole_afterwards(model: nn.Module) -> Iterator[None]:
+def resharded_afterwards(model: nn.Module) -> Iterator[None]:
     """Leave the model's parameters as the masters after forwards that no backward follows."""
     try:
         yield

@@ -14,9 +14,8 @@ import torch
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
-from archon.parallel.agreement import AGREEMENT, Agreement
+from archon.parallel.control_plane import PATIENT, ControlPlane
 from archon.parallel.failure import Failure
-from archon.parallel.world import World
 from archon.schema.errors import ConfigError
 from tests.distributed.cases import Case, engine_config, rows_of
 from tests.distributed.matrix import data_of
@@ -56,12 +55,12 @@ def test_metrics_of_other_names_end_every_rank(ranks: Callable[[int], Pool], ref
 def gloo_threads(folder: str) -> tuple[set[int], int, set[float]]:
     """Worker threads of each process group, threads of this process that wait for the network, and the limits in
     seconds of the groups that train."""
-    Agreement.of_world("saves").share("")  # which waits for files, and keeps its own
+    ControlPlane.patient("saves").barrier()  # which waits for files, and keeps its own
     engine = ArchonEngine(engine_config(Case("d2"), f"{folder}/checkpoint", "d2", timeout_s=217.0))
     engine.initialize()
     groups = list(torch.distributed.distributed_c10d._world.pg_map)
     options = {group: group._get_backend(torch.device("cpu")).options for group in groups}
-    train = [of for group, of in options.items() if not group.group_desc.startswith(AGREEMENT)]
+    train = [of for group, of in options.items() if not group.group_desc.startswith(PATIENT)]
     assert 10 < len(train) < len(groups)
     workers, limits = {of._threads for of in options.values()}, {of._timeout.total_seconds() for of in train}
     agree = {of._timeout.total_seconds() for of in options.values() if of not in train}
@@ -81,11 +80,11 @@ def test_gloo_groups_have_one_worker_and_share_a_device(
 
 
 def compare(_: str) -> list[str]:
-    World.now().require_same("train.jsonl", "5 rows")
+    ControlPlane.of_run().require_same("train.jsonl", "5 rows")
     messages = []
     for values in (("5 rows", "6 rows"), ("", "6 rows")):
         try:
-            World.now().require_same("train.jsonl", values[World.now().rank])
+            ControlPlane.of_run().require_same("train.jsonl", values[ControlPlane.of_run().rank])
         except ConfigError as error:
             messages.append(str(error))
     return messages

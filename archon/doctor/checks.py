@@ -29,7 +29,7 @@ MAX_DIMS = 3
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes on one rank: its shards of the weights, of the moments, and the most the process or its GPU has held."""
 
     parameters: int
@@ -154,8 +154,8 @@ def _ranks(ranks: Iterable[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def memory(engine: ArchonEngine) -> list[Memory]:
-    """Of each rank, in order."""
+def memory(engine: ArchonEngine) -> list[RankMemory]:
+    """Returns one report per rank, in rank order."""
     state = [] if engine.optimizer is None else engine.optimizer.state.values()
     moments = [local_tensor(x) for per in state for x in per.values() if isinstance(x, Tensor)]
     own = [local_tensor(parameter) for parameter in engine.model.parameters()]
@@ -164,11 +164,11 @@ def memory(engine: ArchonEngine) -> list[Memory]:
     else:  # KiB, but on macOS bytes
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     sizes = [sum(x.numel() * x.element_size() for x in tensors) for tensors in (own, moments)]
-    return [Memory(*row) for row in _gathered(torch.tensor([[*sizes, peak]], device=engine.device))[:, 0].tolist()]
+    return [RankMemory(*row) for row in _gathered(torch.tensor([[*sizes, peak]], device=engine.device))[:, 0].tolist()]
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParameterPlacement:
     """How the parameters of one name (layers as `*`) lie: `shape` of the whole, `local` of this rank's part, `places`
     such as `dp_shard_cp: dim 0`.
 
@@ -184,19 +184,21 @@ class Placement:
     uneven: bool
 
 
-def placements(engine: ArchonEngine) -> list[Placement]:
+def placements(engine: ArchonEngine) -> list[ParameterPlacement]:
     """Every parameter of this rank, those that differ in the layer alone as one."""
-    found: dict[Placement, int] = Counter()
+    found: dict[ParameterPlacement, int] = Counter()
     for name, parameter in engine.model.named_parameters():
         parts = ["*" if part.isdigit() else part for part in name.split(".")]
         found[_placement(".".join(parts), parameter)] += 1
-    return [Placement(p.name, count, p.shape, p.local, p.places, p.sharded, p.uneven) for p, count in found.items()]
+    return [
+        ParameterPlacement(p.name, count, p.shape, p.local, p.places, p.sharded, p.uneven) for p, count in found.items()
+    ]
 
 
-def _placement(name: str, parameter: Tensor) -> Placement:
+def _placement(name: str, parameter: Tensor) -> ParameterPlacement:
     shape, local = tuple(parameter.shape), tuple(local_tensor(parameter).shape)
     if not isinstance(parameter, DTensor):
-        return Placement(name, 0, shape, local, (), False, False)
+        return ParameterPlacement(name, 0, shape, local, (), False, False)
     mesh = parameter.device_mesh
     places, sharded, ways = [], False, [1] * len(shape)
     for dim, (axis, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)):
@@ -208,4 +210,4 @@ def _placement(name: str, parameter: Tensor) -> Placement:
         ways[cut] *= mesh.size(dim)
         sharded |= axis in ("dp_shard_cp", "edp")
     uneven = any(size % parts for size, parts in zip(shape, ways, strict=True))
-    return Placement(name, 0, shape, local, tuple(places), sharded, uneven)
+    return ParameterPlacement(name, 0, shape, local, tuple(places), sharded, uneven)
