@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.torch_dispatch import TorchDispatchMode, tree_leaves
 from archon.parallel.torch_groups import group_by_name
 
 # Of torch's names for one operation (functional, c10d with lists, c10d with one tensor) the one that is reported.

@@ -18,6 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from archon.parallel.torch_groups import group_by_name
+from archon.parallel.torch_parts import require_parts
+
+PARTS = (
+    "torch.ops._c10d_functional.all_gather_into_tensor.default",
+    "torch.ops._c10d_functional.reduce_scatter_tensor.default",
+    "torch.ops._c10d_functional.all_to_all_single.default",
+    "torch.ops._c10d_functional.all_reduce.default",
+    "torch.ops._c10d_functional.wait_tensor.default",
+)
+require_parts("collectives", PARTS)
 
 _ops = torch.ops._c10d_functional
 
@@ -42,7 +52,7 @@ class Group:
 
 
 def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
+    return _ops.wait_tensor(x)
 
 
 def _gather(x: Tensor, group: Group) -> Tensor:

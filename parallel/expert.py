@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from archon.parallel.comm import Group, all_to_all
 from archon.parallel.tensor import shard
+from archon.parallel.torch_meshes import concatenated
 from archon.schema.errors import LayoutError
 
 
@@ -77,7 +78,7 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh
 
 def _split(experts: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh: DeviceMesh | None) -> None:
     meshes = [mesh for mesh in (ep_mesh, etp_mesh) if mesh is not None]
-    mesh = meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+    mesh = concatenated(meshes)
     for name, hidden in (("w1", 1), ("w2", 2), ("w3", 1)):
         placements: list[Placement] = [] if ep_mesh is None else [Shard(0)]
         if etp_mesh is not None:

@@ -1,12 +1,11 @@
-"""A check of PyTorch's private parts: a module that uses some lists them, and stops with one line where one is gone."""
+"""A check of PyTorch's private parts: a module that uses some lists them as `PARTS`, and where one is gone stops with
+one line that names it."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
 from typing import Any
-
-import torch
 
 from archon.schema.errors import ConfigError
 
@@ -15,7 +14,9 @@ SUPPORTED = "2.11 to 2.13"
 
 def require_parts(area: str, parts: Iterable[str]) -> None:
     """Raises ConfigError for the first of `parts`, dotted names such as `torch.distributed.x.Class._attribute`, that
-    this PyTorch does not have; `area` says what needs it."""
+    this PyTorch does not have; `area` is what needs it."""
+    import torch
+
     for part in parts:
         if not has_part(part):
             raise ConfigError(
@@ -25,16 +26,16 @@ def require_parts(area: str, parts: Iterable[str]) -> None:
 
 
 def has_part(name: str) -> bool:
-    """Whether a dotted name leads from a module of torch to something that exists."""
-    names = name.split(".")
-    found: Any = torch
-    for depth, attribute in enumerate(names[1:], start=2):
+    """Whether a dotted name leads to something that exists."""
+    head, *attributes = name.split(".")
+    found: Any = importlib.import_module(head)
+    path = head
+    for attribute in attributes:
+        path = f"{path}.{attribute}"
         if not hasattr(found, attribute):
             try:  # a submodule that nothing has imported yet
-                importlib.import_module(".".join(names[:depth]))
+                importlib.import_module(path)
             except ImportError:
                 return False
-        if not hasattr(found, attribute):
-            return False
         found = getattr(found, attribute)
     return True

@@ -19,9 +19,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from archon.engine.batch import PackedBatch, pack
@@ -32,6 +30,7 @@ from archon.parallel.collectives import CollectiveRecorder, Sum, Traffic, collec
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel
+from archon.parallel.torch_dispatch import FakeTensor, FakeTensorMode, join_fake_group, unset_fake_temporarily
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError, LayoutError
 
@@ -95,12 +94,9 @@ def fake_step(
     watch: Callable[[ArchonEngine], AbstractContextManager[object]] = lambda engine: nullcontext(),
 ) -> tuple[ArchonEngine, CollectiveRecorder]:
     """Take a fake step in this process, which must belong to no group yet, within `watch` of the engine it is of."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     dims = parse_layout(config.layout).dims()
     if dims.world_size > 1:
-        # In torch's `fake` backend this process is one of many, and a collective is done at once, having sent nothing.
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
+        join_fake_group(rank, dims.world_size)
     recorder = FakeExecution(group_names(dims))
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         engine = ArchonEngine(config)

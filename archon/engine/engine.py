@@ -47,7 +47,8 @@ from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import is_sharded
 from archon.parallel.gather import BUCKET_BYTES, staged_tensors, whole_tensors
 from archon.parallel.phase import phase
-from archon.parallel.pipeline import Pipeline, StagedModel
+from archon.parallel.pipeline import StagedModel
+from archon.parallel.pipeline_schedule import Pipeline
 from archon.parallel.process_group import join_process_group, limit_collectives
 from archon.parallel.ranks import Ranks
 from archon.parallel.resolve import ResolvedLayout, resolve_layout

@@ -14,8 +14,12 @@ from torch.optim import AdamW, Optimizer
 
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.fsdp import local_tensor
+from archon.parallel.torch_parts import require_parts
 from archon.schema.config import OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError, UserError
+
+PARTS = ("torch._foreach_norm", "torch._foreach_mul_")
+require_parts("gradient clipping", PARTS)
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from archon.parallel.comm import Group
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.phase import phase
-from archon.parallel.pipeline import SPLIT_BACKWARD, Pipeline, StagedModel
+from archon.parallel.pipeline import SPLIT_BACKWARD, StagedModel
+from archon.parallel.pipeline_schedule import Pipeline
 from archon.parallel.ranks import SOLO, Ranks
 
 

@@ -16,12 +16,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from archon.engine.dry_run import RankReport, dry_run_config, fake_step, rank_report
 from archon.engine.engine import ArchonEngine
 from archon.parallel.fsdp import local_tensor
+from archon.parallel.torch_dispatch import TorchDispatchMode, tree_leaves, wait_tensor
 from archon.schema.config import EngineConfig
 
 
@@ -67,7 +66,7 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # it comes back with its local tensors
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if func is wait_tensor:
             return args[0]  # as it is in truth; imagined, it would be a copy
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):

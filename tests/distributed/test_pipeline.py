@@ -20,7 +20,7 @@ from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.pipeline_step import PipelineRunner
 from archon.engine.train_step import micro_batches
 from archon.parallel.layout import parse_layout
-from archon.parallel.pipeline import _Stage
+from archon.parallel.pipeline_schedule import _Stage
 from tests.distributed.cases import LENGTHS, VOCAB, Case, batch, engine_config, loss_of, rows_of
 from tests.distributed.checkpoints import whole_state
 from tests.distributed.pool import Pool

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from archon.engine import ArchonEngine
-from archon.loss import loss_token_count
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import loss_token_count
 from archon.parallel.layout import parse_layout
 from tests.distributed.cases import Case, batch, engine_config, loss_of
 from tests.distributed.pool import Pool
