@@ -126,7 +126,8 @@ def _balanced(n_layers: int, stages: int, embedding: float, head: float) -> tupl
 
 
 def prune(model: Any, plan: StagePlan, stage: int) -> None:
-    """Take from a whole model, still on the meta device, what other stages hold."""
+    """Take from a whole model, still on the meta device, what other stages hold; a family may bring another function
+    for it (`ModelSpec.pipelining_fn`)."""
     first, end = plan.layers[stage]
     for name in list(model.layers):
         if not first <= int(name) < end:
