@@ -19,7 +19,7 @@ def violation(
 ) -> str | None:
     """Returns the first rule of divisibility that the layout breaks for a model of these sizes, or None.
 
-    Where `tp` exceeds the key heads, neighbours share one.
+    Where `tp` exceeds the key heads, neighbors share one.
     """
     tp = layout.tp
     if sizes.heads % tp:

@@ -75,13 +75,14 @@ def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0)
 
 
 def ulysses_repeat(heads: int, key_heads: int, cp: int) -> int:
-    """How often each key head is repeated so that `cp` divides them; LayoutError where the heads cannot be dealt."""
+    """Returns how often each key head is repeated so that `cp` divides them. Raises LayoutError where `cp` does not
+    divide the heads."""
     if heads % cp == 0:
         for repeat in range(1, heads // key_heads + 1):
             if key_heads * repeat % cp == 0 and heads % (key_heads * repeat) == 0:
                 return repeat
     raise LayoutError(
-        f"Ulysses deals heads to ranks, and cp = {cp} does not divide the {heads} heads of a rank; "
+        f"Ulysses splits heads over ranks, and cp = {cp} does not divide the {heads} heads of a rank; "
         "use context_parallel = allgather, which has no such bound"
     )
 
@@ -91,7 +92,7 @@ def _ceil(a: int, b: int) -> int:
 
 
 class SequenceShare:
-    """This rank's tokens of one pack, and the way back.
+    """This rank's tokens of one pack, and how the results of all ranks are gathered.
 
     Args:
         plan: which tokens each rank of `cp` holds.

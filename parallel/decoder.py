@@ -1,4 +1,4 @@
-"""The one order in which a decoder is parallelised; families bring data, never code of their own."""
+"""The one order in which a decoder is parallelized; families bring data, never code of their own."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ def parallelize_decoder(
             keep_gathered=dims.pp_enabled,
         )
     decoder.tie_weights()
-    logger.info("parallelised: compute %s, masters %s, compile %s", param_dtype, built_dtype, compiled)
+    logger.info("parallelized: compute %s, masters %s, compile %s", param_dtype, built_dtype, compiled)
     return model

@@ -18,7 +18,7 @@ from archon.parallel.torch_meshes import concatenated
 from archon.schema.errors import LayoutError
 
 
-class WayBack(NamedTuple):
+class DispatchRecord(NamedTuple):
     """What `combine` needs to undo a `dispatch`: row counts sent and received by rank, and the order of the rows."""
 
     sent: list[int]
@@ -32,11 +32,11 @@ class ExpertParallel:
 
     group: Group
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, WayBack]:
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, DispatchRecord]:
         """Rows [n, dim] in the order of all E experts, int64 counts [E], to this rank's experts' rows.
 
-        Returns rows [m, dim] in the order of the E / size own experts, int64 counts of each, and the way back. The
-        host waits once, for how many rows go where.
+        Returns rows [m, dim] in the order of the E / size own experts, int64 counts of each, and the record for
+        `combine`. The host waits once, for how many rows go where.
         """
         size = self.group.size
         by_rank = counts.unflatten(0, (size, -1))
@@ -49,11 +49,11 @@ class ExpertParallel:
         total = rows.shape[0]
         shift = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths, output_size=total)
         order = shift + torch.arange(total, device=rows.device)
-        return rows.index_select(0, order), incoming.sum(0), WayBack(sent, received, order)
+        return rows.index_select(0, order), incoming.sum(0), DispatchRecord(sent, received, order)
 
-    def combine(self, rows: Tensor, way: WayBack) -> Tensor:
+    def combine(self, rows: Tensor, record: DispatchRecord) -> Tensor:
         """Undo `dispatch` for what the experts made of the rows: [m, dim] to [n, dim] in the order of all experts."""
-        return all_to_all(rows.index_select(0, way.order.argsort()), self.group, way.sent, way.received)
+        return all_to_all(rows.index_select(0, record.order.argsort()), self.group, record.sent, record.received)
 
 
 def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh: DeviceMesh | None) -> None:

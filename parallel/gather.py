@@ -48,7 +48,7 @@ def staged_tensors(
 
     Args:
         own: what this rank holds a part of.
-        shapes: every name, in the order they are given back.
+        shapes: every name, in the order in which they are returned.
         dtype: of all of them.
     """
     holders = torch.tensor([[name in own for name in shapes]], dtype=torch.int32, device=device)

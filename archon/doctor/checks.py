@@ -1,6 +1,6 @@
 """What is wrong with a layout on real ranks: groups that do not communicate, copies that differ, shards that are not.
 
-Every function is called by all ranks and gives all of them the same answer; what travels is integers.
+Every function is called by all ranks and returns the same on all of them; only integers are sent.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def inconsistencies(engine: ArchonEngine) -> list[str]:
     """Parts of parameters, and balancing biases, of which several ranks hold copies that are not bitwise equal.
 
     What must be equal follows from where a rank's part lies in the whole: the same part of the same parameter, be the
-    ranks replicas, tensor-parallel neighbours or the two ends of a pipeline that share a tied matrix. A line each,
+    ranks replicas, tensor-parallel neighbors or the two ends of a pipeline that share a tied matrix. A line each,
     with the ranks that differ from most.
     """
     names = sorted(engine.adapter.native_shapes)

@@ -1,4 +1,4 @@
-"""From a configuration to a model on its device: built on meta, cut into stages, parallelised, materialised, loaded."""
+"""From a configuration to a model on its device: built on meta, cut into stages, parallelized, materialized, loaded."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Build:
 
 
 def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
-    """The model argument that gives routers a balancing bias, where the config moves one."""
+    """Returns the model argument that adds a balancing bias to routers, where the config asks for one."""
     rate = config.router_bias_update_rate
     if not rate:
         return {}
@@ -115,7 +115,8 @@ def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one; anything that is not there is refused."""
+    """Returns the device of that name; `auto` is a GPU where there is one. Raises ConfigError for one that is not
+    there."""
     if name == "auto":
         return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
     try:

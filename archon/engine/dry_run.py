@@ -1,10 +1,10 @@
-"""A layout on ranks that do not exist: the engine builds one rank's share of a model and takes a training step with it,
+"""A dry run of a layout on ranks that do not exist: the engine builds one rank's shards and takes a training step,
 on tensors that have a shape and no memory, in a process group that sends nothing.
 
 What runs is `ArchonEngine.train_batch` itself. What a step must *read* is made real or given:
 
 - integers and truth values are real tensors, as are floats made from them: token numbers, labels, places of tokens;
-- other ranks are taken to hold what this one holds: an all-gather of a real tensor repeats it, a sum multiplies it;
+- other ranks are assumed to hold what this one holds: an all-gather of a real tensor repeats it, a sum multiplies it;
 - routers choose experts in turn, so that every expert meets equally many tokens;
 - a number read from a tensor without memory (the gradient norm, a metric) is 1.
 """
@@ -69,7 +69,7 @@ def dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1
         raise LayoutError(f"layout {layout} has ranks 0 to {layout.world_size - 1}, got rank {rank}")
     if config.optimizer is None:
         raise ConfigError("a step is asked for, and optimizer is null; leave it out")
-    # torch keeps what it has learnt of a mesh for as long as a process lives, and this one may have a group already.
+    # torch keeps what it has learned of a mesh for as long as a process lives, and this one may have a group already.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
         return apart.submit(_dry_run, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
 
@@ -122,7 +122,7 @@ def documents(vocab_size: int, tokens: int, micro_batches: int = 1) -> PackedBat
 
 
 def rank_report(engine: ArchonEngine, rank: int, step: Mapping[Traffic, Sum]) -> RankReport:
-    """What an engine that has taken a step holds on this rank."""
+    """Returns what an engine that has taken a step holds on this rank."""
     own = [local_tensor(parameter) for parameter in engine.model.parameters() if parameter.requires_grad]
     assert engine.optimizer is not None
     state = [local_tensor(x) for per in engine.optimizer.state.values() for x in per.values() if isinstance(x, Tensor)]
@@ -147,7 +147,7 @@ def _in_turn(router: Router, args: Any, output: Any) -> Any:
 
 
 class FakeExecution(CollectiveRecorder):
-    """Decides which operators run for real, beneath a FakeTensorMode that takes the rest; counts collectives."""
+    """Runs some operators for real, beneath a FakeTensorMode that takes the rest; counts collectives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

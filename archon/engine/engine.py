@@ -1,4 +1,4 @@
-"""ArchonEngine: one model, its optimiser, and the step that trains it. It knows nothing of rewards or rollouts."""
+"""ArchonEngine: one model, its optimizer, and the step that trains it. It knows nothing of rewards or rollouts."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ArchonEngine:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def initialize(self, total_steps: int | None = None) -> None:
-        """Build on the meta device, parallelise, materialise, load; then make optimiser and schedule.
+        """Build on the meta device, parallelize, materialize, load; then make optimizer and schedule.
 
         `total_steps` is where a linear or cosine schedule ends. Everything that can be refused is refused before
         memory is taken.
@@ -166,7 +166,7 @@ class ArchonEngine:
     def train_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
     ) -> dict[str, float]:
-        """One optimiser step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
+        """One optimizer step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
 
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `micro_batches`, `loss_weight` (the
         denominator), `skipped` (1 when the gradient was not finite: then no weight or moment changed) and the loss
@@ -220,7 +220,7 @@ class ArchonEngine:
     def _accumulate(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
     ) -> dict[str, float]:
-        """Leave the batch's gradients at the parameters. Returns what is known before the optimiser's step."""
+        """Leave the batch's gradients at the parameters. Returns what is known before the optimizer's step."""
         packed, parts = self._split(batch)
         weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
         self.model.train()
@@ -264,7 +264,7 @@ class ArchonEngine:
         return logprobs, entropy
 
     def step_lr_scheduler(self) -> None:
-        """Move the learning rate on to the next optimiser step."""
+        """Move the learning rate on to the next optimizer step."""
         self._require_optimizer()
         assert self.scheduler is not None
         self.scheduler.step()
@@ -330,7 +330,7 @@ class ArchonEngine:
         self.saver.wait()
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the weights by those of a checkpoint of the same model; optimiser and schedule stay.
+        """Replace the weights by those of a checkpoint of the same model; optimizer and schedule stay.
 
         It may be a Hugging Face checkpoint, with which balancing biases start at 0, or a `dcp` of any layout and dtype:
         then every rank calls it.
@@ -366,7 +366,7 @@ class ArchonEngine:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict` into an initialised engine of the same config; `CheckpointError` names what does not
+        """Undo `state_dict` into an initialized engine of the same config; `CheckpointError` names what does not
         match.
 
         A state from a checkpoint may be of any layout. Each rank's random generators go on where the layout is the
@@ -376,7 +376,7 @@ class ArchonEngine:
         if (self.optimizer is None) != ("optimizer" not in state):
             has = "has" if "optimizer" in state else "lacks"
             raise CheckpointError(
-                f"the checkpoint {has} an optimiser state and this engine does not; was optimizer changed?"
+                f"the checkpoint {has} an optimizer state and this engine does not; was optimizer changed?"
             )
         load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer is not None and self.scheduler is not None:
@@ -396,7 +396,7 @@ class ArchonEngine:
             return list(model_state(self.spec.model_class(self.args)))
 
     def offload(self) -> None:
-        """Free the device: gradients are dropped, parameters and optimiser state move to the CPU.
+        """Free the device: gradients are dropped, parameters and optimizer state move to the CPU.
 
         On a CPU only the gradients go. Until `onload` the engine refuses to run or save its state.
         """

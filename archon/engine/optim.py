@@ -136,7 +136,7 @@ class SkippedSteps:
 
 
 def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerConfig) -> float:
-    """Share of the peak learning rate that optimiser step `step` (from 0) uses.
+    """Share of the peak learning rate that optimizer step `step` (from 0) uses.
 
     Warm-up of w steps: (step + 1) / w, from just above 0 to 1 at step w - 1, so no step is wasted at 0. Afterwards,
     with p = (step - w) / (total - w) capped at 1 and r = `min_lr_ratio`: constant 1; linear 1 - (1 - r) p; cosine r +
@@ -167,7 +167,7 @@ def check_schedule(config: SchedulerConfig, total_steps: int | None) -> None:
 
 
 class LRSchedule:
-    """Sets the learning rate of an optimiser by `learning_rate_factor`; `step` moves on to the next optimiser step."""
+    """Sets the learning rate of an optimizer by `learning_rate_factor`; `step` moves on to the next optimizer step."""
 
     def __init__(self, optimizer: Optimizer, peak_lr: float, config: SchedulerConfig, total_steps: int | None) -> None:
         check_schedule(config, total_steps)
@@ -180,7 +180,7 @@ class LRSchedule:
 
     @property
     def lr(self) -> float:
-        """The learning rate that the next optimiser step uses."""
+        """The learning rate that the next optimizer step uses."""
         return self._peak_lr * learning_rate_factor(self._position, self._total_steps, self._config)
 
     def step(self) -> None:

@@ -31,7 +31,7 @@ Batch = Mapping[str, Tensor] | PackedBatch
 
 @dataclass
 class MetricSums:
-    """Sums and counts of the metrics of a batch, kept on the device until they are read all at once."""
+    """Sums and counts of a batch's metrics, kept on the device until all are read at once."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class MetricSums:
             self.counts[name] = self.counts.get(name, 0) + count.detach().double()
 
     def read(self, ranks: Ranks, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
-        """The sum over data-parallel ranks of every scalar, and of every sum / count, and scalars that are `alike` on
-        all, in one transfer from the device; a metric that counted nothing is left out."""
+        """Returns the sum over data-parallel ranks of every scalar and sum / count of every metric, and the scalars
+        that are `alike` on all, in one transfer from the device; a metric whose count is 0 is left out."""
         _require_same_names([*scalars, *self.sums], ranks)
         device = next(iter(scalars.values())).device
         tensors = [*scalars.values(), *self.sums.values(), *self.counts.values()]
@@ -59,7 +59,7 @@ class MetricSums:
 
 
 def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
-    """RuntimeError, on every rank, where data-parallel ranks would add up metrics of different names."""
+    """Raises RuntimeError, on every rank, where data-parallel ranks would add up metrics of different names."""
     if ranks.dp.size == 1:
         return
     digest = float(zlib.crc32(" ".join(names).encode()))
@@ -72,8 +72,8 @@ def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
 
 
 def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[PackedBatch, list[PackedBatch]]:
-    """The whole batch as one pack and its micro-batches; a token or label outside the vocabulary is a
-    `BatchError`."""
+    """Returns the whole batch as one pack, and its micro-batches. Raises BatchError for a token or label outside the
+    vocabulary."""
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
     for what, ids in (("token id", packed.tokens), ("label", packed.labels[packed.labels != IGNORE_INDEX])):
         low, high = ids.aminmax() if ids.numel() else (0, 0)
@@ -88,7 +88,7 @@ def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[Packe
 def total_weight(
     parts: Sequence[PackedBatch], loss_weight_fn: LossWeightFn, ranks: Ranks, device: torch.device
 ) -> float:
-    """The one denominator of a batch: the units of all micro-batches of all ranks."""
+    """Returns the one denominator of a batch, the units of all micro-batches of all ranks. Raises BatchError for 0."""
     total = float(sum(loss_weight_fn(mb) for mb in parts))
     if ranks.dp.size > 1:
         total = float(all_reduce(torch.tensor(total, dtype=torch.float64, device=device), ranks.dp))
@@ -124,8 +124,8 @@ class MicroBatchRunner:
         loss_weights: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
-        """The model's forward on a micro-batch that is on the device; what it gives speaks of all its tokens, on every
-        rank. `rows`, on the CPU, are those that carry a label."""
+        """The model's forward on a micro-batch that is on the device. Returns values of all its tokens, on every rank.
+        `rows`, on the CPU, are those that carry a label."""
         out, share = self._run(mb, labels, loss_weights, rows, temperature=temperature, entropy=entropy)
         if share is None:
             return out
@@ -201,8 +201,8 @@ class MicroBatchRunner:
         temperature: float,
         reduce_every: bool,
     ) -> tuple[Tensor, MetricSums]:
-        """Add the gradient of Σ loss / denominator to the parameters; give back that loss, detached, and the
-        metrics, both of this rank's micro-batches.
+        """Add the gradient of Σ loss / denominator to the parameters. Returns that loss, detached, and the metrics,
+        both of this rank's micro-batches.
 
         The auxiliary loss of a mixture of experts is that of each micro-batch, weighted by its share of the
         denominator.
@@ -301,7 +301,7 @@ class MicroBatchRunner:
 
 @contextmanager
 def resharded_afterwards(model: nn.Module) -> Iterator[None]:
-    """Leave the model's parameters as the masters after forwards that no backward follows."""
+    """Free the gathered copies of parameters after forwards that no backward follows."""
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ def join(config: Config, model: EngineConfig) -> Config:
     """Join the processes that the model's layout needs; gives back the main one's configuration, for what a file says
     (the time, an environment variable) may differ between them."""
     device = resolve_device(model.device)
-    join_process_group(parse_layout(model.layout).dims(device.type).world_size, device.type, model.timeout_s)
+    join_process_group(parse_layout(model.layout).world_size, device.type, model.timeout_s)
     if ControlPlane.of_run().size == 1:
         return config
     return type(config).model_validate(ControlPlane.of_run().broadcast_json(lambda: config.model_dump(mode="json")))
