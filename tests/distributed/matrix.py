@@ -73,7 +73,10 @@ def measure(engine: ArchonEngine, case: Case, data: dict[str, Tensor], shares: i
     One process is given the micro-batches of all `shares` data-parallel ranks: the auxiliary loss of a mixture of
     experts is that of a micro-batch, and another partition has another one.
     """
-    grads, metrics = _of_all_shares(engine, case, data, shares)
+    if shares == 1:
+        grads, metrics = whole_gradients(engine, data, loss_of(case), TEMPERATURE)
+    else:
+        grads, metrics = _of_all_shares(engine, case, data, shares)
     found = {f"grad.{name}": grad for name, grad in grads.items()}
     found["loss"] = torch.tensor(metrics["loss"], dtype=torch.float64)
     found["norm"] = torch.tensor(metrics["grad_norm"], dtype=torch.float64)
