@@ -43,8 +43,12 @@ class Group:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Group:
         """The group of a one-dimensional mesh."""
-        group = mesh.get_group()
-        return cls(group.group_name, group.size(), mesh.get_local_rank())
+        return cls.of_process_group(mesh.get_group())
+
+    @classmethod
+    def of_process_group(cls, group: dist.ProcessGroup) -> Group:
+        """A group that this process belongs to."""
+        return cls(group.group_name, group.size(), group.rank())
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -90,15 +90,6 @@ class ArchonParallelDims:
         return self.dp_replicate > 1
 
     @property
-    def dp_ways(self) -> int:
-        """Ranks that hold different documents."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def dp_enabled(self) -> bool:
-        return self.dp_replicate_enabled or self.dp_shard_enabled
-
-    @property
     def cp_enabled(self) -> bool:
         return self.cp > 1
 

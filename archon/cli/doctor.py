@@ -65,13 +65,14 @@ def command(
 
 
 def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[str]:
-    """Every check, on every rank; rank 0 prints what it finds. Gives back what is wrong."""
-    from archon.doctor.checks import inconsistencies, memory, placements, self_test, world
+    """Every check, on every rank; rank 0 prints what it finds. Returns what is wrong."""
+    from archon.doctor.checks import inconsistencies, memory, placements, self_test
     from archon.engine.dry_run import documents
     from archon.engine.loss import CrossEntropyLoss, loss_token_count
+    from archon.parallel.control_plane import ControlPlane
 
     def say(*lines: str) -> None:
-        if world().rank == 0:
+        if ControlPlane.of_run().is_main:
             print("\n".join(lines), flush=True)
 
     dims = engine.parallel_dims

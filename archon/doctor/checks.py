@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from archon.engine.engine import ArchonEngine
 from archon.parallel.collectives import layout_groups
 from archon.parallel.comm import Group, all_gather_replicated, all_reduce, all_to_all, reduce_scatter
+from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_tensor, own_part
-from archon.parallel.ranks import SOLO
 
 # Dimensions a parameter may have; what is reported of one is its bounds in each.
 MAX_DIMS = 3
@@ -37,18 +36,9 @@ class RankMemory:
     peak: int
 
 
-def world() -> Group:
-    """All ranks as one group."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return SOLO
-    group = dist.group.WORLD
-    assert group is not None
-    return Group(group.group_name, group.size(), group.rank())
-
-
-def _gathered(rows: Tensor) -> Tensor:
-    """int64 [n, k] of each rank to [ranks, n, k]."""
-    return all_gather_replicated(rows.unsqueeze(0), world())
+def _gathered(rows: list[list[int]]) -> Tensor:
+    """n rows of k integers on each rank to int64 [ranks, n, k]."""
+    return ControlPlane.of_run().all_gather_tensor(torch.tensor(rows))
 
 
 def _expected_sum(group: Group, x: Tensor) -> bool:
@@ -87,12 +77,12 @@ COLLECTIVES: dict[str, Callable[[Group, Tensor], bool]] = {
 def self_test(dims: ArchonParallelDims, device: torch.device) -> list[str]:
     """Run every collective over every group of the layout on known numbers; a line for each that a rank got wrong,
     with the mesh dimension and those ranks, none where all is well."""
-    groups = [(name, Group(pg.group_name, pg.size(), pg.rank())) for name, pg in layout_groups(dims)]
+    groups = [(name, Group.of_process_group(pg)) for name, pg in layout_groups(dims)]
     ones = torch.ones(4, dtype=torch.int64, device=device)
     wrong = [[int(not check(group, ones)) for check in COLLECTIVES.values()] for _, group in groups]
     if not groups:
         return []
-    found = _gathered(torch.tensor(wrong, device=device))
+    found = _gathered(wrong)
     return [
         f"{collective} over {name} is wrong on {_ranks(found[:, row, column].nonzero().flatten().tolist())}"
         for row, (name, _) in enumerate(groups)
@@ -114,9 +104,9 @@ def inconsistencies(engine: ArchonEngine) -> list[str]:
     if engine.adapter.is_tied:
         index["output.weight"] = index["tok_embeddings.weight"]
     rows = [row for name, tensor in _state(engine) if name in index for row in _row(index[name], tensor)]
-    count = int(all_reduce(torch.tensor(len(rows), device=engine.device), world(), "max"))
+    count = ControlPlane.of_run().all_reduce_max(len(rows))
     rows += [[-1] * (2 + 2 * MAX_DIMS)] * (count - len(rows))
-    found = _gathered(torch.tensor(rows, device=engine.device)).tolist()
+    found = _gathered(rows).tolist()
     copies: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
     for rank, parts in enumerate(found):
         for *part, digest in parts:
@@ -164,7 +154,7 @@ def memory(engine: ArchonEngine) -> list[RankMemory]:
     else:  # KiB, but on macOS bytes
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     sizes = [sum(x.numel() * x.element_size() for x in tensors) for tensors in (own, moments)]
-    return [RankMemory(*row) for row in _gathered(torch.tensor([[*sizes, peak]], device=engine.device))[:, 0].tolist()]
+    return [RankMemory(*row) for row in _gathered([[*sizes, peak]])[:, 0].tolist()]
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _holders(grad: Tensor) -> tuple[Group, ...]:
         return ()
     mesh = grad.device_mesh
     sharded = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]
-    return tuple(Group(mesh.get_group(d).group_name, mesh.size(d), mesh.get_local_rank(d)) for d in sharded)
+    return tuple(Group.of_process_group(mesh.get_group(dim)) for dim in sharded)
 
 
 @torch.no_grad()

@@ -190,5 +190,5 @@ def _tied_group(model: StagedModel, ranks: Ranks, device: torch.device) -> Group
     for pair in sorted({tuple(pair.tolist()) for pair in everyone}):
         group = dist.new_group(list(pair))
         if dist.get_rank() in pair:
-            own = Group(group.group_name, 2, pair.index(dist.get_rank()))
+            own = Group.of_process_group(group)
     return own

@@ -41,7 +41,7 @@ def reference_key(case: Case) -> tuple[object, ...]:
 
 def _shares(case: Case) -> int:
     """Into how many shares the reference must split the batch: the auxiliary loss depends on it."""
-    return parse_layout(case.layout).dims().dp_ways if "router_aux_loss_coef" in case.config else 1
+    return parse_layout(case.layout).dp if "router_aux_loss_coef" in case.config else 1
 
 
 def data_of(step: int) -> dict[str, Tensor]:
