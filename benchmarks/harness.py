@@ -274,18 +274,18 @@ def _requests(ranks: int) -> Iterator[str]:
     if ranks == 1:
         yield from sys.stdin
         return
-    from archon.parallel.world import World
+    from archon.parallel.control_plane import ControlPlane
 
-    world = World.now()  # which `prepare` has joined
-    while line := world.tell(sys.stdin.readline):
+    world = ControlPlane.of_run()  # which `prepare` has joined
+    while line := world.broadcast_json(sys.stdin.readline):
         yield line
 
 
 def _of_all_ranks(measured: dict[str, Any]) -> dict[str, Any]:
     """The slowest rank's seconds, and the sum of memory by kind."""
-    from archon.parallel.world import World
+    from archon.parallel.control_plane import ControlPlane
 
-    everyone = [json.loads(data) for data in World.now().gather(json.dumps(measured).encode())]
+    everyone = [json.loads(data) for data in ControlPlane.of_run().all_gather(json.dumps(measured).encode())]
     kinds = measured["memory"]
     return {
         "seconds": max(rank["seconds"] for rank in everyone),

@@ -93,9 +93,9 @@ def documents_as_they_come(engine: Any) -> None:
 
 def scores_then_loss(engine: Any) -> None:
     """The loss of token scores, its gradient made in the backward pass."""
-    from archon.engine.train_step import Forward
+    from archon.engine.train_step import MicroBatchRunner
 
-    Forward.loss.__kwdefaults__["fuse"] = False
+    MicroBatchRunner.loss.__kwdefaults__["fuse"] = False
 
 
 def each_prompt_anew(engine: Any) -> None:

@@ -79,6 +79,8 @@ class BaseArchonModel(nn.Module):
     def __init__(self, args: BaseModelArgs) -> None:
         super().__init__()
         self.args = args
+        self.model_class = type(self)
+        """The class it was built as; `fully_shard` puts one of its own in front."""
         self.tok_embeddings = Embedding(args.vocab_size, args.dim, padding_idx=args.pad_token_id)
         self.rope = RotaryEmbedding(args.rope_scaling, args.rope_theta, args.head_dim, args.max_seq_len)
         self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})

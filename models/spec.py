@@ -18,7 +18,7 @@ from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import UnknownModelError
 
 ParallelizeFn = Callable[..., Any]
-PipeliningFn = Callable[..., Any]
+PipeliningFn = Callable[..., None]
 
 ENTRY_POINT_GROUP = "archon.models"
 # A new family adds its name here; nothing else outside its file changes.
@@ -36,7 +36,9 @@ class ModelSpec:
         state_dict_adapter_class: maps Hugging Face tensors to parameters and back.
         parallelize_fn: applies a layout to a built model, see `archon.parallel.decoder.parallelize_decoder`.
         supported_model_types: the Hugging Face `model_type` strings this family claims.
-        pipelining_fn: splits a model into pipeline stages; None for a family that cannot be split.
+        pipelining_fn: takes from a whole model on the meta device, in place, what a pipeline stage does not hold:
+            `pipelining_fn(model, plan=plan, stage=stage)`, where `plan.layers[stage]` says which layers it does. None
+            is the shared one, `archon.parallel.pipeline.prune`.
     """
 
     name: str

@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "dims": ("ArchonParallelDims",),
         "layout": ("ParallelLayout", "parse_layout"),
+        "resolve": ("ResolvedLayout", "resolve_layout"),
         "decoder": ("parallelize_decoder",),
     },
     expected="archon.parallel",

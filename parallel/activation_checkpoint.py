@@ -6,15 +6,14 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from archon.parallel.torch_recompute import ignore_profiler_marks
 from archon.schema.config import ActivationCheckpointConfig
 
 # Costly to compute and small to keep, compared with what lies between them. Attention has one operator a backend.
@@ -35,14 +34,7 @@ _KEPT_OPS = frozenset(
     }
 )
 
-# Experts that FSDP shards by themselves gather within the block, and FSDP's marks for the profiler are not as many when
-# the block is run again; torch counts every operator it does not know to be free of effect.
-SAC_IGNORED_OPS.update(
-    {
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    }
-)
+ignore_profiler_marks()
 
 
 def apply_activation_checkpointing(layers: nn.ModuleDict, config: ActivationCheckpointConfig) -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.torch_dispatch import TorchDispatchMode, tree_leaves
+from archon.parallel.torch_groups import group_by_name
 
 # Of torch's names for one operation (functional, c10d with lists, c10d with one tensor) the one that is reported.
 _KINDS = {
@@ -100,7 +100,7 @@ def collective_group(args: Any) -> dist.ProcessGroup:
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
-    return dist.distributed_c10d._resolve_process_group(args[-1])
+    return group_by_name(args[-1])
 
 
 def _largest(args: Any) -> int:

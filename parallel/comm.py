@@ -9,13 +9,25 @@ collectives, which `torch.compile` and the fake process group understand.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+
+from archon.parallel.torch_groups import group_by_name
+from archon.parallel.torch_parts import require_parts
+
+PARTS = (
+    "torch.ops._c10d_functional.all_gather_into_tensor.default",
+    "torch.ops._c10d_functional.reduce_scatter_tensor.default",
+    "torch.ops._c10d_functional.all_to_all_single.default",
+    "torch.ops._c10d_functional.all_reduce.default",
+    "torch.ops._c10d_functional.wait_tensor.default",
+)
+require_parts("collectives", PARTS)
 
 _ops = torch.ops._c10d_functional
 
@@ -31,16 +43,20 @@ class Group:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Group:
         """The group of a one-dimensional mesh."""
-        group = mesh.get_group()
-        return cls(group.group_name, group.size(), mesh.get_local_rank())
+        return cls.of_process_group(mesh.get_group())
+
+    @classmethod
+    def of_process_group(cls, group: dist.ProcessGroup) -> Group:
+        """A group that this process belongs to."""
+        return cls(group.group_name, group.size(), group.rank())
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        return dist.distributed_c10d._resolve_process_group(cast(Any, self.name))
+        return group_by_name(self.name)
 
 
 def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
+    return _ops.wait_tensor(x)
 
 
 def _gather(x: Tensor, group: Group) -> Tensor:

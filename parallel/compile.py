@@ -8,6 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from archon.parallel.torch_parts import require_parts
+
+PARTS = (
+    "torch._dynamo.backends.registry.lookup_backend",
+    "torch._functorch.config.activation_memory_budget",
+    "torch._functorch.config.patch",
+)
+
 CompileChoice = bool | Literal["auto"]
 
 
@@ -30,6 +38,7 @@ def apply_compile(layers: nn.ModuleDict, *, memory_budget: float | None = None, 
 
 def _budgeted(backend: str, budget: float) -> Callable[..., Any]:
     """The backend under a budget of its own: set for the whole process, two engines would share the last one's."""
+    require_parts("activation_checkpoint.mode = memory_budget", PARTS)
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config
 

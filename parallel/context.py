@@ -13,14 +13,12 @@ Ranks get equally many tokens, a multiple of `tp`: what is missing is filled wit
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from archon.parallel.comm import Group, all_gather_replicated
-from archon.schema.config import ContextParallelKind
 from archon.schema.errors import LayoutError
 
 Chunk = tuple[int, int, int]
@@ -77,13 +75,14 @@ def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0)
 
 
 def ulysses_repeat(heads: int, key_heads: int, cp: int) -> int:
-    """How often each key head is repeated so that `cp` divides them; LayoutError where the heads cannot be dealt."""
+    """Returns how often each key head is repeated so that `cp` divides them. Raises LayoutError where `cp` does not
+    divide the heads."""
     if heads % cp == 0:
         for repeat in range(1, heads // key_heads + 1):
             if key_heads * repeat % cp == 0 and heads % (key_heads * repeat) == 0:
                 return repeat
     raise LayoutError(
-        f"Ulysses deals heads to ranks, and cp = {cp} does not divide the {heads} heads of a rank; "
+        f"Ulysses splits heads over ranks, and cp = {cp} does not divide the {heads} heads of a rank; "
         "use context_parallel = allgather, which has no such bound"
     )
 
@@ -93,7 +92,7 @@ def _ceil(a: int, b: int) -> int:
 
 
 class SequenceShare:
-    """This rank's tokens of one pack, and the way back.
+    """This rank's tokens of one pack, and how the results of all ranks are gathered.
 
     Args:
         plan: which tokens each rank of `cp` holds.
@@ -145,21 +144,3 @@ class SequenceShare:
         """Per-token results of own tokens [T / cp, ...] to those of the pack [T, ...], without padding, on every rank;
         with gradient, for a loss that every rank computes."""
         return all_gather_replicated(x, self.cp).index_select(0, self.inverse[: self.tokens])
-
-
-logger = logging.getLogger(__name__)
-
-
-def context_parallel_kind(kind: str, cp: int, tp: int, heads: int, key_heads: int) -> ContextParallelKind:
-    """`auto` is Ulysses where the heads can be dealt to the ranks, else all-gather; LayoutError for an impossible
-    choice."""
-    if kind == "allgather" or cp == 1:
-        return "allgather"
-    try:
-        ulysses_repeat(heads // tp, max(1, key_heads // tp), cp)
-    except LayoutError:
-        if kind == "ulysses":
-            raise
-        logger.info("context parallelism gathers keys: cp = %d does not divide the heads", cp)
-        return "allgather"
-    return "ulysses"

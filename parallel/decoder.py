@@ -1,4 +1,4 @@
-"""The one order in which a decoder is parallelised; families bring data, never code of their own."""
+"""The one order in which a decoder is parallelized; families bring data, never code of their own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from archon.parallel.activation_checkpoint import apply_activation_checkpointing
 from archon.parallel.compile import CompileChoice, apply_compile, compile_enabled
+from archon.parallel.constraints import check_options
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.expert import apply_expert_parallel
 from archon.parallel.fsdp import ReshardPolicy, apply_fsdp
@@ -27,19 +28,6 @@ class Decoder(Protocol):
     layers: nn.ModuleDict
 
     def tie_weights(self) -> None: ...
-
-
-def check_options(
-    dims: ArchonParallelDims, cpu_offload: bool, ac_config: ActivationCheckpointConfig, enable_compile: CompileChoice
-) -> None:
-    """Raises ConfigError for options that contradict each other or the layout."""
-    if cpu_offload and dims.world_size == 1:
-        raise ConfigError("cpu_offload = true needs sharded parameters, and one process has none; leave it false")
-    if ac_config.mode == "memory_budget" and not compile_enabled(enable_compile, dims.device_type):
-        raise ConfigError(
-            "activation_checkpoint.mode = memory_budget is carried out by torch.compile, which is off; "
-            "set compile = true, or choose full or selective"
-        )
 
 
 def parallelize_decoder(
@@ -112,5 +100,5 @@ def parallelize_decoder(
             keep_gathered=dims.pp_enabled,
         )
     decoder.tie_weights()
-    logger.info("parallelised: compute %s, masters %s, compile %s", param_dtype, built_dtype, compiled)
+    logger.info("parallelized: compute %s, masters %s, compile %s", param_dtype, built_dtype, compiled)
     return model

@@ -90,15 +90,6 @@ class ArchonParallelDims:
         return self.dp_replicate > 1
 
     @property
-    def dp_ways(self) -> int:
-        """Ranks that hold different documents."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def dp_enabled(self) -> bool:
-        return self.dp_replicate_enabled or self.dp_shard_enabled
-
-    @property
     def cp_enabled(self) -> bool:
         return self.cp > 1
 
@@ -205,12 +196,10 @@ class ArchonParallelDims:
 
 @cache
 def _grid_meshes(dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
-    """One mesh a grid, all of one root, so that a parameter may be sharded over dimensions of either."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from archon.parallel.torch_meshes import grids_of_world
 
     ensure_process_group(dims.device_type)
-    world = init_device_mesh(dims.device_type, (dims.world_size,), mesh_dim_names=("world",))
-    return {name: world._unflatten(0, tuple(sizes.values()), tuple(sizes)) for name, sizes in dims.grids.items()}
+    return grids_of_world(dims.device_type, dims.world_size, dims.grids)
 
 
 def ensure_process_group(device_type: str) -> None:

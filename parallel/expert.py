@@ -14,10 +14,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from archon.parallel.comm import Group, all_to_all
 from archon.parallel.tensor import shard
+from archon.parallel.torch_meshes import concatenated
 from archon.schema.errors import LayoutError
 
 
-class WayBack(NamedTuple):
+class DispatchRecord(NamedTuple):
     """What `combine` needs to undo a `dispatch`: row counts sent and received by rank, and the order of the rows."""
 
     sent: list[int]
@@ -31,11 +32,11 @@ class ExpertParallel:
 
     group: Group
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, WayBack]:
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, DispatchRecord]:
         """Rows [n, dim] in the order of all E experts, int64 counts [E], to this rank's experts' rows.
 
-        Returns rows [m, dim] in the order of the E / size own experts, int64 counts of each, and the way back. The
-        host waits once, for how many rows go where.
+        Returns rows [m, dim] in the order of the E / size own experts, int64 counts of each, and the record for
+        `combine`. The host waits once, for how many rows go where.
         """
         size = self.group.size
         by_rank = counts.unflatten(0, (size, -1))
@@ -48,11 +49,11 @@ class ExpertParallel:
         total = rows.shape[0]
         shift = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths, output_size=total)
         order = shift + torch.arange(total, device=rows.device)
-        return rows.index_select(0, order), incoming.sum(0), WayBack(sent, received, order)
+        return rows.index_select(0, order), incoming.sum(0), DispatchRecord(sent, received, order)
 
-    def combine(self, rows: Tensor, way: WayBack) -> Tensor:
+    def combine(self, rows: Tensor, record: DispatchRecord) -> Tensor:
         """Undo `dispatch` for what the experts made of the rows: [m, dim] to [n, dim] in the order of all experts."""
-        return all_to_all(rows.index_select(0, way.order.argsort()), self.group, way.sent, way.received)
+        return all_to_all(rows.index_select(0, record.order.argsort()), self.group, record.sent, record.received)
 
 
 def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh: DeviceMesh | None) -> None:
@@ -77,7 +78,7 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh
 
 def _split(experts: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh: DeviceMesh | None) -> None:
     meshes = [mesh for mesh in (ep_mesh, etp_mesh) if mesh is not None]
-    mesh = meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+    mesh = concatenated(meshes)
     for name, hidden in (("w1", 1), ("w2", 2), ("w3", 1)):
         placements: list[Placement] = [] if ep_mesh is None else [Shard(0)]
         if etp_mesh is not None:

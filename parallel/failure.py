@@ -26,13 +26,13 @@ class Failure:
 
     Args:
         rank: of this process.
-        neighbours: the ranks of this machine.
+        neighbors: the ranks of this machine.
         store: torchrun's, with a connection of its own.
     """
 
-    def __init__(self, rank: int, neighbours: range, store: dist.Store) -> None:
+    def __init__(self, rank: int, neighbors: range, store: dist.Store) -> None:
         self.rank = rank
-        self._neighbours = neighbours
+        self._neighbors = neighbors
         self._store = store
         self._processes: dict[int, int] = {}
         self._ended = threading.Event()
@@ -57,8 +57,8 @@ class Failure:
         prefix = f"archon/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         rank = int(env["RANK"])
         first = rank - int(env["LOCAL_RANK"])
-        neighbours = range(first, first + int(env["LOCAL_WORLD_SIZE"]))
-        return cls(rank, neighbours, dist.PrefixStore(prefix, store))
+        neighbors = range(first, first + int(env["LOCAL_WORLD_SIZE"]))
+        return cls(rank, neighbors, dist.PrefixStore(prefix, store))
 
     def watch(self) -> None:
         """From now on end this process when another rank fails or dies."""
@@ -74,23 +74,23 @@ class Failure:
             self._watcher.join(GRACE_SECONDS)
         self._store.set(f"done/{self.rank}", "")
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Write `text` to stderr if no rank has failed before; else wait until the one that has has written its own."""
         self._ended.set()
         try:
             first = self._store.compare_set("failed", "", str(self.rank)).decode()
             if first == str(self.rank):
                 _write(text)
-                self._store.set("told", "")
+                self._store.set("reported", "")
             else:
-                self._store.wait(["told"], timedelta(seconds=GRACE_SECONDS))
+                self._store.wait(["reported"], timedelta(seconds=GRACE_SECONDS))
         except RuntimeError:  # torchrun itself has gone, or whoever failed could not write
             pass
 
     def dead(self) -> list[str]:
         """Ranks on this machine whose process has gone without an end."""
         found = []
-        for rank in self._neighbours:
+        for rank in self._neighbors:
             if rank not in self._processes and self._store.check([f"process/{rank}"]):
                 self._processes[rank] = int(self._store.get(f"process/{rank}"))
             pid = self._processes.get(rank)
@@ -110,7 +110,7 @@ class Failure:
             if self._ended.wait(GRACE_SECONDS):
                 return
             if dead:
-                self.tell(f"archon: rank {self.rank}: ending, for {' and '.join(dead)} died\n")
+                self.report(f"archon: rank {self.rank}: ending, for {' and '.join(dead)} died\n")
             os._exit(1)
 
 
@@ -134,7 +134,7 @@ def end_rank(error: BaseException, message: str | None, failure: Failure) -> Non
             text += f"archon: rank {failure.rank}: a collective failed: {why}\n"
         else:
             text = f"archon: rank {failure.rank} failed:\n{text}"
-    failure.tell(text)
+    failure.report(text)
     sys.stdout.flush()
     os._exit(code)
 

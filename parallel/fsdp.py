@@ -110,7 +110,7 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
 def part_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
     """`own_part` of the rank at `coordinate` of the tensor's mesh.
 
-    FSDP cuts what tensor or expert parallelism has left of a parameter, so those are the outer cuts although their
+    FSDP shards what tensor or expert parallelism has left of a parameter, so those are the outer splits although their
     mesh dimensions come last.
     """
     bounds = [(0, size) for size in tensor.shape]

@@ -48,7 +48,7 @@ def staged_tensors(
 
     Args:
         own: what this rank holds a part of.
-        shapes: every name, in the order they are given back.
+        shapes: every name, in the order in which they are returned.
         dtype: of all of them.
     """
     holders = torch.tensor([[name in own for name in shapes]], dtype=torch.int32, device=device)
@@ -100,8 +100,7 @@ def _gathered(tensors: Sequence[DTensor]) -> list[Tensor]:
         local = local_tensor(tensor)
         space[: local.numel()] = local.flatten()
     for dim in reversed(dims):
-        process_group = mesh.get_group(dim)
-        flat = all_gather(flat, Group(process_group.group_name, mesh.size(dim), here[dim]))
+        flat = all_gather(flat, Group.of_process_group(mesh.get_group(dim)))
     wholes = [local_tensor(tensor).new_empty(tensor.shape) for tensor in tensors]
     for row, place in zip(flat.view(-1, sum(sizes)), product(*(range(mesh.size(d)) for d in dims)), strict=True):
         there = list(here)

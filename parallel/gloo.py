@@ -10,8 +10,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from archon.parallel.torch_parts import require_parts
+
 WORKER = "pt_gloo_runloop"
 """What PyTorch names the threads that run a gloo group's collectives."""
+PARTS = tuple(
+    f"torch.distributed.distributed_c10d.ProcessGroupGloo.{part}"
+    for part in (
+        "create_device",
+        "create_default_device",
+        "_Options._devices",
+        "_Options._threads",
+        "_Options._timeout",
+        "_set_default_timeout",
+        "options",
+    )
+)
 SETTLED = 3
 POLL_SECONDS = 0.01
 
@@ -32,6 +46,7 @@ def use_single_worker_gloo() -> None:
 
     if not is_gloo_available():
         return
+    require_parts("gloo groups", PARTS)
     gloo: Any = distributed_c10d.ProcessGroupGloo
 
     @cache

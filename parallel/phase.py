@@ -1,4 +1,4 @@
-"""Names for the parts of a training step, for whoever listens: nothing is measured where nobody does."""
+"""Marks around the parts of a training step, for a profiler that listens; without one they cost nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _listener: Listener = nullcontext
 
 
 def phase(name: PhaseName) -> AbstractContextManager[Any]:
-    """The listener's context around a part of the step; an empty one where there is none."""
+    """Returns the listener's context around a part of the step; an empty one where nobody listens."""
     return _listener(name)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have `listener` told of every phase within."""
+    """Enter `listener(name)` around every phase of a step within the block."""
     global _listener
     before, _listener = _listener, listener
     try:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which layers a stage holds, which stages a rank holds, and torch's schedules over them.
+"""Pipeline parallelism: which layers a stage holds and which stages a rank holds, by schedule.
 
 1F1B (Narayanan et al. 2019, PipeDream), its interleaved form (Narayanan et al. 2021, arXiv:2104.04473), interleaved
 zero-bubble and ZB-V (Qi et al. 2023, arXiv:2401.10241), which split a backward pass into that of the inputs and that of
@@ -7,30 +7,20 @@ the weights, so that the latter fill the waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch import nn
 
-from archon.parallel.comm import Group
-from archon.parallel.phase import phase
 from archon.schema.config import PipelineConfig
 from archon.schema.errors import LayoutError
 
 ScheduleName = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 SPLIT_BACKWARD = frozenset({"interleaved_zero_bubble", "zbv"})
-_CLASSES = {
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-}
 
 
 @dataclass(frozen=True)
@@ -136,7 +126,8 @@ def _balanced(n_layers: int, stages: int, embedding: float, head: float) -> tupl
 
 
 def prune(model: Any, plan: StagePlan, stage: int) -> None:
-    """Take from a whole model, still on the meta device, what other stages hold."""
+    """Take from a whole model, still on the meta device, what other stages hold; a family may bring another function
+    for it (`ModelSpec.pipelining_fn`)."""
     first, end = plan.layers[stage]
     for name in list(model.layers):
         if not first <= int(name) < end:
@@ -165,120 +156,3 @@ class StagedModel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
         for stage in self.stages:
             yield from stage.named_buffers(*args, **kwargs)
-
-
-Run = Callable[[int, int, Tensor | None], Tensor]
-"""(stage, micro-batch, hidden states of the stage before) to hidden states, or the last stage's loss, a scalar."""
-
-
-class _Stage(PipelineStage):
-    """A stage whose forward is the caller's: what a packed micro-batch is made of does not travel with it."""
-
-    run: Run
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.stage_index, kwargs["micro_batch"], None if self.is_first else args[0])
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with phase("backward"):
-            return super().backward_one_chunk(*args, **kwargs)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with phase("backward"):
-            return super().backward_weight_one_chunk(*args, **kwargs)
-
-
-class Pipeline:
-    """Runs micro-batches of one shape through the stages of one group of ranks.
-
-    Args:
-        model: this rank's stages.
-        group: the ranks of the pipeline.
-        dtype: of the hidden states.
-    """
-
-    def __init__(self, model: StagedModel, group: Group, device: torch.device, dtype: torch.dtype, dim: int) -> None:
-        self.model, self.group, self.device, self.dtype, self.dim = model, group, device, dtype, dim
-        self._built: tuple[int, int] | None = None
-        self._schedule: Any = None
-        self._stages: list[_Stage] = []
-
-    @property
-    def plan(self) -> StagePlan:
-        return self.model.plan
-
-    def backward(self, run: Run, micro_batches: int, rows: int) -> None:
-        """Every micro-batch forward and backward; gradients are reduced once, at the end.
-
-        `rows` are the rows of the hidden states that one rank passes on.
-        """
-        key = (micro_batches, rows)
-        if self._built != key:
-            # One at a time: a schedule holds receive buffers of its shape, and packed batches have many shapes.
-            self._schedule, self._stages = self._build(*key)
-            self._built = key
-        schedule, stages = self._schedule, self._stages
-        for stage in stages:
-            stage.run, stage.has_backward = run, True
-        first = [(torch.zeros((), device=self.device),) if 0 in self.model.numbers else ()] * micro_batches
-        schedule._step_microbatches(
-            first,
-            [{"micro_batch": index} for index in range(micro_batches)],
-            target_mbs=[torch.zeros((), device=self.device)] * micro_batches,
-            return_outputs=False,
-        )
-        schedule._internal_losses.clear()
-        for stage in stages:
-            del stage.run  # it holds the batch
-
-    def _build(self, micro_batches: int, rows: int) -> tuple[Any, list[_Stage]]:
-        stages = []
-        hidden = torch.empty(rows, self.dim, dtype=self.dtype, device="meta")
-        scalar = torch.empty((), dtype=torch.float32, device="meta")
-        for number, module in zip(self.model.numbers, self.model.stages, strict=True):
-            last = number == self.plan.n_stages - 1
-            stages.append(
-                _Stage(
-                    module,
-                    number,
-                    self.plan.n_stages,
-                    self.device,
-                    input_args=scalar if number == 0 else hidden.clone().requires_grad_(),
-                    output_args=scalar.clone().requires_grad_() if last else hidden.clone().requires_grad_(),
-                    group=self.group.process_group,
-                )
-            )
-        make = _CLASSES[self.plan.schedule]
-        options: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
-        return make(stages[0] if make is schedules.Schedule1F1B else stages, micro_batches, **options), stages
-
-    @torch.no_grad()
-    def forward(self, run: Run, micro_batches: int, rows: int) -> None:
-        """Every micro-batch forward, one after the other."""
-        for index in range(micro_batches):
-            for number in self.model.numbers:
-                hidden = None
-                if number > 0:
-                    hidden = self._receive(number, rows)
-                out = run(number, index, hidden)
-                if number < self.plan.n_stages - 1:
-                    self._send(number, out)
-
-    def _receive(self, stage: int, rows: int) -> Tensor:
-        source = self.plan.rank_of(stage - 1)
-        if source == self.group.rank:
-            return self._kept
-        hidden = torch.empty(rows, self.dim, dtype=self.dtype, device=self.device)
-        torch.distributed.recv(hidden, group=self.group.process_group, group_src=source)
-        return hidden
-
-    def _send(self, stage: int, hidden: Tensor) -> None:
-        target = self.plan.rank_of(stage + 1)
-        if target == self.group.rank:
-            self._kept = hidden
-        else:
-            torch.distributed.send(hidden.contiguous(), group=self.group.process_group, group_dst=target)
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return output

@@ -10,9 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from archon.parallel.agreement import AGREEMENT
+from archon.parallel.control_plane import PATIENT
 from archon.parallel.failure import Failure
 from archon.parallel.gloo import use_single_worker_gloo
+from archon.parallel.torch_groups import all_groups, set_time_limit
 from archon.schema.errors import LayoutError
 
 
@@ -52,16 +53,11 @@ def join_process_group(world_size: int, device_type: str, timeout_s: float) -> N
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """Let no collective of any group take longer, but of those that wait for files and rollouts (`Agreement`); a group
-    that a mesh has made does not inherit the default group's limit."""
-    limit = timedelta(seconds=timeout_s)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group.group_desc.startswith(AGREEMENT):
-            continue
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            if hasattr(backend, "_set_default_timeout"):  # a fake group waits for nobody
-                backend._set_default_timeout(limit)
+    """Let no collective of any group take longer, but those that wait for files and rollouts (`ControlPlane.patient`);
+    a group that a mesh has made does not inherit the default group's limit."""
+    for group in all_groups():
+        if not group.group_desc.startswith(PATIENT):
+            set_time_limit(group, timedelta(seconds=timeout_s))
 
 
 def own_gpu() -> torch.device:

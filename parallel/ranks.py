@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from archon.parallel.comm import Group, all_reduce
+from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
-from archon.parallel.world import World
 from archon.schema.errors import BatchError, UserError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Ranks:
             values = all_reduce(values, group)
         return values
 
-    def most(self, number: int, device: torch.device) -> int:
+    def all_reduce_max(self, number: int, device: torch.device) -> int:
         """The largest of the data-parallel ranks' numbers."""
         if self.dp.size == 1:
             return number
@@ -68,11 +68,11 @@ class Ranks:
         try:
             result = prepare()
         except UserError as error:
-            self.most(1, device)
-            World.now().gather(str(error).encode())
+            self.all_reduce_max(1, device)
+            ControlPlane.of_run().all_gather(str(error).encode())
             raise
-        if self.most(0, device):
-            messages = [data.decode() for data in World.now().gather(b"")]
+        if self.all_reduce_max(0, device):
+            messages = [data.decode() for data in ControlPlane.of_run().all_gather(b"")]
             rank, message = next((rank, text) for rank, text in enumerate(messages) if text)
             raise BatchError(f"rank {rank} refused its share of the batch: {message}")
         return result

@@ -27,7 +27,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str,
     """Split every layer with a role in `plan` over `mesh`, in place, and tell it and its parent about the group.
 
     A layer whose rows form heads (`heads`) is split between heads; where there are fewer heads than ranks it stays
-    whole, and each rank computes the head it shares with its neighbours. Raises LayoutError for a size that the degree
+    whole, and each rank computes the head it shares with its neighbors. Raises LayoutError for a size that the degree
     does not divide.
     """
     group = Group.of(mesh)

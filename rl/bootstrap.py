@@ -116,7 +116,7 @@ def ensure_checkpoint(
     target = Path(path)
     wanted = config.model_dump(mode="json")
     world = runner.world
-    if world.tell(lambda: _is_made(target, wanted)):
+    if world.broadcast_json(lambda: _is_made(target, wanted)):
         return True
     workshop = target.with_name(target.name + ".making")
     blank = workshop / "blank"
@@ -183,7 +183,7 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
             probe = stack.enter_context(RewardProbe(config.target, load_tokenizer(model.path), model.seed))
         SFTTrainer(sft, inner, probe).train()
     # A signal that came after the last step's question may have reached some of the ranks alone.
-    return inner.world.most(inner.stop_number)
+    return inner.world.all_reduce_max(inner.stop_number)
 
 
 class RewardProbe:

@@ -13,7 +13,7 @@ import torch
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
-from archon.parallel.world import World
+from archon.parallel.control_plane import ControlPlane
 from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.episode import Episode
 from archon.rl.episode_io import error_kind, is_one_line, pack_episodes, unpack_episodes
@@ -172,7 +172,7 @@ class Rollout:
         succeeded.
         """
         episodes = [self._new_episode(prompt, step, is_eval) for prompt in prompts]
-        world = World.now()
+        world = ControlPlane.patient("rollouts")
         own = range(world.rank, len(prompts), world.size)
         tasks = [asyncio.create_task(self._episode(episodes[place])) for place in own]
         try:
@@ -181,7 +181,7 @@ class Rollout:
             for task in tasks:
                 task.cancel()
         if world.size > 1:
-            everyone = world.gather(pack_episodes({place: episodes[place] for place in own}))
+            everyone = world.all_gather(pack_episodes({place: episodes[place] for place in own}))
             for rank, data in enumerate(everyone):
                 if rank != world.rank:
                     unpack_episodes(data, episodes)

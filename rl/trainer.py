@@ -14,8 +14,8 @@ from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import encode_prompt
 from archon.data.load import load_rows
 from archon.engine.engine import ArchonEngine
+from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
-from archon.parallel.world import World
 from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
 from archon.rl.asynchronous import RolloutAhead
 from archon.rl.bootstrap import ensure_checkpoint
@@ -120,7 +120,7 @@ class RLTrainer:
         """The record of the step the run begins at: step 0's, or one whose evaluation a signal broke off; else {}."""
         record: dict[str, float] = {}
         if self.step:
-            record = runner.world.tell(lambda: newest_record(runner.directory.metrics, self.step))
+            record = runner.world.broadcast_json(lambda: newest_record(runner.directory.metrics, self.step))
             if not record or "seconds/evaluate" in record or not self._evaluation_due():
                 return {}
         measured = timed_evaluation(self.evaluate)
@@ -272,7 +272,7 @@ class RLTrainer:
         self.prompts = PromptStream(rows, config.seed)
         self._cursor = self.prompts.state_dict()
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
-        if config.rollout.gold_checked != 0 and World.now().is_main:
+        if config.rollout.gold_checked != 0 and ControlPlane.of_run().is_main:
             for checked in filter(None, (rows, held_out)):
                 self._await(averify_gold(reward, checked, config.rollout.gold_checked))
 

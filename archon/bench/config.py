@@ -110,8 +110,6 @@ class SweepConfig(StrictModel):
         from archon.parallel.layout import parse_layout
 
         layouts = [str(parse_layout(layout)) for layout in self.layouts]
-        for layout in layouts:
-            parse_layout(layout).dims()
         points = list(self._points(layouts))
         reasons = [self.refusal(point) for point in points]
         if all(reasons):

@@ -22,7 +22,7 @@ from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
 from archon.models.layers.matmul import product
 from archon.parallel.collectives import CollectiveRecorder, group_names
-from archon.parallel.world import World
+from archon.parallel.control_plane import ControlPlane
 from archon.schema.config import EngineConfig
 
 # Relative differences of the same batch in two layouts; after AdamW's first step, whose sign near a zero gradient is
@@ -53,7 +53,7 @@ def measure(
     start = MemoryMeter(device.type == "cuda")
     engine = ArchonEngine(config)
     engine.initialize()
-    world = World.now()
+    world = ControlPlane.of_run()
     batch = share(point.shape, engine.args.vocab_size, engine.ranks.dp.rank, engine.ranks.dp.size)
 
     def step() -> dict[str, float]:
@@ -72,7 +72,7 @@ def measure(
     memory = _memory(start, meter)
     with CollectiveRecorder(group_names(engine.parallel_dims)) as recorder:
         step()
-    world.most(0)
+    world.barrier()
     profile, profiled_s = profiled(step, engine.model, device)
     own = RankResult(
         step_s=seconds,
@@ -125,9 +125,9 @@ def compare_losses(ours: Losses, layout: str, theirs: Losses, dtype: str) -> lis
     return checks
 
 
-def _timed(step: Callable[[], Any], world: World) -> float:
+def _timed(step: Callable[[], Any], world: ControlPlane) -> float:
     """Seconds of a step that all ranks begin together."""
-    world.most(0)
+    world.barrier()
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
@@ -143,11 +143,11 @@ def _memory(start: MemoryMeter, steps: MemoryMeter) -> dict[str, int]:
     return found
 
 
-def gemm_flops(dtype: torch.dtype, world: World) -> float:
+def gemm_flops(dtype: torch.dtype, world: ControlPlane) -> float:
     """FLOP/s of this process's best matrix product, by the kernel of the models, while the others take theirs."""
     a, b = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
     best = float("inf")
-    world.most(0)
+    world.barrier()
     for _ in range(GEMM_ROUNDS):
         start = time.perf_counter()
         product(a, b)

@@ -24,8 +24,8 @@ from archon.checkpoint.hf_reader import (
 from archon.checkpoint.safetensors_file import write_safetensors
 from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
-from archon.parallel.agreement import Agreement
 from archon.parallel.comm import Group, all_reduce
+from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -116,7 +116,7 @@ def save_hf_together(
 
     Raises on every rank where the writing fails.
     """
-    ranks = Agreement.of_world("exports")
+    ranks = ControlPlane.patient("exports")
 
     def export() -> None:
         try:
@@ -126,7 +126,7 @@ def save_hf_together(
             for _ in weights:  # every rank gathers all of them, also where the writing failed
                 pass
 
-    ranks.together(export)
+    ranks.run_on_all(export)
 
 
 def refuse_expert_biases(model: nn.Module, pp: Group | None = None) -> None:

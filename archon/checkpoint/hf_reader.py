@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from archon.checkpoint.prefault import populate
+from archon.checkpoint.prefault import prefault
 from archon.checkpoint.safetensors_file import PIECE_BYTES, SafetensorsFile, TensorEntry, bytes_of, pieces, refuse
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.fsdp import local_tensor, own_part
@@ -171,7 +171,7 @@ class _PieceReader:
         if target.device.type != "cpu" or not target.is_contiguous():
             self._read_through_buffer(piece)
             return
-        populate(target)
+        prefault(target)
         if target.dtype == piece.dtype and piece.columns is None:
             piece.file.read_into(bytes_of(target), piece.offset, f"key {piece.key!r}")
         else:

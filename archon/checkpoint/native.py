@@ -54,7 +54,7 @@ from archon.checkpoint.state_file import (
 )
 from archon.checkpoint.state_tree import Encoder, assemble, decode
 from archon.models.args import BaseModelArgs
-from archon.parallel.agreement import Agreement
+from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
 __all__ = [
@@ -125,10 +125,10 @@ def prepare_save(
     """
     if step < 0 or (keep is not None and keep < 1):
         raise CheckpointError(f"{root}: step must be at least 0 and keep at least 1, got step={step}, keep={keep}")
-    agreement = Agreement.of_world("saves")
-    encoder = Encoder(agreement.rank)
-    tree = json.dumps(agreement.together(lambda: encoder.encode(state)), allow_nan=False)
-    share = own_share(encoder.parts, agreement)
+    plane = ControlPlane.patient("saves")
+    encoder = Encoder(plane.rank)
+    tree = json.dumps(plane.run_on_all(lambda: encoder.encode(state)), allow_nan=False)
+    share = own_share(encoder.parts, plane)
     if snapshot:
         share = {name: replace(part, data=_copy(part.data)) for name, part in share.items()}
     paths = {name: encoder.paths[name] for name in share if name in encoder.paths}
@@ -147,23 +147,24 @@ def prepare_save(
 
             def write_own() -> dict[str, Any]:
                 with writing(folder):
-                    return write_share(folder, share, agreement)
+                    return write_share(folder, share, plane)
 
             def publish() -> str:
                 with writing(target):
                     text = json.dumps(assemble(json.loads(tree), _paths(written), [w["own"] for w in written]))
-                    return _publish(folder, step, text, written, keep, fingerprint, agreement.size)
+                    return _publish(folder, step, text, written, keep, fingerprint, plane.size)
 
-            first = agreement.rank == 0
-            folder = agreement.together(stage if first else lambda: target)
-            folder = target / agreement.share(folder.name)
+            first = plane.rank == 0
+            folder = plane.run_on_all(stage if first else lambda: target)
+            folder = target / plane.broadcast_json(lambda: folder.name)
             kill_point("save.staged")
-            mine = agreement.together(write_own)
+            mine = plane.run_on_all(write_own)
             kill_point("save.tensors_written")
             mine |= {"paths": paths, "own": json.loads(own)}
-            written = [json.loads(text) for text in agreement.collect(json.dumps(mine))]
+            written = [json.loads(text) for text in plane.gather(json.dumps(mine).encode())]
             kill_point("save.all_written")
-            name = agreement.share(agreement.together(publish if first else str))
+            name = plane.run_on_all(publish if first else str)
+            name = plane.broadcast_json(lambda: name)
         kill_point("save.end")
         return target / name
 
@@ -226,9 +227,9 @@ def load_latest(
 
 def agreed_latest(root: str | os.PathLike[str]) -> Path | None:
     """What rank 0 finds by `latest_checkpoint`, on every rank."""
-    agreement = Agreement.of_world("loads")
-    found = agreement.together(lambda: latest_checkpoint(root) if agreement.rank == 0 else None)
-    name = agreement.share("" if found is None else found.name)
+    plane = ControlPlane.patient("loads")
+    found = plane.run_on_all(lambda: latest_checkpoint(root) if plane.rank == 0 else None)
+    name = plane.broadcast_json(lambda: "" if found is None else found.name)
     return Path(root) / name if name else None
 
 
@@ -270,16 +271,16 @@ def opened_state(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """As `load_state`, with `StoredTensor`s that are read, part by part, within the block. Every file is checked first,
     each by one rank."""
-    folder, agreement = Path(path), Agreement.of_world("loads")
-    manifest = agreement.together(lambda: _checked_manifest(folder, fingerprint, agreement))
-    files = agreement.together(lambda: StateFiles(folder, {*manifest["files"]}))
+    folder, plane = Path(path), ControlPlane.patient("loads")
+    manifest = plane.run_on_all(lambda: _checked_manifest(folder, fingerprint, plane))
+    files = plane.run_on_all(lambda: StateFiles(folder, {*manifest["files"]}))
     try:
         yield manifest["step"], decode(json.loads((folder / STATE_FILE).read_bytes()), files.tensors)
     finally:
         files.close()
 
 
-def _checked_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, agreement: Agreement) -> dict[str, Any]:
+def _checked_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, plane: ControlPlane) -> dict[str, Any]:
     manifest = read_manifest(folder)
     if fingerprint is not None:
         _require_same_model(folder, manifest["fingerprint"], fingerprint)
@@ -289,7 +290,7 @@ def _checked_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, agree
             refuse(file, "it is missing")
         if file.stat().st_size != entry["bytes"]:
             refuse(file, f"it has {file.stat().st_size} bytes, {MANIFEST_FILE} says {entry['bytes']}; truncated?")
-    for name in sorted(manifest["files"])[agreement.rank :: agreement.size]:
+    for name in sorted(manifest["files"])[plane.rank :: plane.size]:
         if file_digest(folder / name) != manifest["files"][name]["sha256"]:
             refuse(folder / name, f"it was altered: its SHA-256 is not the one in {MANIFEST_FILE}")
     return manifest

@@ -14,7 +14,7 @@ PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
 
 
-def populate(target: Tensor) -> None:
+def prefault(target: Tensor) -> None:
     """Have the kernel provide the pages of fresh memory at once: one call costs less than a fault for each of them.
 
     Huge pages would be fewer, but on a virtual machine they are fetched from the host, and cost 3 times the time.

@@ -33,32 +33,32 @@ from archon.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from archon.checkpoint.state_tree import Box, Part, box_shape, map_leaves, whole_box
-from archon.parallel.agreement import Agreement
+from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
 TENSORS_FILE = "tensors.safetensors"
 INDEX_FILE = "index.json"
 
 
-def file_of(agreement: Agreement) -> str:
+def file_of(plane: ControlPlane) -> str:
     """The name of what this rank writes."""
-    return TENSORS_FILE if agreement.size == 1 else f"tensors-{agreement.rank:05d}.safetensors"
+    return TENSORS_FILE if plane.size == 1 else f"tensors-{plane.rank:05d}.safetensors"
 
 
-def own_share(parts: Mapping[str, Part], agreement: Agreement) -> dict[str, Part]:
+def own_share(parts: Mapping[str, Part], plane: ControlPlane) -> dict[str, Part]:
     """Of the parts this rank holds those that it is to write: every box of every tensor falls to one rank. A
     collective."""
-    if agreement.size == 1:
+    if plane.size == 1:
         return dict(parts)
     held = {_box_id(name, part): name for name, part in parts.items() if part.data.numel() or 0 in part.shape}
     ids = torch.tensor(sorted(held), dtype=torch.int64)
-    counts = agreement.all_gather(torch.tensor([len(ids)])).flatten().tolist()
+    counts = plane.all_gather_tensor(torch.tensor([len(ids)])).flatten().tolist()
     padded = torch.full((max(*counts, 1),), torch.iinfo(torch.int64).max)
     padded[: len(ids)] = ids
-    everyone = agreement.all_gather(padded)
-    places = torch.searchsorted(everyone, ids.expand(agreement.size, -1).contiguous()).clamp(max=padded.numel() - 1)
+    everyone = plane.all_gather_tensor(padded)
+    places = torch.searchsorted(everyone, ids.expand(plane.size, -1).contiguous()).clamp(max=padded.numel() - 1)
     holds = everyone.gather(1, places) == ids
-    before, holders = holds[: agreement.rank].sum(0), holds.sum(0)
+    before, holders = holds[: plane.rank].sum(0), holds.sum(0)
     mine = ids.remainder(holders) == before
     names = {held[box_id] for box_id in ids[mine].tolist()}
     return {name: part for name, part in parts.items() if name in names}
@@ -69,10 +69,10 @@ def _box_id(name: str, part: Part) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def write_share(folder: Path, share: Mapping[str, Part], agreement: Agreement) -> dict[str, Any]:
+def write_share(folder: Path, share: Mapping[str, Part], plane: ControlPlane) -> dict[str, Any]:
     """Write this rank's file, where it has anything to write, and describe it: file, SHA-256, boxes by name."""
-    name = file_of(agreement)
-    if not share and agreement.size > 1:
+    name = file_of(plane)
+    if not share and plane.size > 1:
         return {"file": None}
     digest = write_safetensors(folder / name, {key: part.data for key, part in share.items()}, "save.tensor")
     boxes = {

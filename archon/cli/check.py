@@ -128,15 +128,13 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     from archon.checkpoint.hf_io import read_hf_config
     from archon.checkpoint.hf_reader import HFCheckpoint
     from archon.engine.build import resolve_device
-    from archon.engine.layout_check import check_layout
     from archon.engine.optim import check_schedule
     from archon.models.attention.backend import resolve_backend
-    from archon.parallel.layout import parse_layout
     from archon.parallel.process_group import require_processes, started_processes
+    from archon.parallel.resolve import resolve_layout
     from archon.planner.inspect import inspect_checkpoint
 
     device = resolve_device(config.device)
-    dims = parse_layout(config.layout).dims(device.type)
     resolve_backend(config.attn_type, device, getattr(torch, config.dtype))
     if config.optimizer is not None and total_steps is not None:
         check_schedule(config.scheduler, total_steps)
@@ -144,18 +142,18 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     if found.refused:
         raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
     assert found.args is not None  # as nothing was refused
-    check_layout(config, found.args, dims)
+    layout = resolve_layout(config, found.args.sizes, device.type).layout
     if config.path not in made and not config.init_from_scratch:
         HFCheckpoint(config.path).close()
-    # A dry run by itself foretells the run of all; among others it must be one of so many.
+    # A dry run by itself speaks for the run of all ranks; among others it must be one of so many.
     alone = started_processes() == 1
     if not alone:
-        require_processes(dims.world_size)
+        require_processes(layout.world_size)
     origin = ", to be made by the bootstrap" if config.path in made else ""
     lines = [f"{name}: {found.family}, {found.parameters:,} parameters{origin}"]
-    if dims.world_size > 1:
-        how = f": start the run with torchrun --nproc-per-node {dims.world_size} -m archon …" if alone else ""
-        lines.append(f"{name}: layout {config.layout} on {dims.world_size} processes{how}")
+    if layout.world_size > 1:
+        how = f": start the run with torchrun --nproc-per-node {layout.world_size} -m archon …" if alone else ""
+        lines.append(f"{name}: layout {config.layout} on {layout.world_size} processes{how}")
     return lines
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from archon.doctor.rank_report import Placement
-    from archon.engine.dry_run import Reach
+    from archon.doctor.checks import ParameterPlacement
+    from archon.engine.dry_run import RankReport
     from archon.engine.engine import ArchonEngine
 
 SETTINGS: dict[str, Any] = {
@@ -46,9 +46,9 @@ def command(
     }
     config = EngineConfig.parse(options | {"init_from_scratch": fresh}, source="doctor")
     if rank is not None:
-        from archon.engine.dry_run import reach
+        from archon.engine.dry_run import dry_run
 
-        print("\n".join(describe_reach(reach(config, rank, tokens, micro_batches), layout)))
+        print("\n".join(describe_rank(dry_run(config, rank, tokens, micro_batches), layout)))
         return
     import torch.distributed as dist
 
@@ -65,13 +65,14 @@ def command(
 
 
 def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[str]:
-    """Every check, on every rank; rank 0 prints what it finds. Gives back what is wrong."""
-    from archon.doctor.rank_report import inconsistencies, memory, placements, self_test, world
+    """Every check, on every rank; rank 0 prints what it finds. Returns what is wrong."""
+    from archon.doctor.checks import inconsistencies, memory, placements, self_test
     from archon.engine.dry_run import documents
     from archon.engine.loss import CrossEntropyLoss, loss_token_count
+    from archon.parallel.control_plane import ControlPlane
 
     def say(*lines: str) -> None:
-        if world().rank == 0:
+        if ControlPlane.of_run().is_main:
             print("\n".join(lines), flush=True)
 
     dims = engine.parallel_dims
@@ -106,14 +107,14 @@ def describe_meshes(engine: ArchonEngine) -> list[str]:
     return grids + groups
 
 
-def describe_placement(of: Placement) -> str:
+def describe_placement(of: ParameterPlacement) -> str:
     """One line: name, how many, whole and local shape, where it lies, and what FSDP makes of it."""
     note = "" if of.sharded else ", not sharded by FSDP"
     note += ", uneven" if of.uneven else ""
     return f"  {of.name} × {of.count}: {list(of.shape)} as {list(of.local)} ({', '.join(of.places) or 'whole'}{note})"
 
 
-def describe_reach(of: Reach, layout: str) -> list[str]:
+def describe_rank(of: RankReport, layout: str) -> list[str]:
     """The findings as lines of text."""
     from archon.parallel.layout import parse_layout
 

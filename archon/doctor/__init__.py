@@ -1,1 +1,1 @@
-"""What a rank of a layout holds and sends, told without the other ranks: what `archon doctor` prints."""
+"""What `archon doctor` prints: what a rank of a layout holds and sends, and what is wrong on real ranks."""

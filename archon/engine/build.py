@@ -1,4 +1,4 @@
-"""From a configuration to a model on its device: built on meta, cut into stages, parallelised, materialised, filled."""
+"""From a configuration to a model on its device: built on meta, cut into stages, parallelized, materialized, loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.spec import ModelSpec
 from archon.models.state_dict import BaseStateDictAdapter
-from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_tensor, own_part
-from archon.parallel.pipeline import StagedModel, configured_stages, prune
+from archon.parallel.pipeline import StagedModel, prune
 from archon.parallel.process_group import own_gpu, started_processes
+from archon.parallel.resolve import ResolvedLayout
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError
 
@@ -31,7 +31,7 @@ class Build:
     config: EngineConfig
     spec: ModelSpec
     args: BaseModelArgs
-    dims: ArchonParallelDims
+    layout: ResolvedLayout
     device: torch.device
 
     @property
@@ -44,15 +44,15 @@ class Build:
         """The dtype of the weights; those that are never updated need none wider than the computation's."""
         return torch.promote_types(self.compute, torch.float32) if self.config.optimizer else self.compute
 
-    def whole(self, take: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
-        """The model with its memory, weights undefined; `take` removes what this rank does not hold."""
+    def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
+        """Returns the model with its memory, weights undefined; `remove` takes out what this rank does not hold."""
         config = self.config
         with torch.device("meta"):
             model = self.spec.model_class(self.args).to(self.masters)
-        take(model)
+        remove(model)
         self.spec.parallelize_fn(
             model,
-            self.dims,
+            self.layout.dims,
             param_dtype=self.compute,
             reduce_dtype=torch.promote_types(self.compute, torch.float32),
             cpu_offload=config.cpu_offload,
@@ -66,15 +66,17 @@ class Build:
         model.init_buffers(self.device)
         return model
 
-    def stages(self, rank: int) -> StagedModel:
-        """The stages that the `rank`-th rank of a pipeline holds."""
-        plan = configured_stages(self.config.pipeline, self.dims.pp, self.args.n_layers)
+    def build_stages(self, rank: int) -> StagedModel:
+        """Returns the stages that the `rank`-th rank of a pipeline holds, cut by the family's `pipelining_fn` or by
+        the shared one."""
+        plan, cut = self.layout.stages, self.spec.pipelining_fn or prune
+        assert plan is not None
         return StagedModel(
-            plan, {stage: self.whole(partial(prune, plan=plan, stage=stage)) for stage in plan.stages_of(rank)}
+            plan, {stage: self.build_model(partial(cut, plan=plan, stage=stage)) for stage in plan.stages_of(rank)}
         )
 
-    def fill(self, model: BaseArchonModel | StagedModel, adapter: BaseStateDictAdapter) -> None:
-        """Fresh weights where the config asks for them, in part or whole; a checkpoint's otherwise."""
+    def load_weights(self, model: BaseArchonModel | StagedModel, adapter: BaseStateDictAdapter) -> None:
+        """Give the model fresh weights where the config asks for them, in part or whole; a checkpoint's otherwise."""
         if self.config.init_from_scratch or adapter.init_score:
             gpus = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
@@ -101,7 +103,7 @@ class Build:
 
 
 def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
-    """The model argument that gives routers a balancing bias, where the config moves one."""
+    """Returns the model argument that adds a balancing bias to routers, where the config asks for one."""
     rate = config.router_bias_update_rate
     if not rate:
         return {}
@@ -113,7 +115,8 @@ def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one; anything that is not there is refused."""
+    """Returns the device of that name; `auto` is a GPU where there is one. Raises ConfigError for one that is not
+    there."""
     if name == "auto":
         return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
     try:

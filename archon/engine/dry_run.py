@@ -1,10 +1,10 @@
-"""A layout on ranks that do not exist: the engine builds one rank's share of a model and takes a training step with it,
+"""A dry run of a layout on ranks that do not exist: the engine builds one rank's shards and takes a training step,
 on tensors that have a shape and no memory, in a process group that sends nothing.
 
 What runs is `ArchonEngine.train_batch` itself. What a step must *read* is made real or given:
 
 - integers and truth values are real tensors, as are floats made from them: token numbers, labels, places of tokens;
-- other ranks are taken to hold what this one holds: an all-gather of a real tensor repeats it, a sum multiplies it;
+- other ranks are assumed to hold what this one holds: an all-gather of a real tensor repeats it, a sum multiplies it;
 - routers choose experts in turn, so that every expert meets equally many tokens;
 - a number read from a tensor without memory (the gradient norm, a metric) is 1.
 """
@@ -19,9 +19,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from archon.engine.batch import PackedBatch, pack
@@ -32,18 +30,19 @@ from archon.parallel.collectives import CollectiveRecorder, Sum, Traffic, collec
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel
+from archon.parallel.torch_dispatch import FakeTensor, FakeTensorMode, join_fake_group, unset_fake_temporarily
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError, LayoutError
 
 aten = torch.ops.aten
-# Tokens of a document in an imagined step: few enough for one call of the attention kernel.
+# Tokens of a document in a fake step: few enough for one call of the attention kernel.
 DOCUMENT = 64
 # Steps of a run whose schedule has an end: any number beyond its warm-up.
 LONG = 10**9
 
 
 @dataclass(frozen=True)
-class Reach:
+class RankReport:
     """What one rank of a layout holds and sends. Bytes are those of this rank's shards.
 
     `step` are the collectives of one training step: each micro-batch's forward and backward, norm, clipping, metrics.
@@ -59,8 +58,8 @@ class Reach:
     step: dict[Traffic, Sum]
 
 
-def reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> Reach:
-    """What rank `rank` of `config.layout` would hold and send in a step on `micro_batches` of `tokens` each.
+def dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> RankReport:
+    """Returns what rank `rank` of `config.layout` would hold and send in a step on `micro_batches` of `tokens` each.
 
     Reads config.json alone and takes no memory for weights; works in a process of its own. Raises LayoutError for a
     rank that the layout has not, and whatever the engine refuses.
@@ -70,38 +69,35 @@ def reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) 
         raise LayoutError(f"layout {layout} has ranks 0 to {layout.world_size - 1}, got rank {rank}")
     if config.optimizer is None:
         raise ConfigError("a step is asked for, and optimizer is null; leave it out")
-    # torch keeps what it has learnt of a mesh for as long as a process lives, and this one may have a group already.
+    # torch keeps what it has learned of a mesh for as long as a process lives, and this one may have a group already.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-        return apart.submit(_reach, imaginable(config, tokens), rank, tokens, micro_batches).result()
+        return apart.submit(_dry_run, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
 
 
-def imaginable(config: EngineConfig, tokens: int) -> EngineConfig:
-    """`config` as an imagined step of micro-batches of `tokens` runs it."""
+def dry_run_config(config: EngineConfig, tokens: int) -> EngineConfig:
+    """Returns `config` as a fake step of micro-batches of `tokens` runs it."""
     return config.model_copy(
         update={"device": "cpu", "compile": False, "init_from_scratch": True, "max_tokens_per_mb": tokens}
     )
 
 
-def _reach(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> Reach:
-    engine, recorder = imagine(config, rank, tokens, micro_batches)
-    return measured(engine, rank, recorder.sums)
+def _dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> RankReport:
+    engine, recorder = fake_step(config, rank, tokens, micro_batches)
+    return rank_report(engine, rank, recorder.sums)
 
 
-def imagine(
+def fake_step(
     config: EngineConfig,
     rank: int,
     tokens: int,
     micro_batches: int,
     watch: Callable[[ArchonEngine], AbstractContextManager[object]] = lambda engine: nullcontext(),
 ) -> tuple[ArchonEngine, CollectiveRecorder]:
-    """Take the step in this process, which must belong to no group yet, within `watch` of the engine that takes it."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    """Take a fake step in this process, which must belong to no group yet, within `watch` of the engine it is of."""
     dims = parse_layout(config.layout).dims()
     if dims.world_size > 1:
-        # In torch's `fake` backend this process is one of many, and a collective is done at once, having sent nothing.
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
-    recorder = _Imagination(group_names(dims))
+        join_fake_group(rank, dims.world_size)
+    recorder = FakeExecution(group_names(dims))
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         engine = ArchonEngine(config)
         engine.initialize(total_steps=LONG)
@@ -125,8 +121,8 @@ def documents(vocab_size: int, tokens: int, micro_batches: int = 1) -> PackedBat
     return pack({"input_ids": ids * mask, "attention_mask": mask, "loss_mask": mask.long()})
 
 
-def measured(engine: ArchonEngine, rank: int, step: Mapping[Traffic, Sum]) -> Reach:
-    """What an engine that has taken a step holds on this rank."""
+def rank_report(engine: ArchonEngine, rank: int, step: Mapping[Traffic, Sum]) -> RankReport:
+    """Returns what an engine that has taken a step holds on this rank."""
     own = [local_tensor(parameter) for parameter in engine.model.parameters() if parameter.requires_grad]
     assert engine.optimizer is not None
     state = [local_tensor(x) for per in engine.optimizer.state.values() for x in per.values() if isinstance(x, Tensor)]
@@ -136,7 +132,7 @@ def measured(engine: ArchonEngine, rank: int, step: Mapping[Traffic, Sum]) -> Re
         stages = tuple(engine.model.plan.layers[number] for number in engine.model.numbers)
     # A gradient lies beside its parameter, in its dtype; a step count is no moment.
     moments = sum(_bytes(x) for x in state if x.dim())
-    return Reach(rank, stages, sum(x.numel() for x in own), held, held, moments, dict(sorted(step.items())))
+    return RankReport(rank, stages, sum(x.numel() for x in own), held, held, moments, dict(sorted(step.items())))
 
 
 def _bytes(x: Tensor) -> int:
@@ -150,8 +146,8 @@ def _in_turn(router: Router, args: Any, output: Any) -> Any:
     return weights, choices, stats
 
 
-class _Imagination(CollectiveRecorder):
-    """Decides which operators run for real, beneath a FakeTensorMode that takes the rest; counts collectives."""
+class FakeExecution(CollectiveRecorder):
+    """Runs some operators for real, beneath a FakeTensorMode that takes the rest; counts collectives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -163,7 +159,7 @@ class _Imagination(CollectiveRecorder):
         flat = (x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,)))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return self._imagine(func, args, kwargs)
+            return self._run_fake(func, args, kwargs)
         if not tensors and not _is_real(func, kwargs):
             return func(*args, **kwargs)
         if any(x.is_meta for x in tensors) and kwargs.get("device", torch.device("meta")).type != "meta":
@@ -173,7 +169,7 @@ class _Imagination(CollectiveRecorder):
                 return _mirror(func, args, kwargs)
             return func(*args, **kwargs)
 
-    def _imagine(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         if func is aten._grouped_mm.default:
@@ -211,7 +207,7 @@ def _mirror(func: Any, args: Any, kwargs: Any) -> Any:
         # Every rank sends this one what it sends itself.
         x = x.split(args[2])[collective_group(args).rank()]
     elif kind != "all_gather":
-        raise RuntimeError(f"what {func} gives is not foretold: it sends values, and this process group sends nothing")
+        raise RuntimeError(f"the result of {func} cannot be predicted: it sends values, and a fake group sends none")
     return x.repeat(size, *[1] * (x.dim() - 1))
 
 

@@ -1,4 +1,4 @@
-"""ArchonEngine: one model, its optimiser, and the step that trains it. It knows nothing of rewards or rollouts."""
+"""ArchonEngine: one model, its optimizer, and the step that trains it. It knows nothing of rewards or rollouts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from archon.checkpoint.state_tree import PerRank
 from archon.engine import heap
 from archon.engine.batch import merge, unpack
 from archon.engine.build import Build, balancing, resolve_device, use_deterministic_algorithms
-from archon.engine.layout_check import check_layout
 from archon.engine.loss import LossFn, LossWeightFn
 from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients, gradient_norm
-from archon.engine.pipeline_step import PipelineForward
+from archon.engine.pipeline_step import PipelineRunner
 from archon.engine.router_balance import RouterLoad
 from archon.engine.state import (
     load_model_state,
@@ -35,7 +34,7 @@ from archon.engine.state import (
     set_rng_state,
 )
 from archon.engine.token_split import TokenSplit
-from archon.engine.train_step import Batch, Forward, micro_batches, total_weight
+from archon.engine.train_step import Batch, MicroBatchRunner, micro_batches, total_weight
 from archon.engine.watchdog import stall_watch
 from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
@@ -43,17 +42,16 @@ from archon.models.attention.backend import resolve_backend
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
 from archon.models.state_dict import BaseStateDictAdapter
-from archon.parallel.compile import compile_enabled
-from archon.parallel.context import context_parallel_kind
+from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import is_sharded
 from archon.parallel.gather import BUCKET_BYTES, staged_tensors, whole_tensors
-from archon.parallel.layout import parse_layout
 from archon.parallel.phase import phase
-from archon.parallel.pipeline import Pipeline, StagedModel
+from archon.parallel.pipeline import StagedModel
+from archon.parallel.pipeline_schedule import Pipeline
 from archon.parallel.process_group import join_process_group, limit_collectives
 from archon.parallel.ranks import Ranks
-from archon.parallel.world import World
+from archon.parallel.resolve import ResolvedLayout, resolve_layout
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
 
@@ -78,7 +76,7 @@ class ArchonEngine:
     args: BaseModelArgs
     adapter: BaseStateDictAdapter
     device: torch.device
-    parallel_dims: ArchonParallelDims
+    layout: ResolvedLayout
     ranks: Ranks
     optimizer: Optimizer | None
     scheduler: LRSchedule | None
@@ -96,7 +94,7 @@ class ArchonEngine:
         self._offloaded = False
         # True within a sharded model's forward and backward: an error there leaves gathered weights and gradients
         # behind that nothing clears, and training on would be wrong without a word.
-        self._torn = False
+        self._failed_mid_step = False
 
     if not TYPE_CHECKING:  # a checker would take every name for an attribute
 
@@ -107,21 +105,21 @@ class ArchonEngine:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def initialize(self, total_steps: int | None = None) -> None:
-        """Build on the meta device, parallelise, materialise, load; then make optimiser and schedule.
+        """Build on the meta device, parallelize, materialize, load; then make optimizer and schedule.
 
         `total_steps` is where a linear or cosine schedule ends. Everything that can be refused is refused before
         memory is taken.
         """
         config = self.config
         self.device = resolve_device(config.device)
-        self.parallel_dims = dims = parse_layout(config.layout).dims(self.device.type)
         hf_config = hf_io.read_hf_config(config.path)
         spec = get_model_spec(hf_config["model_type"])
         args = spec.model_args_class.from_hf_config(
             hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config, spec)
         )
-        check_layout(config, args, dims)
-        build = Build(config, spec, args, dims, self.device)
+        self.layout = resolve_layout(config, args.sizes, self.device.type)
+        dims = self.parallel_dims
+        build = Build(config, spec, args, self.layout, self.device)
         backend = resolve_backend(config.attn_type, self.device, build.compute)
         if config.optimizer:
             check_schedule(config.scheduler, total_steps)
@@ -132,41 +130,45 @@ class ArchonEngine:
             hf_config, str(config.path), is_critic=config.is_critic, init_score=config.init_score
         )
         self.ranks = Ranks.of(dims)
-        kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, args.n_heads, args.n_kv_heads)
-        tokens = TokenSplit(self.ranks, kind, config.attn_type)
+        tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type)
         self.spec, self.args = spec, args
         # Routers count every token, and some frequencies depend on the length of a token's document.
         alike = backend == "sdpa" and not args.sizes.experts and not args.rope_scaling.depends_on_length
-        alone = dims.cp * dims.tp * dims.pp == 1 and not compile_enabled(config.compile, dims.device_type)
+        alone = dims.cp * dims.tp * dims.pp == 1 and not self.layout.compiled
         self._share_prefixes = config.share_prefixes and alike and alone
-        self._torn = False
-        self._forward: Forward | PipelineForward
+        self._failed_mid_step = False
+        self._runner: MicroBatchRunner | PipelineRunner
         if dims.pp_enabled:
-            self.model = staged = build.stages(self.ranks.pp.rank)
+            self.model = staged = build.build_stages(self.ranks.pp.rank)
             pipeline = Pipeline(staged, self.ranks.pp, self.device, build.compute, args.dim)
-            self._forward = PipelineForward(staged, self.device, tokens, config.is_critic, pipeline)
+            self._runner = PipelineRunner(staged, self.device, tokens, config.is_critic, pipeline)
         else:
-            self.model = build.whole()
+            self.model = build.build_model()
             load = RouterLoad(self.model)
-            self._forward = Forward(
+            self._runner = MicroBatchRunner(
                 self.model, self.device, tokens, config.is_critic, load, config.router_aux_loss_coef
             )
         if dims.world_size > 1:
             limit_collectives(config.timeout_s)
             if not config.init_from_scratch:
-                World.now().require_same(config.path, hf_io.checkpoint_digest(config.path))
-        build.fill(self.model, self.adapter)
+                ControlPlane.of_run().require_same(config.path, hf_io.checkpoint_digest(config.path))
+        build.load_weights(self.model, self.adapter)
         self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
         if self.optimizer is not None and config.optimizer is not None:
             self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
 
+    @property
+    def parallel_dims(self) -> ArchonParallelDims:
+        """Degrees and meshes of the layout."""
+        return self.layout.dims
+
     def train_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
     ) -> dict[str, float]:
-        """One optimiser step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
+        """One optimizer step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
 
-        Gives back `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `micro_batches`, `loss_weight` (the
+        Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `micro_batches`, `loss_weight` (the
         denominator), `skipped` (1 when the gradient was not finite: then no weight or moment changed) and the loss
         function's metrics.
         """
@@ -178,19 +180,7 @@ class ArchonEngine:
     ) -> dict[str, float]:
         optimizer = self._require_optimizer()
         assert self.config.optimizer is not None and self.scheduler is not None
-        packed, parts = self._cut(batch)
-        weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
-        self.model.train()
-        reduce_every = self.config.gradient_reduction == "per_microbatch"
-        optimizer.zero_grad(set_to_none=True)
-        for load in self._forward.loads:
-            load.clear()
-        self._torn = is_sharded(self.model)
-        loss, sums = self._forward.accumulate(parts, loss_fn, loss_weight_fn, weight, temperature, reduce_every)
-        self._torn = False
-        with phase("optimizer"):
-            norm = self._gradient_norm()
-        metrics = self._forward.read(sums, {"grad_norm": norm}, loss=loss, tokens=torch.tensor(packed.n_tokens))
+        metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
         finite = abs(metrics["grad_norm"]) < float("inf")
         lr = self.scheduler.lr
         if finite:
@@ -198,28 +188,63 @@ class ArchonEngine:
                 clip_gradients(self.model.parameters(), metrics["grad_norm"], self.config.optimizer.max_grad_norm)
                 optimizer.step()
             if self.config.router_bias_update_rate:
-                for load in self._forward.loads:
+                for load in self._runner.loads:
                     load.update_biases(self.config.router_bias_update_rate, self.ranks)
         optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._skips.count(not finite, self.step, self.config.optimizer.max_skipped_in_a_row)
-        heap.give_back("training")
-        return metrics | {
-            "lr": lr,
-            "micro_batches": float(len(parts)),
-            "loss_weight": weight,
-            "skipped": float(not finite),
-        }
+        heap.trim_if_grown("training")
+        return metrics | {"lr": lr, "skipped": float(not finite)}
+
+    def gradients(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        temperature: float = 1.0,
+        *,
+        whole: bool = True,
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """The gradients that `train_batch` would step with, before clipping; no weight changes. Every rank calls it.
+
+        Returns them by parameter name, tied ones once, of the parameters that this rank's pipeline stages hold, in the
+        masters' dtype: whole tensors, gathered from the ranks that share them, or with `whole=False` what this rank
+        holds, as a DTensor where it is sharded. Beside them `loss`, `grad_norm`, `tokens`, `micro_batches`,
+        `loss_weight` and the loss function's metrics.
+        """
+        metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
+        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return dict(whole_tensors(found.items())) if whole else found, metrics
+
+    def _accumulate(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
+    ) -> dict[str, float]:
+        """Leave the batch's gradients at the parameters. Returns what is known before the optimizer's step."""
+        packed, parts = self._split(batch)
+        weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
+        self.model.train()
+        reduce_every = self.config.gradient_reduction == "per_microbatch"
+        self.model.zero_grad(set_to_none=True)
+        for load in self._runner.loads:
+            load.clear()
+        self._failed_mid_step = is_sharded(self.model)
+        loss, sums = self._runner.accumulate(parts, loss_fn, loss_weight_fn, weight, temperature, reduce_every)
+        self._failed_mid_step = False
+        with phase("optimizer"):
+            norm = self._gradient_norm()
+        metrics = self._runner.read(sums, {"grad_norm": norm}, loss=loss, tokens=torch.tensor(packed.n_tokens))
+        return metrics | {"micro_batches": float(len(parts)), "loss_weight": weight}
 
     def eval_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
     ) -> dict[str, float]:
         """`loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
-        packed, parts = self._cut(batch)
+        packed, parts = self._split(batch)
         weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
         self.model.eval()
-        loss, sums = self._forward.evaluate(parts, loss_fn, weight, temperature)
-        metrics = self._forward.read(sums, loss=loss, tokens=torch.tensor(packed.n_tokens))
+        loss, sums = self._runner.evaluate(parts, loss_fn, weight, temperature)
+        metrics = self._runner.read(sums, loss=loss, tokens=torch.tensor(packed.n_tokens))
         return metrics | {"loss_weight": weight}
 
     def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
@@ -239,7 +264,7 @@ class ArchonEngine:
         return logprobs, entropy
 
     def step_lr_scheduler(self) -> None:
-        """Move the learning rate on to the next optimiser step."""
+        """Move the learning rate on to the next optimizer step."""
         self._require_optimizer()
         assert self.scheduler is not None
         self.scheduler.step()
@@ -305,7 +330,7 @@ class ArchonEngine:
         self.saver.wait()
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the weights by those of a checkpoint of the same model; optimiser and schedule stay.
+        """Replace the weights by those of a checkpoint of the same model; optimizer and schedule stay.
 
         It may be a Hugging Face checkpoint, with which balancing biases start at 0, or a native one of any layout and
         dtype: then every rank calls it.
@@ -325,12 +350,12 @@ class ArchonEngine:
         Of what is spread over ranks each has its own parts. Tensors are the live ones, as in PyTorch: store or copy
         them before the next step.
         """
-        self._refuse_unfit()
+        self._check_usable()
         alone = self.parallel_dims.world_size == 1
         state = {
             "model": model_state(self.model),
             "rng": rng_state() if alone else PerRank((rng_state(),)),
-            "layout": str(parse_layout(self.config.layout)),
+            "layout": str(self.layout),
             "step": self.step,
             "version": self.version,
         }
@@ -341,17 +366,17 @@ class ArchonEngine:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict` into an initialised engine of the same config; `CheckpointError` names what does not
+        """Undo `state_dict` into an initialized engine of the same config; `CheckpointError` names what does not
         match.
 
         A state from a checkpoint may be of any layout. Each rank's random generators go on where the layout is the
         same; in another one all of them start from rank 0's.
         """
-        self._refuse_unfit()
+        self._check_usable()
         if (self.optimizer is None) != ("optimizer" not in state):
             has = "has" if "optimizer" in state else "lacks"
             raise CheckpointError(
-                f"the checkpoint {has} an optimiser state and this engine does not; was optimizer changed?"
+                f"the checkpoint {has} an optimizer state and this engine does not; was optimizer changed?"
             )
         load_model_state(self.model, state["model"], self._known_names())
         if self.optimizer is not None and self.scheduler is not None:
@@ -359,7 +384,7 @@ class ArchonEngine:
             self.scheduler.load_state_dict(state["scheduler"])
             self._skips.total = int(state["skipped_steps"])
         self.step, self.version = int(state["step"]), int(state["version"])
-        same = state.get("layout") == str(parse_layout(self.config.layout))
+        same = state.get("layout") == str(self.layout)
         rank = torch.distributed.get_rank() if self.parallel_dims.world_size > 1 else 0
         set_rng_state(read_whole(own_value(state["rng"], rank, same)))
 
@@ -371,7 +396,7 @@ class ArchonEngine:
             return list(model_state(self.spec.model_class(self.args)))
 
     def offload(self) -> None:
-        """Free the device: gradients are dropped, parameters and optimiser state move to the CPU.
+        """Free the device: gradients are dropped, parameters and optimizer state move to the CPU.
 
         On a CPU only the gradients go. Until `onload` the engine refuses to run or save its state.
         """
@@ -393,12 +418,8 @@ class ArchonEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def gradient_norm(self) -> float:
-        """The norm of the whole model's gradient as it stands, the same on every rank."""
-        return float(self._gradient_norm())
-
     def _gradient_norm(self) -> Tensor:
-        """The same as a scalar on the device."""
+        """The norm of the whole model's gradient as it stands, a scalar on the device, the same on every rank."""
         parameters = dict(self.model.named_parameters())
         if self.adapter.is_tied and self.parallel_dims.pp_enabled:
             parameters.pop("output.weight", None)  # the first stage counts the matrix that the last one shares
@@ -416,9 +437,9 @@ class ArchonEngine:
             raise ConfigError(f"layout {self.config.layout}: a rank of a pipeline holds a part of the model's layers")
         return self.model
 
-    def _cut(self, batch: Batch) -> tuple[Any, list[Any]]:
+    def _split(self, batch: Batch) -> tuple[Any, list[Any]]:
         def prepare() -> tuple[Any, list[Any]]:
-            self._refuse_unfit()
+            self._check_usable()
             return micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
 
         # A rank that refused its batch alone would leave the others waiting in a collective, or, where its caller goes
@@ -427,9 +448,9 @@ class ArchonEngine:
         return packed, [mb.with_shared_prefixes() for mb in parts] if self._share_prefixes else parts
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
-        packed, parts = self._cut(batch)
+        packed, parts = self._split(batch)
         self.model.eval()
-        results = self._forward.scores(parts, temperature, entropy, only_trained)
+        results = self._runner.scores(parts, temperature, entropy, only_trained)
         columns = [merge(packed, parts, column).cpu() for column in zip(*results, strict=True)]
         if packed is batch:
             return columns
@@ -440,10 +461,10 @@ class ArchonEngine:
             raise ConfigError("this engine was configured without an optimizer (optimizer: null), so it cannot train")
         return self.optimizer
 
-    def _refuse_unfit(self) -> None:
+    def _check_usable(self) -> None:
         if self._offloaded:
             raise ConfigError("the engine is offloaded; call onload() first")
-        if self._torn:
+        if self._failed_mid_step:
             raise ConfigError(
                 "an error ended an earlier train_batch half way, and its gradients cannot be taken back; "
                 "call initialize() and load the last checkpoint"

@@ -1,6 +1,6 @@
 """Memory that grows without being used, where every batch has another shape.
 
-glibc gives back what is free at its heap's end alone, and so many tensors of so many sizes leave holes before it. And
+glibc returns only what is free at its heap's end, and so many tensors of so many sizes leave holes before it. And
 oneDNN, which multiplies matrices on a CPU, keeps what it made ready for each shape that it met, a thousand of them, in
 bfloat16 some half a mebibyte each, and PyTorch as many again for each thread.
 """
@@ -13,20 +13,20 @@ import mmap
 from collections.abc import Callable
 from pathlib import Path
 
-# A process may hold so much more than its steps need, before its holes are given back. Looking takes some microseconds,
-# giving back some tens of milliseconds, and some hundreds until the pages of a large step have been provided anew.
+# A process may hold so much more than its steps need, before its heap is trimmed. Looking takes some microseconds,
+# trimming some tens of milliseconds, and some hundreds until the pages of a large step have been provided anew.
 GROWTH, LEAST_BYTES = 1.25, 64 << 20
 
-# What may be held now; by work, what was held when its step had the holes given back, until its next step.
+# What may be held now; by work, what was held when its step had the heap trimmed, until its next step.
 _allowed = 0.0
 _held_before: dict[str, int] = {}
 
 
-def give_back(work: str) -> bool:
-    """Give the heap's free pages back to the system, if this process holds a quarter more than its steps need.
+def trim_if_grown(work: str) -> bool:
+    """Return the heap's free pages to the system, if this process holds a quarter more than its steps need.
 
     Called after a step of `work`; does nothing where the C library cannot. What is held after the step that had the
-    holes given back, and again after the next of the same work, is what a step needs. Returns whether it was done.
+    heap trimmed, and again after the next of the same work, is what a step needs. Returns whether it was trimmed.
     """
     global _allowed
     trim = _malloc_trim()

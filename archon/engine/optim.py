@@ -14,8 +14,12 @@ from torch.optim import AdamW, Optimizer
 
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.fsdp import local_tensor
+from archon.parallel.torch_parts import require_parts
 from archon.schema.config import OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError, UserError
+
+PARTS = ("torch._foreach_norm", "torch._foreach_mul_")
+require_parts("gradient clipping", PARTS)
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +101,7 @@ def _holders(grad: Tensor) -> tuple[Group, ...]:
         return ()
     mesh = grad.device_mesh
     sharded = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]
-    return tuple(Group(mesh.get_group(d).group_name, mesh.size(d), mesh.get_local_rank(d)) for d in sharded)
+    return tuple(Group.of_process_group(mesh.get_group(dim)) for dim in sharded)
 
 
 @torch.no_grad()
@@ -132,7 +136,7 @@ class SkippedSteps:
 
 
 def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerConfig) -> float:
-    """Share of the peak learning rate that optimiser step `step` (from 0) uses.
+    """Share of the peak learning rate that optimizer step `step` (from 0) uses.
 
     Warm-up of w steps: (step + 1) / w, from just above 0 to 1 at step w - 1, so no step is wasted at 0. Afterwards,
     with p = (step - w) / (total - w) capped at 1 and r = `min_lr_ratio`: constant 1; linear 1 - (1 - r) p; cosine r +
@@ -163,7 +167,7 @@ def check_schedule(config: SchedulerConfig, total_steps: int | None) -> None:
 
 
 class LRSchedule:
-    """Sets the learning rate of an optimiser by `learning_rate_factor`; `step` moves on to the next optimiser step."""
+    """Sets the learning rate of an optimizer by `learning_rate_factor`; `step` moves on to the next optimizer step."""
 
     def __init__(self, optimizer: Optimizer, peak_lr: float, config: SchedulerConfig, total_steps: int | None) -> None:
         check_schedule(config, total_steps)
@@ -176,7 +180,7 @@ class LRSchedule:
 
     @property
     def lr(self) -> float:
-        """The learning rate that the next optimiser step uses."""
+        """The learning rate that the next optimizer step uses."""
         return self._peak_lr * learning_rate_factor(self._position, self._total_steps, self._config)
 
     def step(self) -> None:

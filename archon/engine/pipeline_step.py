@@ -1,8 +1,7 @@
-"""One pass over a batch when the model is cut into pipeline stages: the interface of `train_step.Forward`."""
+"""One pass over a batch when the model is cut into pipeline stages: the interface of `train_step.MicroBatchRunner`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,15 +13,17 @@ from archon.engine.batch import PackedBatch
 from archon.engine.loss import LossFn, LossWeightFn
 from archon.engine.router_balance import RouterLoad
 from archon.engine.token_split import TokenSplit
-from archon.engine.train_step import Forward, MetricSums, whole_afterwards
+from archon.engine.train_step import MetricSums, MicroBatchRunner, resharded_afterwards
 from archon.parallel.comm import Group
+from archon.parallel.control_plane import ControlPlane
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.phase import phase
-from archon.parallel.pipeline import SPLIT_BACKWARD, Pipeline, StagedModel
+from archon.parallel.pipeline import SPLIT_BACKWARD, StagedModel
+from archon.parallel.pipeline_schedule import Pipeline
 from archon.parallel.ranks import SOLO, Ranks
 
 
-class PipelineForward:
+class PipelineRunner:
     """Runs micro-batches through a pipeline; its last stage applies the loss.
 
     All micro-batches of a batch are padded to the tokens of the longest, since stages pass tensors of one shape; a
@@ -33,13 +34,14 @@ class PipelineForward:
         self, model: StagedModel, device: torch.device, tokens: TokenSplit, is_critic: bool, pipeline: Pipeline
     ) -> None:
         self.model, self.device, self.tokens, self.pipeline = model, device, tokens, pipeline
-        # Each stage's own forward, given a share of tokens and, but for the first, hidden states in their place.
+        # Each stage's own runner, given a share of tokens and, but for the first, hidden states in their place.
         self.stages = {
-            number: Forward(stage, device, tokens, is_critic, RouterLoad(stage))  # type: ignore[arg-type]
+            number: MicroBatchRunner(stage, device, tokens, is_critic, RouterLoad(stage))  # type: ignore[arg-type]
             for number, stage in zip(model.numbers, model.stages, strict=True)
         }
         self.last_stage = model.plan.n_stages - 1
         self.last_rank = model.plan.rank_of(self.last_stage)
+        self._plane = ControlPlane.of_group(tokens.ranks.pp, device)
         self._tie = _tied_group(model, tokens.ranks, device)
 
     @property
@@ -48,7 +50,7 @@ class PipelineForward:
 
     @property
     def loads(self) -> list[RouterLoad]:
-        """As `Forward.loads`, one for each stage of this rank."""
+        """As `MicroBatchRunner.loads`, one for each stage of this rank."""
         return [stage.load for stage in self.stages.values()]
 
     @property
@@ -64,11 +66,11 @@ class PipelineForward:
         temperature: float,
         reduce_every: bool,
     ) -> tuple[Tensor, MetricSums]:
-        """As `Forward.accumulate`; the loss and the metrics are whole on the last stage's ranks, else empty."""
+        """As `MicroBatchRunner.accumulate`; loss and metrics are whole on the last stage's ranks, elsewhere empty."""
         total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
 
-        def finish(forward: Forward, mb: PackedBatch) -> Tensor:
-            loss, extra = forward.loss(mb, loss_fn, temperature, fuse=self.model.plan.schedule not in SPLIT_BACKWARD)
+        def finish(runner: MicroBatchRunner, mb: PackedBatch) -> Tensor:
+            loss, extra = runner.loss(mb, loss_fn, temperature, fuse=self.model.plan.schedule not in SPLIT_BACKWARD)
             loss = loss / denominator
             total.add_(loss.detach())
             metrics.add(extra)
@@ -81,34 +83,35 @@ class PipelineForward:
     def evaluate(
         self, parts: Sequence[PackedBatch], loss_fn: LossFn, denominator: float, temperature: float
     ) -> tuple[Tensor, MetricSums]:
-        """As `Forward.evaluate`, on the last stage's ranks."""
+        """As `MicroBatchRunner.evaluate`, on the last stage's ranks."""
         total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
 
-        def finish(forward: Forward, mb: PackedBatch) -> Tensor:
-            loss, extra = forward.loss(mb, loss_fn, temperature)
+        def finish(runner: MicroBatchRunner, mb: PackedBatch) -> Tensor:
+            loss, extra = runner.loss(mb, loss_fn, temperature)
             total.add_(loss / denominator)
             metrics.add(extra)
             return total
 
-        with whole_afterwards(self.model):
+        with resharded_afterwards(self.model):
             self._run(self.pipeline.forward, parts, finish)
         return total, metrics
 
     def scores(
         self, parts: Sequence[PackedBatch], temperature: float, entropy: bool, only_trained: bool
     ) -> list[list[Tensor]]:
-        """As `Forward.scores`, on every rank."""
+        """As `MicroBatchRunner.scores`, on every rank."""
         results: list[list[Tensor]] = []
 
-        def finish(forward: Forward, mb: PackedBatch) -> Tensor:
-            results.append(forward.score(mb, temperature, entropy, only_trained))
+        def finish(runner: MicroBatchRunner, mb: PackedBatch) -> Tensor:
+            results.append(runner.score(mb, temperature, entropy, only_trained))
             return mb.tokens
 
-        with whole_afterwards(self.model):
+        with resharded_afterwards(self.model):
             self._run(self.pipeline.forward, parts, finish)
         first = results[0][0] if results else None
-        dtype, columns = self._agree(
-            None if first is None else [str(first.dtype).removeprefix("torch."), len(results[0])]
+        dtype, columns = self._plane.broadcast_json(
+            lambda: None if first is None else [str(first.dtype).removeprefix("torch."), len(results[0])],
+            self.last_rank,
         )
         for index, mb in enumerate(parts):
             if not self.is_last:
@@ -122,52 +125,41 @@ class PipelineForward:
     def read(self, sums: MetricSums, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
         """As `MetricSums.read`, on every rank: the last stage's ranks tell the others, also what went wrong there."""
         values: Any = None
+        error: RuntimeError | None = None
         if self.is_last:
             try:
                 values = sums.read(self.ranks, None, **scalars)
-            except RuntimeError as error:
-                self._agree(str(error))
-                raise
-        values = self._agree(values)
+            except RuntimeError as raised:
+                values, error = str(raised), raised
+        values = self._plane.broadcast_json(lambda: values, self.last_rank)
         if isinstance(values, str):
-            raise RuntimeError(values)
+            raise error or RuntimeError(values)
         return values | {name: float(value) for name, value in (alike or {}).items()}
-
-    def _agree(self, value: Any) -> Any:
-        """What the last stage's rank holds, numbers and names, on all ranks of the pipeline."""
-        group, source = self.ranks.pp.process_group, self.last_rank
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
-        size = torch.tensor(text.numel(), device=self.device)
-        dist.broadcast(size, group=group, group_src=source)
-        if not self.is_last:
-            text = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        dist.broadcast(text, group=group, group_src=source)
-        return json.loads(bytes(text.tolist()))
 
     def _run(
         self,
         through: Callable[..., None],
         parts: Sequence[PackedBatch],
-        finish: Callable[[Forward, PackedBatch], Tensor],
+        finish: Callable[[MicroBatchRunner, PackedBatch], Tensor],
     ) -> None:
         """All micro-batches through the pipeline, `finish` being what the last stage does with each but the idle ones,
         which take part in every collective and in nothing else."""
-        count = self.ranks.most(len(parts), self.device)
+        count = self.ranks.all_reduce_max(len(parts), self.device)
         count = self.model.plan.micro_batches(count) if through == self.pipeline.backward else count
         least = max(self.tokens.rows(mb.lengths) for mb in parts)
         batches = [mb.to(self.device) for mb in parts]
 
         def run(stage: int, index: int, hidden: Tensor | None) -> Tensor:
             idle = index >= len(batches)
-            mb, forward = batches[0 if idle else index], self.stages[stage]
-            forward = forward.with_input(hidden, least)
+            mb, runner = batches[0 if idle else index], self.stages[stage]
+            runner = runner.with_input(hidden, least)
             with phase("forward"):
                 if stage < self.last_stage:
-                    out = forward.hidden(mb)
+                    out = runner.hidden(mb)
                 else:
-                    out = forward.idle(mb) if idle else finish(forward, mb)
+                    out = runner.idle(mb) if idle else finish(runner, mb)
             if not idle:
-                forward.load.add()
+                runner.load.add()
             return out
 
         through(run, count, least // self.ranks.tp.size)
@@ -206,5 +198,5 @@ def _tied_group(model: StagedModel, ranks: Ranks, device: torch.device) -> Group
     for pair in sorted({tuple(pair.tolist()) for pair in everyone}):
         group = dist.new_group(list(pair))
         if dist.get_rank() in pair:
-            own = Group(group.group_name, 2, pair.index(dist.get_rank()))
+            own = Group.of_process_group(group)
     return own

@@ -84,11 +84,11 @@ def load_optimizer_state(
     if not state:
         return
     sources = {name: _source(model, name) for name in parameters}
-    _check_names("optimiser entries", {*sources.values()}, state, known)
+    _check_names("optimizer entries", {*sources.values()}, state, known)
     for name, parameter in parameters.items():
         own: dict[str, Tensor] = {}
         for key, value in state[sources[name]].items():
-            what = f"optimiser entry {name!r}.{key}"
+            what = f"optimizer entry {name!r}.{key}"
             if key == "step":
                 step = take(value, whole_box(value.shape), what)
                 own[key] = step.detach().to(local_tensor(parameter).device, copy=True)

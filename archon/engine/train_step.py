@@ -1,4 +1,4 @@
-"""One pass over a batch: micro-batches, one denominator for all of them, sums of metrics."""
+"""One pass over a batch: micro-batches forward and backward, one denominator for all of them, sums of metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Batch = Mapping[str, Tensor] | PackedBatch
 
 @dataclass
 class MetricSums:
-    """Sums and counts of the metrics of a batch, kept on the device until they are read all at once."""
+    """Sums and counts of a batch's metrics, kept on the device until all are read at once."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class MetricSums:
             self.counts[name] = self.counts.get(name, 0) + count.detach().double()
 
     def read(self, ranks: Ranks, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
-        """The sum over data-parallel ranks of every scalar, and of every sum / count, and scalars that are `alike` on
-        all, in one transfer from the device; a metric that counted nothing is left out."""
+        """Returns the sum over data-parallel ranks of every scalar and sum / count of every metric, and the scalars
+        that are `alike` on all, in one transfer from the device; a metric whose count is 0 is left out."""
         _require_same_names([*scalars, *self.sums], ranks)
         device = next(iter(scalars.values())).device
         tensors = [*scalars.values(), *self.sums.values(), *self.counts.values()]
@@ -59,7 +59,7 @@ class MetricSums:
 
 
 def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
-    """RuntimeError, on every rank, where data-parallel ranks would add up metrics of different names."""
+    """Raises RuntimeError, on every rank, where data-parallel ranks would add up metrics of different names."""
     if ranks.dp.size == 1:
         return
     digest = float(zlib.crc32(" ".join(names).encode()))
@@ -72,8 +72,8 @@ def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
 
 
 def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[PackedBatch, list[PackedBatch]]:
-    """The whole batch as one pack and its micro-batches, at least one; `BatchError` for a batch without a document, or
-    with a token or label outside the vocabulary."""
+    """Returns the whole batch as one pack, and its micro-batches, at least one. Raises BatchError for a batch without a
+    document, or with a token or label outside the vocabulary."""
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
     if not packed.lengths:
         raise BatchError(
@@ -93,7 +93,7 @@ def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[Packe
 def total_weight(
     parts: Sequence[PackedBatch], loss_weight_fn: LossWeightFn, ranks: Ranks, device: torch.device
 ) -> float:
-    """The one denominator of a batch: the units of all micro-batches of all ranks."""
+    """Returns the one denominator of a batch, the units of all micro-batches of all ranks. Raises BatchError for 0."""
     total = float(sum(loss_weight_fn(mb) for mb in parts))
     if ranks.dp.size > 1:
         total = float(all_reduce(torch.tensor(total, dtype=torch.float64, device=device), ranks.dp))
@@ -103,8 +103,9 @@ def total_weight(
 
 
 @dataclass(frozen=True)
-class Forward:
-    """Runs a model on micro-batches and applies a loss to what comes out; on several ranks, each with its tokens."""
+class MicroBatchRunner:
+    """Runs micro-batches forward and backward through a model and applies a loss to what comes out; on several ranks,
+    each with its share of the tokens."""
 
     model: BaseArchonModel
     device: torch.device
@@ -128,8 +129,8 @@ class Forward:
         loss_weights: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
-        """The model's forward on a micro-batch that is on the device; what it gives speaks of all its tokens, on every
-        rank. `rows`, on the CPU, are those that carry a label."""
+        """The model's forward on a micro-batch that is on the device. Returns values of all its tokens, on every rank.
+        `rows`, on the CPU, are those that carry a label."""
         out, share = self._run(mb, labels, loss_weights, rows, temperature=temperature, entropy=entropy)
         if share is None:
             return out
@@ -143,7 +144,7 @@ class Forward:
         """What a stage without a head passes on: [T / cp / tp, dim] of the padded micro-batch."""
         return _tensor(self._run(mb, None, None, None)[0])
 
-    def with_input(self, hidden: Tensor | None, least: int) -> Forward:
+    def with_input(self, hidden: Tensor | None, least: int) -> MicroBatchRunner:
         """The same for a pipeline stage: `hidden` in place of tokens, at least `least` tokens a context rank."""
         return replace(self, input=hidden, least=least)
 
@@ -205,14 +206,14 @@ class Forward:
         temperature: float,
         reduce_every: bool,
     ) -> tuple[Tensor, MetricSums]:
-        """Add the gradient of Σ loss / denominator to the parameters; give back that loss, detached, and the
-        metrics, both of this rank's micro-batches.
+        """Add the gradient of Σ loss / denominator to the parameters. Returns that loss, detached, and the metrics,
+        both of this rank's micro-batches.
 
         The auxiliary loss of a mixture of experts is that of each micro-batch, weighted by its share of the
         denominator.
         """
         total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
-        rounds = self.ranks.most(len(parts), self.device)
+        rounds = self.ranks.all_reduce_max(len(parts), self.device)
         for index in range(rounds):
             set_gradient_reduction(self.model, reduce_every or index == rounds - 1)
             if index >= len(parts):  # another rank has more; what all ranks do together needs this one too
@@ -257,8 +258,8 @@ class Forward:
     ) -> tuple[Tensor, MetricSums]:
         """Σ loss / denominator and the metrics of this rank's micro-batches, without gradient."""
         total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
-        rounds = self.ranks.most(len(parts), self.device)
-        with whole_afterwards(self.model):
+        rounds = self.ranks.all_reduce_max(len(parts), self.device)
+        with resharded_afterwards(self.model):
             for mb in parts:
                 loss, extra = self.loss(mb.to(self.device), loss_fn, temperature)
                 total += loss / denominator
@@ -272,8 +273,8 @@ class Forward:
     ) -> list[list[Tensor]]:
         """Logprobs [T] and, if asked for, entropies [T] of every token of each micro-batch, or of those that
         `loss_mask` marks; values of a critic."""
-        rounds = self.ranks.most(len(parts), self.device)
-        with whole_afterwards(self.model):
+        rounds = self.ranks.all_reduce_max(len(parts), self.device)
+        with resharded_afterwards(self.model):
             results = [self.score(mb.to(self.device), temperature, entropy, only_trained) for mb in parts]
             self._idle_forwards(parts, rounds)
         return results
@@ -304,8 +305,8 @@ class Forward:
 
 
 @contextmanager
-def whole_afterwards(model: nn.Module) -> Iterator[None]:
-    """Leave the model's parameters as the masters after forwards that no backward follows."""
+def resharded_afterwards(model: nn.Module) -> Iterator[None]:
+    """Free the gathered copies of parameters after forwards that no backward follows."""
     try:
         yield
     finally:

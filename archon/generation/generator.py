@@ -250,7 +250,7 @@ class Generator:
             self._forward(step, sampled)
         if sampled.sequences:
             self._sample(sampled)
-        heap.give_back("generation")
+        heap.trim_if_grown("generation")
         self.stats.steps += 1
         self.stats.seconds += time.perf_counter() - started
 

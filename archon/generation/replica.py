@@ -52,12 +52,8 @@ def build_replica(
     same dtype, and the trainer must not step while answers are unfinished. `auto` shares where it can.
     """
     weights = dict(named_weights(model))
-    # fully_shard puts a class of its own in front of the model's.
-    plain = next(
-        cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.") and "FSDP" not in cls.__name__
-    )
     with torch.device("meta"):
-        replica: BaseArchonModel = plain(model.args)
+        replica = model.model_class(model.args)
     own = dict(model.named_parameters())
     # A sharded parameter has the name of the whole one and another tensor.
     shareable = own.keys() == weights.keys() - expert_biases(model).keys() and all(
@@ -88,7 +84,7 @@ def build_replica(
 def empty_replica(model: BaseArchonModel, dtype: torch.dtype, device: torch.device) -> BaseArchonModel:
     """A plain model like `model`, which may be on the meta device, in evaluation mode, its weights not yet set."""
     with torch.device("meta"):
-        replica: BaseArchonModel = type(model)(model.args)
+        replica = model.model_class(model.args)
     for name, parameter in dict(replica.named_parameters()).items():
         owner, _, attribute = name.rpartition(".")
         tensor = torch.empty(parameter.shape, dtype=dtype, device=device)

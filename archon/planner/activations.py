@@ -15,7 +15,8 @@ import torch
 
 from archon.models.args import BaseModelArgs
 from archon.models.token_scores import tile_shape
-from archon.parallel.context import context_parallel_kind, ulysses_repeat
+from archon.parallel.constraints import context_parallel_kind
+from archon.parallel.context import ulysses_repeat
 from archon.parallel.layout import ParallelLayout
 
 INT64 = 8

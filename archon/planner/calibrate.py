@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from archon.models.layers.matmul import product
-from archon.parallel.world import World
+from archon.parallel.control_plane import ControlPlane
 from archon.planner.hardware import Hardware, known_hardware, read_hardware
 from archon.planner.probe import (
     collectives,
@@ -52,8 +52,8 @@ def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
         "memory_efficiency": _share("copies", _memory(device), known.memory_bandwidth),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
     }
-    if World.now().size > 1:
-        in_node = World.now().size <= known.gpus_per_node
+    if ControlPlane.of_run().size > 1:
+        in_node = ControlPlane.of_run().size <= known.gpus_per_node
         bandwidth = known.node_bandwidth if in_node else known.network_bandwidth
         found["link_efficiency"] = _share("sums", _link(device), bandwidth)
     return Hardware.model_validate(known.model_dump() | found)
@@ -64,7 +64,7 @@ def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
 
     Whatever all ranks measure together is divided by their crowding, by which the time model multiplies.
     """
-    device, world = torch.device("cpu"), World.now()
+    device, world = torch.device("cpu"), ControlPlane.of_run()
     gemm, processors = _products(dtype, world)
     narrow = dtype == torch.bfloat16
     other = _alone(lambda: _gemm(device, torch.float32 if narrow else torch.bfloat16), world)
@@ -120,7 +120,7 @@ def _share(what: str, reached: float, peak: float) -> float:
     return min(reached / peak, 1.0)
 
 
-def _products(dtype: torch.dtype, world: World) -> tuple[float, float]:
+def _products(dtype: torch.dtype, world: ControlPlane) -> tuple[float, float]:
     """FLOP/s of a rank alone, and how many such ranks all of them together are worth.
 
     Alone and together in turn, since other programs may come and go. One process knows only the cores it may use.
@@ -132,7 +132,7 @@ def _products(dtype: torch.dtype, world: World) -> tuple[float, float]:
     alone, together = [], []
     for _ in range(ROUNDS):
         alone.append(_alone(lambda: _gemm(device, dtype, 1), world))
-        world.most(0)
+        world.barrier()
         own = torch.tensor(_gemm(device, dtype, 1), dtype=torch.float64)
         dist.all_reduce(own)
         together.append(float(own))
@@ -140,10 +140,10 @@ def _products(dtype: torch.dtype, world: World) -> tuple[float, float]:
     return median(alone), min(max(worth, 1.0), world.size)
 
 
-def _alone(measure: Callable[[], Any], world: World) -> Any:
+def _alone(measure: Callable[[], Any], world: ControlPlane) -> Any:
     """What rank 0 measures while the others wait."""
-    world.most(0)
-    return world.tell(measure)
+    world.barrier()
+    return world.broadcast_json(measure)
 
 
 def _gemm(device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS) -> float:
@@ -168,6 +168,6 @@ def _memory(device: torch.device) -> float:
 
 def _link(device: torch.device) -> float:
     """Bytes/s that a rank sends in an all-reduce: 2 (n - 1) / n of the tensor (nccl-tests' bus bandwidth)."""
-    n, tensor = World.now().size, torch.zeros(SUMMED, device=device)
+    n, tensor = ControlPlane.of_run().size, torch.zeros(SUMMED, device=device)
     own = 2 * (n - 1) / n * tensor.numel() * 4 / seconds(lambda: dist.all_reduce(tensor), device, ROUNDS)
     return -largest(-own)

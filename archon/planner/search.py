@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from archon.engine.layout_check import check_layout
 from archon.models.args import BaseModelArgs
 from archon.models.flops import Flops
 from archon.models.spec import ModelSpec
-from archon.parallel.fit import Fit
+from archon.parallel.constraints import violation
 from archon.parallel.layout import ParallelLayout, parse_layout
 from archon.parallel.pipeline import StagePlan
+from archon.parallel.resolve import resolve_layout
 from archon.planner.hardware import Hardware
 from archon.planner.memory import WIDTHS, Memory, MemoryModel, State, candidate_ranks, state_of
 from archon.planner.time import Seconds, TimeModel
 from archon.planner.weights import ModelWeights
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
-from archon.schema.errors import LayoutError, UserError
+from archon.schema.errors import UserError
 
 POLICIES: tuple[dict[str, Any], ...] = (
     {"mode": "none"},
@@ -219,7 +219,7 @@ class Planner:
         """Why the engine would not take it; nothing where it would."""
         config = self.config(question, candidate)
         try:
-            check_layout(config, self.args, candidate.layout.dims("cuda"))
+            resolve_layout(config, self.args.sizes, "cuda")
         except UserError as error:
             return str(error)
         return ""
@@ -242,7 +242,6 @@ def micro_batches(question: Question, layout: ParallelLayout) -> Iterator[tuple[
 def layouts(args: BaseModelArgs, gpus: int, gpus_per_node: int) -> Iterator[ParallelLayout]:
     """Legal layouts of `gpus` ranks that can win: tensor parallelism stays within a node, and replicas begin where a
     sharded model fills a node at least."""
-    fit = Fit(args.sizes)
     node = min(gpus, gpus_per_node)
     expert_degrees = _divisors(args.sizes.experts) if args.sizes.experts else [1]
     for tp, pp in product(_divisors(gpus), repeat=2):
@@ -261,16 +260,8 @@ def layouts(args: BaseModelArgs, gpus: int, gpus_per_node: int) -> Iterator[Para
                     if lender % ep or (etp > 1 and not args.sizes.experts):
                         continue
                     layout = ParallelLayout(shard, replicas, pp, tp, cp, ep, etp)
-                    if fits(fit, layout):
+                    if violation(layout, args.sizes) is None:
                         yield layout
-
-
-def fits(fit: Fit, layout: ParallelLayout) -> bool:
-    """Whether a model can be laid out so."""
-    try:
-        return fit.broken_rule(layout) is None
-    except LayoutError:
-        return False
 
 
 def _divisors(number: int) -> list[int]:

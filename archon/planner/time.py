@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 
 from archon.models.args import BaseModelArgs
 from archon.models.flops import MatmulShape
-from archon.parallel.context import context_parallel_kind
+from archon.parallel.constraints import context_parallel_kind
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
 from archon.planner.activations import BlockSizes, Share, block_of

@@ -16,12 +16,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from archon.engine.dry_run import Reach, imaginable, imagine, measured
+from archon.engine.dry_run import RankReport, dry_run_config, fake_step, rank_report
 from archon.engine.engine import ArchonEngine
 from archon.parallel.fsdp import local_tensor
+from archon.parallel.torch_dispatch import TorchDispatchMode, tree_leaves, wait_tensor
 from archon.schema.config import EngineConfig
 
 
@@ -42,7 +41,7 @@ class Trace:
     Masters and moments are not among them, gradients are; `held` are the three, and what the step sent.
     """
 
-    held: Reach
+    held: RankReport
     peak_bytes: int
     blocks: tuple[Block, ...]
 
@@ -67,7 +66,7 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # it comes back with its local tensors
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if func is wait_tensor:
             return args[0]  # as it is in truth; imagined, it would be a copy
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -143,10 +142,10 @@ def trace(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) 
     context.set_forkserver_preload([__name__])  # importing torch takes longer than most steps
     config = config.model_copy(update={"share_prefixes": False})
     with ProcessPoolExecutor(1, mp_context=context) as apart:
-        return apart.submit(_trace, imaginable(config, tokens), rank, tokens, micro_batches).result()
+        return apart.submit(_trace, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
 
 
 def _trace(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> Trace:
     tracker = StorageTracker()
-    engine, recorder = imagine(config, rank, tokens, micro_batches, lambda engine: _watched(engine, tracker))
-    return Trace(measured(engine, rank, recorder.sums), tracker.peak, tracker.at_peak)
+    engine, recorder = fake_step(config, rank, tokens, micro_batches, lambda engine: _watched(engine, tracker))
+    return Trace(rank_report(engine, rank, recorder.sums), tracker.peak, tracker.at_peak)

@@ -185,8 +185,8 @@ class EngineConfig(StrictModel):
     timeout_s: float = Field(
         600.0,
         gt=0,
-        description="seconds a collective may take before the run is ended, and so one rank's rollout longer than "
-        "another's",
+        description="seconds a collective may take before the run is ended; half an hour at least where ranks wait for "
+        "one another's rollouts and checkpoint files",
     )
     stall_s: float | None = Field(
         None,

@@ -14,9 +14,9 @@ from archon.checkpoint.state_file import read_whole
 from archon.data import RowLoader
 from archon.engine.build import resolve_device
 from archon.engine.engine import ArchonEngine
+from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
 from archon.parallel.process_group import join_process_group
-from archon.parallel.world import World
 from archon.schema.config import EngineConfig, StrictModel
 from archon.schema.errors import CheckpointError
 from archon.training.runner import Runner, StoppedError
@@ -29,10 +29,10 @@ def join(config: Config, model: EngineConfig) -> Config:
     """Join the processes that the model's layout needs; gives back the main one's configuration, for what a file says
     (the time, an environment variable) may differ between them."""
     device = resolve_device(model.device)
-    join_process_group(parse_layout(model.layout).dims(device.type).world_size, device.type, model.timeout_s)
-    if World.now().size == 1:
+    join_process_group(parse_layout(model.layout).world_size, device.type, model.timeout_s)
+    if ControlPlane.of_run().size == 1:
         return config
-    return type(config).model_validate(World.now().tell(lambda: config.model_dump(mode="json")))
+    return type(config).model_validate(ControlPlane.of_run().broadcast_json(lambda: config.model_dump(mode="json")))
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def saved_at_the_end(save: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if World.now().size == 1:
+        if ControlPlane.of_run().size == 1:
             save()
         raise
     save()
@@ -50,7 +50,7 @@ def saved_at_the_end(save: Callable[[], None]) -> Iterator[None]:
 
 def require_same_rows(rows: Sequence[dict[str, Any]], source: str) -> None:
     """ConfigError, on every rank, unless all have read the same rows from `source`."""
-    World.now().require_same(source, f"{len(rows)} rows ({RowLoader(rows, 1).fingerprint()})")
+    ControlPlane.of_run().require_same(source, f"{len(rows)} rows ({RowLoader(rows, 1).fingerprint()})")
 
 
 def due(step: int, every: int) -> bool:

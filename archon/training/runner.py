@@ -34,7 +34,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 import archon
-from archon.parallel.world import World
+from archon.parallel.control_plane import ControlPlane
 from archon.schema.config import MetricsConfig
 from archon.schema.errors import ConfigError
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, MetricsWriter, TrajectoryWriter
@@ -125,10 +125,10 @@ class StopSignal:
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
     ECHO_SECONDS = 2.0
 
-    def __init__(self, world: World | None = None) -> None:
+    def __init__(self, world: ControlPlane | None = None) -> None:
         self.received: signal.Signals | None = None
         self.act: Callable[[], None] | None = None  # done by the handler of the first
-        self._world = world or World()
+        self._world = world or ControlPlane()
         self._received_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -188,7 +188,7 @@ class Runner:
         self.resume = resume
         self._sinks_wanted = sinks or MetricsConfig()
         self._sinks: Sinks | None = None
-        self.world = World.now()
+        self.world = ControlPlane.of_run()
         self.console = console or Console(quiet=not self.world.is_main)
         self._line_seconds = line_seconds
         self._signals = StopSignal(self.world)
@@ -211,7 +211,7 @@ class Runner:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None:
-            self.world.most(0)  # no rank leaves while another still waits for what it has sent
+            self.world.barrier()  # no rank leaves while another still waits for what it has sent
         self._signals.__exit__(kind, error, tb)
         self.metrics.close()
         self.trajectories.close()
@@ -235,7 +235,7 @@ class Runner:
     def stop_requested(self) -> bool:
         """Whether SIGINT or SIGTERM asked the run to finish its step, save and leave: of any rank, on every rank, which
         all ask together."""
-        self._stopping = self._stopping or self.world.most(self._signals.received or 0)
+        self._stopping = self._stopping or self.world.all_reduce_max(self._signals.received or 0)
         return self._stopping > 0
 
     @contextmanager

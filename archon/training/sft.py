@@ -99,7 +99,7 @@ class SFTTrainer:
                     try:
                         if self.probe is not None:
                             measured, enough = self.probe(self.engine, self.step)
-                            self._enough = runner.world.most(int(enough)) > 0
+                            self._enough = runner.world.all_reduce_max(int(enough)) > 0
                             metrics |= measured
                         if self.finished or due(self.step, config.eval_every):
                             metrics |= timed_evaluation(self.evaluate)

@@ -11,7 +11,7 @@ from archon.bench import BenchRecord, SweepConfig, read_record, run_sweep
 from archon.bench.config import Point
 from archon.bench.record import Row
 from archon.bench.sweep import PHASE_TOLERANCE
-from archon.engine.dry_run import reach
+from archon.engine.dry_run import dry_run
 from archon.schema.errors import ConfigError
 from tests.distributed.cases import write_config
 
@@ -79,12 +79,12 @@ def test_phases_add_up_to_the_step_on_every_rank(swept: BenchRecord) -> None:
     assert bubble is not None and all(0 <= share < 1 for share in bubble) and measured(swept, "d2").bubble is None
 
 
-def test_bytes_are_those_foretold(swept: BenchRecord, tmp_path: Path) -> None:
+def test_bytes_are_those_predicted(swept: BenchRecord, tmp_path: Path) -> None:
     row = measured(swept, "d2")
-    foretold = reach(config(tmp_path, ["d2"]).engine_config(row.point), rank=0, tokens=64, micro_batches=2)
+    predicted = dry_run(config(tmp_path, ["d2"]).engine_config(row.point), rank=0, tokens=64, micro_batches=2)
     assert row.measured is not None
     found = {(of.kind, of.group, of.size): (of.count, of.bytes) for of in row.measured.traffic}
-    assert found == {(of.kind, of.group, of.size): (s.count, s.bytes) for of, s in foretold.step.items()}
+    assert found == {(of.kind, of.group, of.size): (s.count, s.bytes) for of, s in predicted.step.items()}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
-from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, document_sums, masked_sum
+from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, document_sums, loss_token_count, masked_sum
 from archon.schema.config import EngineConfig
 from tests.engine.tiny import full_tensor
 
@@ -146,9 +146,11 @@ def rows_of(data: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]
     return {name: x[bounds[rank] : bounds[rank + 1]] for name, x in data.items()}
 
 
-def gradients(engine: ArchonEngine) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in engine.model.named_parameters():
-        assert parameter.grad is not None, f"{name} has no gradient"
-        found[name] = full_tensor(parameter.grad).detach().clone()
-    return found
+def whole_gradients(
+    engine: ArchonEngine, rows: dict[str, Tensor], loss_fn: LossFn, temperature: float = 1.0
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The engine's gradients of every parameter, gathered as PyTorch does by itself, and its metrics."""
+    found, metrics = engine.gradients(rows, loss_fn, loss_token_count, temperature, whole=False)
+    missing = dict(engine.model.named_parameters()).keys() - found.keys()
+    assert not missing, f"{sorted(missing)} have no gradient"
+    return {name: full_tensor(grad) for name, grad in found.items()}, metrics

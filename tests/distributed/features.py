@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
-from archon.parallel.context import context_parallel_kind
+from archon.parallel.constraints import context_parallel_kind
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import SCHEDULES, SPLIT_BACKWARD

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
-from archon.engine.train_step import total_weight
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
@@ -24,9 +23,9 @@ from tests.distributed.cases import (
     Case,
     batch,
     engine_config,
-    gradients,
     loss_of,
     rows_of,
+    whole_gradients,
     write_config,
 )
 from tests.distributed.shared_moe import register
@@ -37,8 +36,12 @@ COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss")
 
 def reference_key(case: Case) -> tuple[object, ...]:
     """Cases of one key have one reference; the auxiliary loss has one for each number of data-parallel ranks."""
-    shares = parse_layout(case.layout).dims().dp_ways if "router_aux_loss_coef" in case.config else 1
-    return case.model, case.dtype, case.critic, shares, str(_shared(case))
+    return case.model, case.dtype, case.critic, _shares(case), str(_shared(case))
+
+
+def _shares(case: Case) -> int:
+    """Into how many shares the reference must split the batch: the auxiliary loss depends on it."""
+    return parse_layout(case.layout).dp if "router_aux_loss_coef" in case.config else 1
 
 
 def data_of(step: int) -> dict[str, Tensor]:
@@ -53,7 +56,7 @@ def run_reference(case: Case, folder: Path) -> None:
     engine = ArchonEngine(engine_config(plain, path, "d1", init_from_scratch=True, seed=3))
     engine.initialize()
     engine.save(folder / "checkpoint")
-    found = measure(engine, case, data_of(0), parse_layout(case.layout).dims().dp_ways)
+    found = measure(engine, case, data_of(0), _shares(case))
     if not case.config.get("router_aux_loss_coef"):
         found |= train(engine, case, 0, 1)
     save_file(found, folder / "reference.safetensors")
@@ -70,16 +73,29 @@ def measure(engine: ArchonEngine, case: Case, data: dict[str, Tensor], shares: i
     One process is given the micro-batches of all `shares` data-parallel ranks: the auxiliary loss of a mixture of
     experts is that of a micro-batch, and another partition has another one.
     """
-    parts = [mb for share in range(shares) for mb in engine._cut(rows_of(data, share, shares))[1]]
-    weight = total_weight(parts, loss_token_count, engine.ranks, engine.device)
-    engine.model.train()
-    every = engine.config.gradient_reduction == "per_microbatch"
-    loss, sums = engine._forward.accumulate(parts, loss_of(case), loss_token_count, weight, TEMPERATURE, every)
-    found = {f"grad.{name}": grad for name, grad in gradients(engine).items()}
-    found["loss"] = torch.tensor(engine._forward.read(sums, loss=loss)["loss"], dtype=torch.float64)
-    found["norm"] = torch.tensor(engine.gradient_norm(), dtype=torch.float64)
-    engine.model.zero_grad(set_to_none=True)
+    if shares == 1:
+        grads, metrics = whole_gradients(engine, data, loss_of(case), TEMPERATURE)
+    else:
+        grads, metrics = _of_all_shares(engine, case, data, shares)
+    found = {f"grad.{name}": grad for name, grad in grads.items()}
+    found["loss"] = torch.tensor(metrics["loss"], dtype=torch.float64)
+    found["norm"] = torch.tensor(metrics["grad_norm"], dtype=torch.float64)
     return found
+
+
+def _of_all_shares(
+    engine: ArchonEngine, case: Case, data: dict[str, Tensor], shares: int
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Gradients, loss and norm of the shares together: each share's mean counts by the units that it is the mean of."""
+    of_each = [
+        whole_gradients(engine, rows_of(data, share, shares), loss_of(case), TEMPERATURE) for share in range(shares)
+    ]
+    units = sum(metrics["loss_weight"] for _, metrics in of_each)
+    parts = [(metrics["loss_weight"] / units, grads, metrics) for grads, metrics in of_each]
+    grads = {name: sum(part * grads[name] for part, grads, _ in parts) for name in of_each[0][0]}
+    loss = sum(part * metrics["loss"] for part, _, metrics in parts)
+    norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+    return grads, {"loss": loss, "grad_norm": float(norm)}
 
 
 def train(engine: ArchonEngine, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
@@ -146,7 +162,7 @@ def check_collectives(engine: ArchonEngine, seen: set[str]) -> None:
     expected = set()
     if dims.tp > 1:
         expected |= {"all_gather_into_tensor", "reduce_scatter_tensor"}
-    if dims.ep > 1 or (dims.cp > 1 and engine._forward.tokens.kind == "ulysses"):
+    if dims.ep > 1 or (dims.cp > 1 and engine.layout.context_parallel == "ulysses"):
         expected.add("all_to_all_single")
     assert expected <= seen, f"expected {sorted(expected)}, seen {sorted(seen)}"
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import archon.engine.optim
 from archon.engine.batch import PackedBatch
-from archon.engine.pipeline_step import PipelineForward
-from archon.engine.train_step import Forward, total_weight
+from archon.engine.pipeline_step import PipelineRunner
+from archon.engine.train_step import MicroBatchRunner, total_weight
 from archon.models.layers.moe import MoE
 from archon.parallel import comm
 from archon.parallel.comm import Group
@@ -75,16 +75,16 @@ def _denominator_of_each_rank(case: Case) -> Iterator[None]:
     def own(parts: Any, loss_weight_fn: Any, ranks: Ranks, device: torch.device) -> float:
         return total_weight(parts, loss_weight_fn, Ranks(), device)
 
-    with mock.patch("archon.engine.engine.total_weight", own), mock.patch("tests.distributed.matrix.total_weight", own):
+    with mock.patch("archon.engine.engine.total_weight", own):
         yield
 
 
 def _idle_micro_batches_scored(case: Case) -> Any:
-    def mistaken(self: Forward, mb: PackedBatch) -> Tensor:
+    def mistaken(self: MicroBatchRunner, mb: PackedBatch) -> Tensor:
         scores: Any = self.call(mb, mb.scored_labels(), entropy=False)
         return scores.logprobs.sum() * 1e-3
 
-    return mock.patch.object(Forward, "idle", mistaken)
+    return mock.patch.object(MicroBatchRunner, "idle", mistaken)
 
 
 def _head_of_a_pipeline_decayed(case: Case) -> Any:
@@ -200,7 +200,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("idle micro-batches scored", _idle_micro_batches_scored, "dense-d2-float64", "grad.output.weight"),
     Mutation(
         "tied gradients of a pipeline's ends not summed",
-        _nothing(PipelineForward, "_reduce_tied"),
+        _nothing(PipelineRunner, "_reduce_tied"),
         f"tied-p2-float64-{_PIPE}",
         "grad.tok_embeddings.weight",
     ),

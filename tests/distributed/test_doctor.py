@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from archon.doctor.rank_report import inconsistencies, memory, placements, self_test
+from archon.doctor.checks import inconsistencies, memory, placements, self_test
 from archon.engine.batch import PackedBatch
 from archon.engine.dry_run import documents
 from archon.engine.engine import ArchonEngine

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +18,13 @@ from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.state_tree import Part
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.pipeline_step import PipelineRunner
+from archon.engine.train_step import micro_batches
+from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
-from archon.parallel.pipeline import _Stage
-from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, rows_of
+from archon.parallel.pipeline import StagePlan, prune
+from archon.parallel.pipeline_schedule import _Stage
+from tests.distributed.cases import LENGTHS, VOCAB, Case, batch, engine_config, loss_of, rows_of
 from tests.distributed.checkpoints import whole_state
 from tests.distributed.pool import Pool
 
@@ -60,7 +67,8 @@ def evaluate_uneven(folder: str, case: Case) -> tuple[float, float, int]:
     of_all = plain_logprobs(f"{folder}/checkpoint", everything)
     loss = -(of_all * everything["loss_mask"]).sum() / everything["loss_mask"].sum()
     found = engine.eval_batch(rows, CrossEntropyLoss(), loss_token_count)["loss"]
-    return float((scores - expected).abs().max()), abs(found - float(loss)), len(engine._cut(rows)[1])
+    own = len(micro_batches(rows, engine.config.max_tokens_per_mb, VOCAB)[1])
+    return float((scores - expected).abs().max()), abs(found - float(loss)), own
 
 
 @pytest.mark.parametrize("case", UNEVEN, ids=[case.name for case in UNEVEN])
@@ -123,19 +131,12 @@ def test_a_pipeline_keeps_no_schedule_of_an_earlier_shape(
     assert ranks(2).run(train_on_many_shapes, str(reference(case)), case) == [(1, False)] * 2
 
 
-class _Fails:
-    def __call__(self, *_: Any) -> Any:
-        raise ZeroDivisionError("in the loss")
-
-
 def train_after_an_error(folder: str, case: Case) -> str:
     engine = engine_of(case, folder)
     if engine.ranks.pp.rank == 1:  # the other would wait for it
-        try:
-            engine._forward.accumulate = _Fails()  # type: ignore[method-assign]
+        fails = mock.patch.object(PipelineRunner, "accumulate", side_effect=ZeroDivisionError)
+        with fails, suppress(ZeroDivisionError):
             engine.train_batch(own_rows(engine), loss_of(case), loss_token_count)
-        except ZeroDivisionError:
-            pass
         try:
             engine.forward_batch(own_rows(engine))
         except Exception as error:  # noqa: BLE001
@@ -149,3 +150,25 @@ def test_an_error_inside_a_step_ends_a_pipelines_engine(
     case = Case("p2")
     found = ranks(2).run(train_after_an_error, str(reference(case)), case)
     assert "an error ended an earlier train_batch half way" in found[1]
+
+
+def stages_cut_by_the_family(folder: str, case: Case) -> tuple[list[int], list[str]]:
+    """Stages that the family's own function was asked for on this rank, and the layers that the rank holds."""
+    asked = []
+
+    def cut(model: Any, plan: StagePlan, stage: int) -> None:
+        asked.append(stage)
+        prune(model, plan, stage)
+
+    spec = replace(get_model_spec("qwen3"), pipelining_fn=cut)
+    with mock.patch("archon.engine.engine.get_model_spec", return_value=spec):
+        engine = engine_of(case, folder)
+    return asked, sorted({name.split(".")[1] for name, _ in engine.model.named_parameters() if "layers." in name})
+
+
+def test_pipelining_fn_of_a_family_cuts_its_stages(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
+) -> None:
+    case = Case("p2", config={"pipeline": {"schedule": "zbv"}})
+    found = ranks(2).run(stages_cut_by_the_family, str(reference(case)), case)
+    assert found == [([0, 3], ["0", "3"]), ([1, 2], ["1", "2"])]

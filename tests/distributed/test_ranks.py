@@ -6,7 +6,9 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,11 @@ import torch
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
-from archon.parallel.agreement import AGREEMENT, Agreement
+from archon.parallel.control_plane import PATIENT, ControlPlane
 from archon.parallel.failure import Failure
 from archon.parallel.layout import parse_layout
-from archon.parallel.world import World
-from archon.schema.errors import ConfigError
+from archon.parallel.torch_groups import all_groups, default_group, set_time_limit, time_limit
+from archon.schema.errors import CheckpointError, ConfigError
 from tests.distributed.cases import Case, engine_config, rows_of
 from tests.distributed.matrix import data_of
 from tests.distributed.pool import Pool
@@ -62,12 +64,12 @@ def test_metrics_of_other_names_end_every_rank(
 def gloo_threads(folder: str) -> tuple[set[int], int, set[float]]:
     """Worker threads of each process group, threads of this process that wait for the network, and the limits in
     seconds of the groups that train."""
-    Agreement.of_world("saves").share("")  # which waits for files, and keeps its own
+    ControlPlane.patient("saves").barrier()  # which waits for files, and keeps its own
     engine = ArchonEngine(engine_config(Case("d2"), f"{folder}/checkpoint", "d2", timeout_s=217.0))
     engine.initialize()
-    groups = list(torch.distributed.distributed_c10d._world.pg_map)
+    groups = all_groups()
     options = {group: group._get_backend(torch.device("cpu")).options for group in groups}
-    train = [of for group, of in options.items() if not group.group_desc.startswith(AGREEMENT)]
+    train = [of for group, of in options.items() if not group.group_desc.startswith(PATIENT)]
     assert 10 < len(train) < len(groups)
     workers, limits = {of._threads for of in options.values()}, {of._timeout.total_seconds() for of in train}
     agree = {of._timeout.total_seconds() for of in options.values() if of not in train}
@@ -86,12 +88,101 @@ def test_gloo_groups_have_one_worker_and_share_a_device(
     assert ranks(2).run(gloo_threads, str(reference(Case("d2")))) == [({1}, 1, {217.0})] * 2
 
 
+def talk(_: str) -> list[Any]:
+    """What each way of telling one another gives on this rank."""
+    plane = ControlPlane.of_run()
+    rank = plane.rank
+
+    def fails_on_rank_1() -> str:
+        if rank == 1:
+            raise ZeroDivisionError("no such number")
+        return "done"
+
+    try:
+        plane.run_on_all(fails_on_rank_1)
+        raised = ""
+    except (CheckpointError, ZeroDivisionError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    done: list[int] = []
+    plane.main_first(lambda: done.append(rank))
+    return [
+        plane.broadcast_json(lambda: {"said by": rank}, source=1),
+        plane.gather(b"x" * rank),
+        plane.all_gather(f"of {rank}".encode()),
+        plane.all_gather_tensor(torch.tensor([rank])).tolist(),
+        plane.all_reduce_max(5 - rank),
+        plane.run_on_all(lambda: rank),
+        raised,
+        done,
+    ]
+
+
+def test_ranks_tell_one_another(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    told = [{"said by": 1}, [b"of 0", b"of 1"], [[0], [1]], 5]
+    first, second = ranks(2).run(talk, str(tmp_path))
+    assert [first[0], *first[2:5]] == [second[0], *second[2:5]] == told
+    assert (first[1], second[1]) == ([b"", b"x"], [])
+    assert (first[5], second[5]) == (0, 1)
+    assert first[6] == "CheckpointError: rank 1 failed: ZeroDivisionError: no such number"
+    assert second[6] == "ZeroDivisionError: no such number"
+    assert (first[7], second[7]) == ([0], [])
+
+
+def talk_in_two_threads(_: str) -> list[int]:
+    """A thread tells the others something on a plane of its own while the main thread does on its own."""
+    found: list[int] = []
+    saves, run = ControlPlane.patient("saves"), ControlPlane.of_run()
+    saves.barrier()  # groups are made by the main thread
+
+    def save() -> None:
+        found.extend(saves.all_reduce_max(number) for number in range(200))
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    own = [run.all_reduce_max(number) for number in range(200)]
+    thread.join()
+    return found if found == own else []
+
+
+def test_a_thread_talks_while_the_main_thread_does(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    assert ranks(2).run(talk_in_two_threads, str(tmp_path)) == [list(range(200))] * 2
+
+
+def test_one_process_agrees_with_itself() -> None:
+    plane = ControlPlane()
+    assert (plane.is_main, plane.broadcast_json(lambda: [1]), plane.gather(b"a"), plane.all_gather(b"a")) == (
+        True,
+        [1],
+        [b"a"],
+        [b"a"],
+    )
+    assert plane.all_gather_tensor(torch.tensor([3])).tolist() == [[3]]
+
+
+def limits(_: str) -> tuple[float, float, float]:
+    """Seconds that planes wait which are made under a short limit, and a patient one under a long one."""
+    world = default_group()
+    before = time_limit(world)
+    set_time_limit(world, timedelta(seconds=217))
+    short = [plane.connect() for plane in (ControlPlane._of_world("a", False), ControlPlane._of_world("b", True))]
+    set_time_limit(world, timedelta(seconds=7200))
+    long = ControlPlane.patient("c").connect()
+    set_time_limit(world, before)
+    return tuple(time_limit(group).total_seconds() for group in (*short, long))  # type: ignore[return-value]
+
+
+def test_a_patient_plane_waits_half_an_hour_or_the_time_limit_where_that_is_longer(
+    ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    assert ranks(2).run(limits, str(tmp_path)) == [(217.0, 1800.0, 7200.0)] * 2
+
+
 def compare(_: str) -> list[str]:
-    World.now().require_same("train.jsonl", "5 rows")
+    ControlPlane.of_run().require_same("train.jsonl", "5 rows")
     messages = []
     for values in (("5 rows", "6 rows"), ("", "6 rows")):
         try:
-            World.now().require_same("train.jsonl", values[World.now().rank])
+            ControlPlane.of_run().require_same("train.jsonl", values[ControlPlane.of_run().rank])
         except ConfigError as error:
             messages.append(str(error))
     return messages

@@ -18,7 +18,7 @@ from archon.engine.train_step import micro_batches
 from archon.models.layers.moe import expert_biases, load_balancing_loss
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
-from tests.distributed.cases import LENGTHS, Case, batch, engine_config, gradients, write_config
+from tests.distributed.cases import LENGTHS, Case, batch, engine_config, whole_gradients, write_config
 from tests.models.reference import FIRST_MOE_SEED, build_pair, checkpoint_tensors, pack, random_config, relative
 from tests.tolerances import PARITY_FP32
 
@@ -99,16 +99,14 @@ def test_the_engine_adds_the_auxiliary_loss_of_a_micro_batch(tmp_path: Path) -> 
     tokens = pack([29], config.vocab_size, 2)[0]
     data = {name: torch.ones(1, 29, dtype=torch.int64) for name in ("attention_mask", "loss_mask")}
     data["input_ids"] = tokens.unsqueeze(0)
-    parts = engine._cut(data)[1]
-    loss, sums = engine._forward.accumulate(parts, SFT, loss_token_count, 28.0, 1.0, False)
-    read = engine._forward.read(sums, loss=loss)
+    found, read = whole_gradients(engine, data, SFT)
+    assert read["loss_weight"] == 28.0
     out = reference(input_ids=tokens.unsqueeze(0), use_cache=False, output_router_logits=True)
     entropy = torch.nn.functional.cross_entropy(out.logits[0, :-1], tokens[1:])
     aux = load_balancing_loss_func(out.router_logits, config.num_experts, config.num_experts_per_tok)
     assert read["loss"] == pytest.approx(float(entropy.detach()), rel=PARITY_FP32)
     assert read["router_aux_loss"] == pytest.approx(float(aux.detach()), rel=PARITY_FP32)
     (entropy + 0.3 * aux).backward()
-    found = gradients(engine)
     for name, gradient in adapter.from_hf(checkpoint_tensors(reference, gradients=True)).items():
         assert relative(found[name], gradient) <= PARITY_FP32, name
 

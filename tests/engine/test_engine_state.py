@@ -219,11 +219,11 @@ def test_a_state_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"w1.weight' is torch.float32 \(70, 48\) in the checkpoint, expected"):
         wider.load_state_dict(state)
     frozen = make_engine(tmp_path / "a", optimizer=None)
-    with pytest.raises(CheckpointError, match="has an optimiser state and this engine does not"):
+    with pytest.raises(CheckpointError, match="has an optimizer state and this engine does not"):
         frozen.load_state_dict(state)
     broken = copy.deepcopy(state)
     del broken["optimizer"]["norm.weight"]
-    with pytest.raises(CheckpointError, match=r"optimiser entries are not this model's: it lacks norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"optimizer entries are not this model's: it lacks norm\.weight"):
         engine.load_state_dict(broken)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from archon.engine.batch import PackedBatch, pack
 from archon.engine.engine import ArchonEngine
@@ -18,6 +19,7 @@ from tests.engine.tiny import (
     assert_gradients_close,
     documents,
     engine_gradients,
+    full_tensor,
     loss_masks,
     make_engine,
     padded,
@@ -235,3 +237,20 @@ def test_forward_batch_is_token_aligned(tmp_path: Path, max_tokens: int) -> None
         assert not logp[row, :start].any() and not entropy[row, :start].any()
     only = engine.forward_batch(batch, temperature=0.5, only_trained=True)
     torch.testing.assert_close(only, logp * batch["loss_mask"], rtol=REORDER_FP64, atol=0)
+
+
+@pytest.mark.parametrize("config", [{}, {"dtype": "bfloat16", "optimizer": {"lr": 1e-4}}], ids=["plain", "sharded"])
+def test_gradients_are_those_of_a_step_that_is_not_taken(tmp_path: Path, config: dict[str, Any]) -> None:
+    config = {"optimizer": {"lr": 1e-4}} | config
+    engine, batch = make_engine(tmp_path, **config), sft_batch()
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    whole, metrics = engine.gradients(batch, CrossEntropyLoss(), loss_token_count)
+    local, again = engine.gradients(batch, CrossEntropyLoss(), loss_token_count, whole=False)
+    assert whole.keys() == local.keys() == before.keys()
+    assert all(torch.equal(whole[name], full_tensor(local[name])) for name in whole)
+    assert all(not isinstance(grad, DTensor) and grad.shape == before[name].shape for name, grad in whole.items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
+    assert all(parameter.grad is None for parameter in engine.model.parameters()) and engine.step == 0
+    step = engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+    assert again == metrics == {name: step[name] for name in metrics}
+    assert step.keys() - metrics.keys() == {"lr", "skipped"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from archon.engine import heap
-from archon.engine.heap import give_back
+from archon.engine.heap import trim_if_grown
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.kernel_caches import bound_kernel_caches
 from tests.engine.tiny import make_engine, sft_batch
@@ -34,9 +34,9 @@ def holes(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def test_they_go_back_and_then_only_after_more_growth(holes: int) -> None:
-    assert give_back("a test")
+    assert trim_if_grown("a test")
     assert heap._resident_bytes() < holes - HOLES // 2
-    assert not give_back("a test")
+    assert not trim_if_grown("a test")
 
 
 def test_they_go_back_at_the_end_of_a_training_step(tmp_path: Path, holes: int) -> None:
@@ -48,7 +48,7 @@ def test_they_go_back_at_the_end_of_a_training_step(tmp_path: Path, holes: int) 
 def test_another_c_library_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_malloc_trim", lambda: None)
     monkeypatch.setattr(heap, "_allowed", 0.0)
-    assert not give_back("a test")
+    assert not trim_if_grown("a test")
 
 
 def holding(monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
@@ -62,20 +62,20 @@ def holding(monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
 def test_what_a_step_needs_each_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, 1400, 500, 1400, 1400, 1800, 1900, 500, 1400, 1900, 500)
     #   the first time; the next step is what a step needs: 1400 * 1.25 + 64 = 1814 may be held, until 1900 are
-    assert [give_back("training") for _ in range(7)] == [True, False, False, False, True, False, True]
+    assert [trim_if_grown("training") for _ in range(7)] == [True, False, False, False, True, False, True]
 
 
 def test_so_is_what_a_turn_of_several_works_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, 1400, 500, 600, 1400, 1400)
     works = ("training", "generation", "training", "generation")
-    assert [give_back(work) for work in works] == [True, False, False, False]
+    assert [trim_if_grown(work) for work in works] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("once", [800, 20_000])
 def test_what_is_held_once_goes_back(once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an evaluation left behind, or one long batch, just after the step that shows what is needed."""
     holding(monkeypatch, 400, 200, once, 200, 400, 400)
-    assert [give_back("training") for _ in range(4)] == [True, True, False, False]
+    assert [trim_if_grown("training") for _ in range(4)] == [True, True, False, False]
 
 
 RAGGED = """

@@ -52,7 +52,7 @@ def test_the_host_waits_once_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf: dict[str, Any], loss_fn: Any
 ) -> None:
     engine = make_engine(tmp_path, hf=hf, optimizer={"lr": 1e-3})
-    accumulate, tolist = train_step.Forward.accumulate, Tensor.tolist
+    accumulate, tolist = train_step.MicroBatchRunner.accumulate, Tensor.tolist
     waits, reads, step = Waits(), list[tuple[int, ...]](), ExitStack()
 
     def watched(forward: Any, parts: Any, *rest: Any) -> Any:
@@ -66,7 +66,7 @@ def test_the_host_waits_once_a_step(
         reads.append(tuple(tensor.shape))
         return tolist(tensor)
 
-    monkeypatch.setattr(train_step.Forward, "accumulate", watched)
+    monkeypatch.setattr(train_step.MicroBatchRunner, "accumulate", watched)
     monkeypatch.setattr(Tensor, "tolist", read)
     with step:
         metrics = engine.train_batch(sft_batch(), loss_fn, loss_token_count)

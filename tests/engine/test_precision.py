@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
+from archon.parallel.phase import listening
 from archon.schema.errors import ConfigError
 from tests.engine.tiny import LENGTHS, assert_gradients_close, engine_gradients, make_engine, sft_batch
 from tests.tolerances import BF16_COMPUTE, FORMULA_FP32, REORDER_FP32
@@ -60,14 +62,18 @@ class LiveStorages(TorchDispatchMode):
 
 def kept_bytes(engine: ArchonEngine, batch: dict[str, Tensor]) -> int:
     """Bytes alive between forward and backward that were not alive before."""
-    mb = pack(batch)
-    with LiveStorages() as storages:
-        loss, _ = engine._forward.loss(mb, SFT, 1.0)
-        gc.collect()
-        kept = storages.bytes_alive()
-    loss.backward()
-    engine.model.zero_grad()
-    return kept
+    storages, kept = LiveStorages(), []
+
+    def measure(part: str) -> AbstractContextManager[Any]:
+        if part == "backward":
+            gc.collect()
+            kept.append(storages.bytes_alive())
+        return storages if part == "forward" else nullcontext()
+
+    with listening(measure):
+        engine.gradients(batch, SFT, loss_token_count)
+    assert len(kept) == 1  # one micro-batch
+    return kept[0]
 
 
 def test_bf16_compute_keeps_fp32_masters(tmp_path: Path) -> None:
@@ -277,8 +283,11 @@ def saved_bytes(engine: ArchonEngine, batch: dict[str, Tensor]) -> int:
         saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with saved_tensors_hooks(remember, lambda x: x):
-        engine._forward.loss(pack(batch), SFT, 1.0)
+    def remember_in_forward(part: str) -> AbstractContextManager[Any]:
+        return saved_tensors_hooks(remember, lambda x: x) if part == "forward" else nullcontext()
+
+    with listening(remember_in_forward):
+        engine.gradients(batch, SFT, loss_token_count)
     return sum(saved.values())
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.schema.errors import BatchError
 from tests.engine.tiny import VOCAB, make_engine, padded
 from tests.tolerances import INVARIANCE_FP64
 
@@ -65,6 +67,19 @@ def test_sharing_changes_nothing_but_the_work(tmp_path: Path, variant: dict[str,
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+def assert_nothing_shared(engine: ArchonEngine) -> None:
+    """Looks at the micro-batches of `answers`, and stops before the model runs."""
+    seen = []
+
+    def weightless(mb: PackedBatch) -> Tensor:
+        seen.append(mb.shared)
+        return torch.zeros(())
+
+    with pytest.raises(BatchError, match="nothing to train"):
+        engine.eval_batch(answers(), CrossEntropyLoss(), weightless)
+    assert seen == [None] * len(seen) and seen
+
+
 @pytest.mark.parametrize(
     ("model", "config"),
     [
@@ -78,10 +93,10 @@ def test_where_it_would_not_be_the_same_nothing_is_shared(
     tmp_path: Path, model: dict[str, Any], config: dict[str, Any]
 ) -> None:
     engine = make_engine(tmp_path, hf=model, max_tokens_per_mb=4096, **config)
-    assert all(part.shared is None for part in engine._cut(answers())[1])
+    assert_nothing_shared(engine)
 
 
 def test_routers_count_every_token(tmp_path: Path) -> None:
     moe = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     engine = make_engine(tmp_path, hf=moe | {"norm_topk_prob": True}, max_tokens_per_mb=4096)
-    assert all(part.shared is None for part in engine._cut(answers())[1])
+    assert_nothing_shared(engine)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import LossFn, LossWeightFn
-from archon.engine.train_step import micro_batches, total_weight
 from archon.schema.config import EngineConfig
 
 VOCAB = 101
@@ -111,11 +110,12 @@ def engine_gradients(
     reduce_every: bool = False,
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of a batch and every parameter's gradient, by the engine's own path up to the optimiser."""
-    engine.model.zero_grad(set_to_none=True)
-    _, parts = micro_batches(batch, max_tokens, VOCAB)
-    weight = total_weight(parts, weight_fn, engine.ranks, engine.device)
-    loss, _ = engine._forward.accumulate(parts, loss_fn, weight_fn, weight, temperature, reduce_every)
-    return float(loss), take_gradients(engine.model)
+    engine.config.max_tokens_per_mb = max_tokens
+    engine.config.gradient_reduction = "per_microbatch" if reduce_every else "per_step"
+    grads, metrics = engine.gradients(batch, loss_fn, weight_fn, temperature, whole=False)
+    missing = dict(engine.model.named_parameters()).keys() - grads.keys()
+    assert not missing, f"{sorted(missing)} have no gradient"
+    return metrics["loss"], {name: full_tensor(grad) for name, grad in grads.items()}
 
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:

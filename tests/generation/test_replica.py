@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from archon.generation import InProcessEngine, fingerprint
 from archon.generation.config import GeneratorConfig
-from archon.generation.replica import build_replica, copy_weights
+from archon.generation.replica import build_replica, copy_weights, empty_replica
 from archon.models import BaseArchonModel
 from archon.models.layers.moe import expert_biases
+from archon.parallel.dims import ensure_process_group
 from archon.schema.errors import RolloutError
 from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
 from tests.tolerances import GENERATED_LOGPROB_FP64, PARITY_FP32
@@ -58,6 +61,21 @@ def test_weights_are_shared_where_dtypes_match_and_the_model_is_not_wrapped(fami
     assert not build_replica(model, dtype=torch.bfloat16)[1]
     with pytest.raises(RolloutError, match="or of another dtype"):
         build_replica(model, mode="alias", dtype=torch.bfloat16)
+
+
+def test_a_replica_is_of_the_class_the_model_was_built_as() -> None:
+    """Also where `fully_shard` has put one of its own in front, and whatever the class is called."""
+    source = make_model()
+    own = type("FSDPFriendlyModel", (type(source),), {})
+    model = own(source.args)
+    model.load_state_dict(source.state_dict())
+    model.to(source.norm.weight.dtype)
+    ensure_process_group("cpu")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert type(model) is not own
+    for replica in (build_replica(model)[0], empty_replica(model, torch.float32, torch.device("cpu"))):
+        assert type(replica) is own
+    assert fingerprint(build_replica(model)[0]) == fingerprint(source)
 
 
 def test_a_wrapped_model_is_copied_and_never_run() -> None:

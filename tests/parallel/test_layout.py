@@ -78,13 +78,13 @@ def test_dp_shard_minus_one_fills_the_rest() -> None:
 
 def test_derived_sizes() -> None:
     dims = ArchonParallelDims(dp_replicate=2, dp_shard=2, cp=2, tp=2, pp=2, ep=4, etp=2, world_size=32)
-    flags = (dims.pp_enabled, dims.dp_shard_enabled, dims.dp_replicate_enabled, dims.dp_enabled, dims.cp_enabled)
+    flags = (dims.pp_enabled, dims.dp_shard_enabled, dims.dp_replicate_enabled, dims.cp_enabled)
     assert all((*flags, dims.tp_enabled, dims.ep_enabled, dims.etp_enabled, dims.fsdp_enabled))
     assert dims.context_and_model_parallel_size == 8
     assert dims.fsdp_gradient_divide_factor == 8
     assert dims.seq_len_divisor == 4
     one = ArchonParallelDims()
-    flags = (one.pp_enabled, one.dp_shard_enabled, one.dp_replicate_enabled, one.dp_enabled, one.cp_enabled)
+    flags = (one.pp_enabled, one.dp_shard_enabled, one.dp_replicate_enabled, one.cp_enabled)
     assert not any((*flags, one.tp_enabled, one.ep_enabled, one.etp_enabled, one.fsdp_enabled))
     assert (one.dp_shard, one.seq_len_divisor, one.fsdp_gradient_divide_factor) == (1, 1, 1)
 

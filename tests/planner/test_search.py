@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from archon.checkpoint.hf_io import read_hf_config
-from archon.engine.layout_check import check_layout
 from archon.models import get_model_spec, get_supported_model_types
 from archon.parallel.layout import parse_layout
+from archon.parallel.resolve import resolve_layout
 from archon.planner.describe import as_json, describe, speed, why_none
 from archon.planner.hardware import read_hardware
 from archon.planner.search import NOT_TRIED, LeftOut, Plan, Planner, Question, layouts, micro_batches
@@ -53,7 +53,7 @@ def test_every_supported_model_gets_a_layout_of_eight_gpus_or_a_reason(model: st
     assert seconds == sorted(seconds)
     for placed in found.best:
         config = planner(model).config(found.question, placed.candidate)
-        check_layout(config, planner(model).args, parse_layout(config.layout, 8).dims("cuda"))
+        assert resolve_layout(config, planner(model).args.sizes, "cuda").layout.world_size == 8
         taken = placed.memory.total + found.hardware.reserve_bytes + placed.spare
         assert taken <= found.hardware.memory_bytes
         assert 0 < speed(found, placed.candidate)[1] < 1

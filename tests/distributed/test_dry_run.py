@@ -1,4 +1,4 @@
-"""What is foretold of a rank that does not exist is what a real rank of the same layout holds and sends."""
+"""What is predicted of a rank that does not exist is what a real rank of the same layout holds and sends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from archon.checkpoint.hf_io import read_hf_config
-from archon.engine.dry_run import Reach, documents, measured, reach
+from archon.engine.dry_run import RankReport, documents, dry_run, rank_report
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models import get_model_spec
@@ -43,18 +43,18 @@ def config(path: str, layout: str, options: dict[str, Any]) -> EngineConfig:
     return EngineConfig.model_validate(base | options)
 
 
-def real(path: str, layout: str, options: dict[str, Any], micro_batches: int) -> Reach:
+def real(path: str, layout: str, options: dict[str, Any], micro_batches: int) -> RankReport:
     """On every rank: a step that is really taken."""
     engine = ArchonEngine(config(path, layout, options))
     engine.initialize()
     with CollectiveRecorder(group_names(engine.parallel_dims)) as recorder:
         batch = documents(engine.args.vocab_size, TOKENS * micro_batches)
         engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
-    return measured(engine, dist.get_rank(), recorder.sums)
+    return rank_report(engine, dist.get_rank(), recorder.sums)
 
 
 @pytest.mark.parametrize(("layout", "model", "options", "micro_batches"), CASES, ids=lambda x: str(x))
-def test_the_foretold_rank_is_the_real_one(
+def test_the_predicted_rank_is_the_real_one(
     layout: str,
     model: str,
     options: dict[str, Any],
@@ -66,11 +66,11 @@ def test_the_foretold_rank_is_the_real_one(
     with Pool(parse_layout(layout).world_size) as pool:
         found = pool.run(real, path, layout, options, micro_batches)
     for rank in (0, len(found) - 1):
-        foretold = reach(config(path, layout, options), rank, TOKENS, micro_batches)
-        assert comparable(foretold) == comparable(found[rank])
+        predicted = dry_run(config(path, layout, options), rank, TOKENS, micro_batches)
+        assert comparable(predicted) == comparable(found[rank])
 
 
-def comparable(of: Reach) -> Reach:
+def comparable(of: RankReport) -> RankReport:
     """Without what depends on values: bytes of tokens sent to experts, and of the metrics told through a pipeline."""
     step = {
         traffic: Sum(total.count) if traffic.kind in ("all_to_all", "broadcast") else total
@@ -81,7 +81,7 @@ def comparable(of: Reach) -> Reach:
 
 def test_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="ranks 0 to 3, got rank 4"):
-        reach(config(write_config(tmp_path, "dense"), "d2t2", {}), 4, TOKENS)
+        dry_run(config(write_config(tmp_path, "dense"), "d2t2", {}), 4, TOKENS)
 
 
 def published(model: str) -> int:
@@ -122,7 +122,7 @@ def test_real_models_on_4096_ranks(model: str, layout: str, rank: int) -> None:
     path = str(CONFIGS / model)
     dims = parse_layout(layout).dims()
     assert dims.world_size == 4096
-    found = reach(config(path, layout, {"dtype": "bfloat16"}), rank, 1024)
+    found = dry_run(config(path, layout, {"dtype": "bfloat16"}), rank, 1024)
 
     hf_config = json.loads((CONFIGS / model / "config.json").read_text())
     shapes = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(read_hf_config(path)).native_shapes

@@ -1,4 +1,4 @@
-"""Whether a model fits a layout: every rule by name, with neighbours that do fit."""
+"""Which layouts a model can be trained in: every rule by name, with neighbours that fit, and what is decided."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
-from archon.parallel.fit import Fit
 from archon.parallel.layout import ModelSizes, parse_layout
-from archon.schema.config import PipelineConfig
+from archon.parallel.pipeline import plan_stages
+from archon.parallel.resolve import resolve_layout
+from archon.schema.config import EngineConfig, PipelineConfig
 from archon.schema.errors import LayoutError
 
 DENSE = ModelSizes(heads=8, key_heads=4, vocab=104, layers=4, hidden=(72,))
 MOE = ModelSizes(heads=8, key_heads=4, vocab=104, layers=4, hidden=(72, 40), experts=6, expert_hidden=9)
+
+
+def config(layout: str, **options: Any) -> EngineConfig:
+    return EngineConfig(path="model", layout=layout, **options)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +49,15 @@ MOE = ModelSizes(heads=8, key_heads=4, vocab=104, layers=4, hidden=(72, 40), exp
 def test_a_broken_rule_is_named_with_neighbours_that_fit(
     layout: str, sizes: ModelSizes, options: dict[str, Any], rule: str
 ) -> None:
-    fit = Fit(sizes, **options)
     with pytest.raises(LayoutError) as refused:
-        fit.check(parse_layout(layout))
+        resolve_layout(config(layout, **options), sizes)
     message = str(refused.value)
     assert rule in message
     near = re.findall(r"\([^)]*\)|[a-z0-9]+", message.partition("nearest layouts that this model fits: ")[2])
     assert near
     for text in near:
         assert parse_layout(text).world_size == parse_layout(layout).world_size
-        fit.check(parse_layout(text))
+        assert str(resolve_layout(config(text, **options), sizes)) == text
 
 
 @pytest.mark.parametrize(
@@ -67,4 +71,14 @@ def test_a_broken_rule_is_named_with_neighbours_that_fit(
     ],
 )
 def test_what_fits_is_accepted(layout: str, sizes: ModelSizes) -> None:
-    Fit(sizes).check(parse_layout(layout))
+    assert resolve_layout(config(layout), sizes).layout == parse_layout(layout)
+
+
+def test_what_is_decided_with_the_layout() -> None:
+    found = resolve_layout(config("c4"), DENSE)
+    assert (found.context_parallel, found.stages, found.dims.cp, found.compiled) == ("ulysses", None, 4, False)
+    assert resolve_layout(config("c3"), DENSE).context_parallel == "allgather"  # 3 does not divide the 8 heads
+    assert resolve_layout(config("c4", context_parallel="allgather"), DENSE).context_parallel == "allgather"
+    staged = resolve_layout(config("p2"), DENSE, "cuda")
+    assert staged.stages == plan_stages("1f1b", 2, 4, head_weight=PipelineConfig().head_weight)
+    assert staged.compiled and staged.dims.device_type == "cuda"

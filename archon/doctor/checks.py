@@ -1,6 +1,6 @@
 """What is wrong with a layout on real ranks: groups that do not communicate, copies that differ, shards that are not.
 
-Every function is called by all ranks and gives all of them the same answer; what travels is integers.
+Every function is called by all ranks and returns the same on all of them; only integers are sent.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from archon.engine.engine import ArchonEngine
 from archon.parallel.collectives import layout_groups
 from archon.parallel.comm import Group, all_gather_replicated, all_reduce, all_to_all, reduce_scatter
+from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_tensor, own_part
-from archon.parallel.ranks import SOLO
 
 # Dimensions a parameter may have; what is reported of one is its bounds in each.
 MAX_DIMS = 3
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes on one rank: its shards of the weights, of the moments, and the most the process or its GPU has held."""
 
     parameters: int
@@ -37,18 +36,9 @@ class Memory:
     peak: int
 
 
-def world() -> Group:
-    """All ranks as one group."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return SOLO
-    group = dist.group.WORLD
-    assert group is not None
-    return Group(group.group_name, group.size(), group.rank())
-
-
-def _gathered(rows: Tensor) -> Tensor:
-    """int64 [n, k] of each rank to [ranks, n, k]."""
-    return all_gather_replicated(rows.unsqueeze(0), world())
+def _gathered(rows: list[list[int]]) -> Tensor:
+    """n rows of k integers on each rank to int64 [ranks, n, k]."""
+    return ControlPlane.of_run().all_gather_tensor(torch.tensor(rows))
 
 
 def _expected_sum(group: Group, x: Tensor) -> bool:
@@ -87,12 +77,12 @@ COLLECTIVES: dict[str, Callable[[Group, Tensor], bool]] = {
 def self_test(dims: ArchonParallelDims, device: torch.device) -> list[str]:
     """Run every collective over every group of the layout on known numbers; a line for each that a rank got wrong,
     with the mesh dimension and those ranks, none where all is well."""
-    groups = [(name, Group(pg.group_name, pg.size(), pg.rank())) for name, pg in layout_groups(dims)]
+    groups = [(name, Group.of_process_group(pg)) for name, pg in layout_groups(dims)]
     ones = torch.ones(4, dtype=torch.int64, device=device)
     wrong = [[int(not check(group, ones)) for check in COLLECTIVES.values()] for _, group in groups]
     if not groups:
         return []
-    found = _gathered(torch.tensor(wrong, device=device))
+    found = _gathered(wrong)
     return [
         f"{collective} over {name} is wrong on {_ranks(found[:, row, column].nonzero().flatten().tolist())}"
         for row, (name, _) in enumerate(groups)
@@ -105,7 +95,7 @@ def inconsistencies(engine: ArchonEngine) -> list[str]:
     """Parts of parameters, and balancing biases, of which several ranks hold copies that are not bitwise equal.
 
     What must be equal follows from where a rank's part lies in the whole: the same part of the same parameter, be the
-    ranks replicas, tensor-parallel neighbours or the two ends of a pipeline that share a tied matrix. A line each,
+    ranks replicas, tensor-parallel neighbors or the two ends of a pipeline that share a tied matrix. A line each,
     with the ranks that differ from most.
     """
     names = sorted(engine.adapter.native_shapes)
@@ -114,9 +104,9 @@ def inconsistencies(engine: ArchonEngine) -> list[str]:
     if engine.adapter.is_tied:
         index["output.weight"] = index["tok_embeddings.weight"]
     rows = [row for name, tensor in _state(engine) if name in index for row in _row(index[name], tensor)]
-    count = int(all_reduce(torch.tensor(len(rows), device=engine.device), world(), "max"))
+    count = ControlPlane.of_run().all_reduce_max(len(rows))
     rows += [[-1] * (2 + 2 * MAX_DIMS)] * (count - len(rows))
-    found = _gathered(torch.tensor(rows, device=engine.device)).tolist()
+    found = _gathered(rows).tolist()
     copies: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
     for rank, parts in enumerate(found):
         for *part, digest in parts:
@@ -154,8 +144,8 @@ def _ranks(ranks: Iterable[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def memory(engine: ArchonEngine) -> list[Memory]:
-    """Of each rank, in order."""
+def memory(engine: ArchonEngine) -> list[RankMemory]:
+    """Returns one report per rank, in rank order."""
     state = [] if engine.optimizer is None else engine.optimizer.state.values()
     moments = [local_tensor(x) for per in state for x in per.values() if isinstance(x, Tensor)]
     own = [local_tensor(parameter) for parameter in engine.model.parameters()]
@@ -164,11 +154,11 @@ def memory(engine: ArchonEngine) -> list[Memory]:
     else:  # KiB, but on macOS bytes
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     sizes = [sum(x.numel() * x.element_size() for x in tensors) for tensors in (own, moments)]
-    return [Memory(*row) for row in _gathered(torch.tensor([[*sizes, peak]], device=engine.device))[:, 0].tolist()]
+    return [RankMemory(*row) for row in _gathered([[*sizes, peak]])[:, 0].tolist()]
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParameterPlacement:
     """How the parameters of one name (layers as `*`) lie: `shape` of the whole, `local` of this rank's part, `places`
     such as `dp_shard_cp: dim 0`.
 
@@ -184,19 +174,21 @@ class Placement:
     uneven: bool
 
 
-def placements(engine: ArchonEngine) -> list[Placement]:
+def placements(engine: ArchonEngine) -> list[ParameterPlacement]:
     """Every parameter of this rank, those that differ in the layer alone as one."""
-    found: dict[Placement, int] = Counter()
+    found: dict[ParameterPlacement, int] = Counter()
     for name, parameter in engine.model.named_parameters():
         parts = ["*" if part.isdigit() else part for part in name.split(".")]
         found[_placement(".".join(parts), parameter)] += 1
-    return [Placement(p.name, count, p.shape, p.local, p.places, p.sharded, p.uneven) for p, count in found.items()]
+    return [
+        ParameterPlacement(p.name, count, p.shape, p.local, p.places, p.sharded, p.uneven) for p, count in found.items()
+    ]
 
 
-def _placement(name: str, parameter: Tensor) -> Placement:
+def _placement(name: str, parameter: Tensor) -> ParameterPlacement:
     shape, local = tuple(parameter.shape), tuple(local_tensor(parameter).shape)
     if not isinstance(parameter, DTensor):
-        return Placement(name, 0, shape, local, (), False, False)
+        return ParameterPlacement(name, 0, shape, local, (), False, False)
     mesh = parameter.device_mesh
     places, sharded, ways = [], False, [1] * len(shape)
     for dim, (axis, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)):
@@ -208,4 +200,4 @@ def _placement(name: str, parameter: Tensor) -> Placement:
         ways[cut] *= mesh.size(dim)
         sharded |= axis in ("dp_shard_cp", "edp")
     uneven = any(size % parts for size, parts in zip(shape, ways, strict=True))
-    return Placement(name, 0, shape, local, tuple(places), sharded, uneven)
+    return ParameterPlacement(name, 0, shape, local, tuple(places), sharded, uneven)

@@ -1,0 +1,146 @@
+"""Micro-batches through the stages of a pipeline, by PyTorch's schedules, whose private parts stand here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from archon.parallel.comm import Group
+from archon.parallel.phase import phase
+from archon.parallel.pipeline import StagedModel, StagePlan
+from archon.parallel.torch_parts import require_parts
+
+_CLASSES = {
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
+PARTS = (
+    *(f"torch.distributed.pipelining.schedules.{name}._step_microbatches" for name in _CLASSES.values()),
+    *(
+        f"torch.distributed.pipelining.PipelineStage.{name}"
+        for name in ("forward_maybe_with_nosync", "backward_one_chunk", "backward_weight_one_chunk", "is_first")
+    ),
+)
+require_parts("pipelines", PARTS)
+
+Run = Callable[[int, int, Tensor | None], Tensor]
+"""(stage, micro-batch, hidden states of the stage before) to hidden states, or the last stage's loss, a scalar."""
+
+
+class _Stage(PipelineStage):
+    """A stage whose forward is the caller's: what a packed micro-batch is made of does not travel with it."""
+
+    run: Run
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.stage_index, kwargs["micro_batch"], None if self.is_first else args[0])
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with phase("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with phase("backward"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+class Pipeline:
+    """Runs micro-batches of one shape through the stages of one group of ranks.
+
+    Args:
+        model: this rank's stages.
+        group: the ranks of the pipeline.
+        dtype: of the hidden states.
+    """
+
+    def __init__(self, model: StagedModel, group: Group, device: torch.device, dtype: torch.dtype, dim: int) -> None:
+        self.model, self.group, self.device, self.dtype, self.dim = model, group, device, dtype, dim
+        self._built: tuple[int, int] | None = None
+        self._schedule: Any = None
+        self._stages: list[_Stage] = []
+
+    @property
+    def plan(self) -> StagePlan:
+        return self.model.plan
+
+    def backward(self, run: Run, micro_batches: int, rows: int) -> None:
+        """Every micro-batch forward and backward; gradients are reduced once, at the end.
+
+        `rows` are the rows of the hidden states that one rank passes on.
+        """
+        key = (micro_batches, rows)
+        if self._built != key:
+            # One at a time: a schedule holds receive buffers of its shape, and packed batches have many shapes.
+            self._schedule, self._stages = self._build(*key)
+            self._built = key
+        schedule, stages = self._schedule, self._stages
+        for stage in stages:
+            stage.run, stage.has_backward = run, True
+        first = [(torch.zeros((), device=self.device),) if 0 in self.model.numbers else ()] * micro_batches
+        schedule._step_microbatches(
+            first,
+            [{"micro_batch": index} for index in range(micro_batches)],
+            target_mbs=[torch.zeros((), device=self.device)] * micro_batches,
+            return_outputs=False,
+        )
+        schedule._internal_losses.clear()
+        for stage in stages:
+            del stage.run  # it holds the batch
+
+    def _build(self, micro_batches: int, rows: int) -> tuple[Any, list[_Stage]]:
+        stages = []
+        hidden = torch.empty(rows, self.dim, dtype=self.dtype, device="meta")
+        scalar = torch.empty((), dtype=torch.float32, device="meta")
+        for number, module in zip(self.model.numbers, self.model.stages, strict=True):
+            last = number == self.plan.n_stages - 1
+            stages.append(
+                _Stage(
+                    module,
+                    number,
+                    self.plan.n_stages,
+                    self.device,
+                    input_args=scalar if number == 0 else hidden.clone().requires_grad_(),
+                    output_args=scalar.clone().requires_grad_() if last else hidden.clone().requires_grad_(),
+                    group=self.group.process_group,
+                )
+            )
+        make = getattr(schedules, _CLASSES[self.plan.schedule])
+        options: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
+        return make(stages[0] if make is schedules.Schedule1F1B else stages, micro_batches, **options), stages
+
+    @torch.no_grad()
+    def forward(self, run: Run, micro_batches: int, rows: int) -> None:
+        """Every micro-batch forward, one after the other."""
+        for index in range(micro_batches):
+            for number in self.model.numbers:
+                hidden = None
+                if number > 0:
+                    hidden = self._receive(number, rows)
+                out = run(number, index, hidden)
+                if number < self.plan.n_stages - 1:
+                    self._send(number, out)
+
+    def _receive(self, stage: int, rows: int) -> Tensor:
+        source = self.plan.rank_of(stage - 1)
+        if source == self.group.rank:
+            return self._kept
+        hidden = torch.empty(rows, self.dim, dtype=self.dtype, device=self.device)
+        torch.distributed.recv(hidden, group=self.group.process_group, group_src=source)
+        return hidden
+
+    def _send(self, stage: int, hidden: Tensor) -> None:
+        target = self.plan.rank_of(stage + 1)
+        if target == self.group.rank:
+            self._kept = hidden
+        else:
+            torch.distributed.send(hidden.contiguous(), group=self.group.process_group, group_dst=target)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return output

@@ -1,0 +1,47 @@
+"""What archon uses of PyTorch's dispatcher that is private: operators watched as they run, tensors without memory, and
+a process group that sends nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from archon.parallel.torch_parts import require_parts
+
+PARTS = (
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree.tree_leaves",
+    "torch.ops.aten.mm.default._opname",
+    "torch.ops._c10d_functional.wait_tensor.default",
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    "torch.testing._internal.distributed.fake_pg.FakeStore",
+    "torch.ops.aten._fused_adamw_.default",
+    "torch.ops.aten._grouped_mm.default",
+    "torch.ops.aten._local_scalar_dense.default",
+)
+require_parts("dry run and count of collectives", PARTS)
+
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "join_fake_group",
+    "tree_leaves",
+    "unset_fake_temporarily",
+    "wait_tensor",
+]
+
+
+def join_fake_group(rank: int, world_size: int) -> None:
+    """Make this process one of many in torch's `fake` backend, where a collective is done at once and sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
