@@ -130,7 +130,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     from archon.engine.build import resolve_device
     from archon.engine.layout_check import check_layout
     from archon.engine.optim import check_schedule
-    from archon.models.attention.backend import resolve_backend
+    from archon.models.attention.registry import resolve_backend
     from archon.parallel.layout import parse_layout
     from archon.parallel.process_group import require_processes, started_processes
     from archon.planner.inspect import inspect_checkpoint

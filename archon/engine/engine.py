@@ -39,7 +39,7 @@ from archon.engine.train_step import Batch, Forward, micro_batches, total_weight
 from archon.engine.watchdog import stall_watch
 from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
-from archon.models.attention.backend import resolve_backend
+from archon.models.attention.registry import resolve_backend
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
 from archon.models.state_dict import BaseStateDictAdapter
@@ -136,9 +136,10 @@ class ArchonEngine:
         tokens = TokenSplit(self.ranks, kind, config.attn_type)
         self.spec, self.args = spec, args
         # Routers count every token, and some frequencies depend on the length of a token's document.
-        alike = backend == "sdpa" and not args.sizes.experts and not args.rope_scaling.depends_on_length
+        alike = backend.attends_prefixed and not args.sizes.experts and not args.rope_scaling.depends_on_length
         alone = dims.cp * dims.tp * dims.pp == 1 and not compile_enabled(config.compile, dims.device_type)
         self._share_prefixes = config.share_prefixes and alike and alone
+        self._sort_documents = backend.batches_equal_lengths
         self._torn = False
         self._forward: Forward | PipelineForward
         if dims.pp_enabled:
@@ -418,8 +419,13 @@ class ArchonEngine:
 
     def _cut(self, batch: Batch) -> tuple[Any, list[Any]]:
         self._refuse_unfit()
-        packed, parts = micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
-        return packed, [mb.with_shared_prefixes() for mb in parts] if self._share_prefixes else parts
+        return micro_batches(
+            batch,
+            self.config.max_tokens_per_mb,
+            self.args.vocab_size,
+            share_prefixes=self._share_prefixes,
+            sort=self._sort_documents,
+        )
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
         packed, parts = self._cut(batch)

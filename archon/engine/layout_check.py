@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from archon.models.args import BaseModelArgs
+from archon.models.attention.registry import candidates
 from archon.parallel.compile import compile_enabled
 from archon.parallel.context import context_parallel_kind
 from archon.parallel.decoder import check_options
@@ -26,10 +27,11 @@ def check_layout(config: EngineConfig, args: BaseModelArgs, dims: ArchonParallel
             "none; set it to 0"
         )
     kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, sizes.heads, sizes.key_heads)
-    if dims.cp > 1 and kind == "allgather" and config.attn_type == "flash":
+    attends_gathered = all(backend.attends_gathered for backend in candidates(config.attn_type))
+    if dims.cp > 1 and kind == "allgather" and not attends_gathered:
         raise ConfigError(
-            f"attn_type = flash does not run where context parallelism gathers keys, as it does with context_parallel "
-            f"= {config.context_parallel} here; set attn_type = varlen, or context_parallel = ulysses"
+            f"attn_type = {config.attn_type} does not run where context parallelism gathers keys, as it does with "
+            f"context_parallel = {config.context_parallel} here; set attn_type = varlen, or context_parallel = ulysses"
         )
     if dims.pp_enabled:
         _check_pipeline(config, dims)
