@@ -72,7 +72,7 @@ def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
 
 
 def micro_batches(
-    batch: Batch, max_tokens: int, vocab_size: int, *, share_prefixes: bool, sort: bool
+    batch: Batch, max_tokens: int, vocab_size: int, *, share_prefixes: bool = False, sort: bool = False
 ) -> tuple[PackedBatch, list[PackedBatch]]:
     """Returns the whole batch as one pack, and its micro-batches.
 
