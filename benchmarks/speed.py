@@ -70,9 +70,9 @@ def nothing_kept(engine: Any) -> None:
 
 def kernel_for_long_documents(engine: Any) -> None:
     """torch's attention kernel whatever the length."""
-    from archon.models.attention import sdpa
+    from archon.models.attention import batched
 
-    sdpa.BLOCKWISE_FROM = 1 << 60
+    batched.BLOCKWISE_FROM = 1 << 60
 
 
 def plain_layers(engine: Any) -> None:
@@ -86,9 +86,9 @@ def plain_layers(engine: Any) -> None:
 
 def documents_as_they_come(engine: Any) -> None:
     """Documents stay in their order, so that few neighbours are of one length."""
-    from archon.models.attention.meta import PackedAttention
+    from archon.engine.batch import PackedBatch
 
-    PackedAttention.arrange = lambda self: None  # type: ignore[method-assign]
+    PackedBatch.sorted_for_model = lambda self: self  # type: ignore[method-assign]
 
 
 def scores_then_loss(engine: Any) -> None:

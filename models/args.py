@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from archon.models.attention.backend import ATTN_TYPES, AttnType
+from archon.models.attention.registry import candidates
 from archon.models.hf_config import DENSE_FIELDS, Field, read_config
 from archon.models.layers.feed_forward import ACTIVATIONS
 from archon.models.layers.rope import RopeConfig
@@ -31,7 +31,7 @@ class BaseModelArgs:
         pad_token_id: the embedding row that lookups give no gradient to, as in transformers; None for none.
         initializer_range: standard deviation of freshly initialised matrices.
         is_critic: a value head `score` in place of the language-model head.
-        attn_type: the attention backend, `auto | sdpa | varlen | flash`.
+        attn_type: the attention backend, `auto` or a registered name.
 
     Raises ConfigError for values that contradict each other.
     """
@@ -57,7 +57,7 @@ class BaseModelArgs:
     pad_token_id: int | None = None
     initializer_range: float = 0.02
     is_critic: bool = False
-    attn_type: AttnType = "auto"
+    attn_type: str = "auto"
 
     model_types: ClassVar[frozenset[str]] = frozenset()
     hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS
@@ -77,8 +77,7 @@ class BaseModelArgs:
             )
         if self.hidden_act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act is {self.hidden_act!r}; supported are {', '.join(ACTIVATIONS)}")
-        if self.attn_type not in ATTN_TYPES:
-            raise ConfigError(f"attn_type is {self.attn_type!r}; expected one of {', '.join(ATTN_TYPES)}")
+        candidates(self.attn_type)  # raises for an unknown name
         if len(self.layer_windows) != self.n_layers:
             raise ConfigError(f"layer_windows has {len(self.layer_windows)} entries for {self.n_layers} layers")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:

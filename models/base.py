@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from archon.models.args import BaseModelArgs
 from archon.models.attention.meta import AttentionMeta, PackedAttention
-from archon.models.attention.sdpa import check_lengths
 from archon.models.head import LMHead, TokenScores, WeightedLoss
 from archon.models.layers.attention import Attention
 from archon.models.layers.feed_forward import FeedForward
@@ -45,9 +44,9 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, meta: AttentionMeta) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionMeta) -> Tensor:
         """[T, dim] to [T, dim]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, meta)
+        x = x + self.attention(self.attention_norm(x), cos, sin, attention)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -59,11 +58,11 @@ class MoETransformerBlock(TransformerBlock):
         self.moe = moe
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, meta: AttentionMeta
+        self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionMeta
     ) -> tuple[Tensor, RouterStats]:
         """[T, dim] to [T, dim], and what the router did: returned, so that a recomputed one does not count twice."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, meta)
-        out, stats = self.moe(self.ffn_norm(x), meta.counted)
+        x = x + self.attention(self.attention_norm(x), cos, sin, attention)
+        out, stats = self.moe(self.ffn_norm(x), attention.valid_mask)
         return x + out, stats
 
 
@@ -144,10 +143,10 @@ class BaseArchonModel(nn.Module):
             tokens, positions = tokens.squeeze(0), positions.squeeze(0)
             labels = None if labels is None else labels.squeeze(0)
             loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
-        meta = tree_attn_meta
-        if meta is None:
-            meta = PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
-        hidden = self.hidden_states(tokens, positions, meta)
+        attention = tree_attn_meta
+        if attention is None:
+            attention = PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
+        hidden = self.hidden_states(tokens, positions, attention)
         if self.score is not None:
             values = self.score(hidden).squeeze(-1)
             if self.score.tp is not None:
@@ -167,27 +166,23 @@ class BaseArchonModel(nn.Module):
         entropies = None if scores.entropy is None else scores.entropy.unsqueeze(0)
         return TokenScores(scores.logprobs.unsqueeze(0), entropies)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, meta: AttentionMeta) -> Tensor:
-        """Tokens [T] (or a stage's hidden states [T, dim]) to hidden states [T, dim], after the final norm if owned."""
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attention: AttentionMeta) -> Tensor:
+        """Tokens [T] (or a stage's hidden states [T, dim]) to hidden states, after the final norm if this stage has it.
+
+        Returns [T, dim], or [N, dim] of the tokens that `attention.gather_index` [N] names.
+        """
         hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        meta.begin(hidden)
-        lengths = meta.document_lengths(positions) if self.args.rope_scaling.depends_on_length else None
+        attention.begin(hidden)
+        lengths = attention.document_lengths(positions) if self.args.rope_scaling.depends_on_length else None
         cos, sin = self.rope(positions, hidden.dtype, lengths)
-        arranged = None
-        if hidden.shape[0] == positions.shape[0]:  # tensor parallelism leaves each rank a share, which has no order
-            arranged = meta.arrange()
-        if arranged is not None:
-            meta = arranged.meta
-            check_lengths(arranged.back.shape[0], hidden.shape[0])
-            hidden, cos, sin = (x.index_select(0, arranged.rows) for x in (hidden, cos, sin))
         self.router_stats = []
         for block in self.layers.values():
-            hidden = block(hidden, cos, sin, meta)
+            hidden = block(hidden, cos, sin, attention)
             if isinstance(hidden, tuple):
                 hidden, stats = hidden
                 self.router_stats.append(stats)
-        if arranged is not None:
-            hidden = hidden.index_select(0, arranged.back)
+        if attention.gather_index is not None:
+            hidden = hidden.index_select(0, attention.gather_index)
         return hidden if self.norm is None else self.norm(hidden)
 
     @torch.no_grad()

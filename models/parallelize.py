@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
+from archon.models.attention.registry import saved_ops
 from archon.parallel.decoder import parallelize_decoder
 from archon.parallel.tensor import Treatment
 
 if TYPE_CHECKING:
+    from archon.models.base import BaseArchonModel
     from archon.models.spec import ParallelizeFn
     from archon.parallel.compile import CompileChoice
     from archon.parallel.dims import ArchonParallelDims
@@ -57,6 +59,7 @@ def make_parallelize_fn(tp_plan: Mapping[str, Treatment]) -> ParallelizeFn:
             cpu_offload=cpu_offload,
             reshard_after_forward_policy=reshard_after_forward_policy,
             ac_config=ac_config,
+            attention_ops=saved_ops(cast("BaseArchonModel", model).args.attn_type),
             enable_compile=enable_compile,
         )
 

@@ -83,7 +83,11 @@ def check_options(
 
 
 def check_config(
-    config: EngineConfig, dims: ArchonParallelDims, has_experts: bool, context_parallel: ContextParallelKind
+    config: EngineConfig,
+    dims: ArchonParallelDims,
+    has_experts: bool,
+    context_parallel: ContextParallelKind,
+    attends_gathered: bool,
 ) -> None:
     """Raises ConfigError for options of the engine that the layout, the model or one another excludes."""
     check_options(dims, config.cpu_offload, config.activation_checkpoint, config.compile)
@@ -92,10 +96,10 @@ def check_config(
             f"router_aux_loss_coef = {config.router_aux_loss_coef:g} evens the load of experts, and this model has "
             "none; set it to 0"
         )
-    if dims.cp_enabled and context_parallel == "allgather" and config.attn_type == "flash":
+    if dims.cp_enabled and context_parallel == "allgather" and not attends_gathered:
         raise ConfigError(
-            f"attn_type = flash does not run where context parallelism gathers keys, as it does with context_parallel "
-            f"= {config.context_parallel} here; set attn_type = varlen, or context_parallel = ulysses"
+            f"attn_type = {config.attn_type} does not run where context parallelism gathers keys, as it does with "
+            f"context_parallel = {config.context_parallel} here; set attn_type = varlen, or context_parallel = ulysses"
         )
     if dims.pp_enabled:
         _check_pipeline(config, dims)

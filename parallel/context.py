@@ -98,7 +98,7 @@ class SequenceShare:
         plan: which tokens each rank of `cp` holds.
         cp, tp: groups that split tokens; of size 1 where they do not.
 
-    `index` [T / cp] is each own token's place in the padded pack; `counted` [T / cp / tp] marks those that are no
+    `index` [T / cp] is each own token's place in the padded pack; `valid_mask` [T / cp / tp] marks those that are no
     padding, among the ones this rank holds between layers.
     """
 
@@ -118,8 +118,8 @@ class SequenceShare:
         self._own = own
         self.index = own.to(device)
         self.inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0])).to(device)
-        counted = own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
-        self.counted = counted.to(device) if plan.padding else None
+        valid_mask = own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
+        self.valid_mask = valid_mask.to(device) if plan.padding else None
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
         """Own rows of a per-token tensor [T, ...], `fill` at padding: [T / cp, ...]."""

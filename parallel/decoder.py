@@ -41,6 +41,7 @@ def parallelize_decoder(
     cpu_offload: bool = False,
     reshard_after_forward_policy: ReshardPolicy = "default",
     ac_config: ActivationCheckpointConfig | None = None,
+    attention_ops: frozenset[str] = frozenset(),
     enable_compile: CompileChoice = "auto",
 ) -> nn.Module:
     """Lay `model`, built on the meta device, out as `parallel_dims` says, in place.
@@ -59,6 +60,7 @@ def parallelize_decoder(
         cpu_offload: keep shards on the CPU; refused on one process.
         reshard_after_forward_policy: see `apply_fsdp`.
         ac_config: what is recomputed; None keeps everything.
+        attention_ops: operators of attention whose results selective recomputation keeps.
         enable_compile: torch.compile each block; `auto` is on for CUDA.
 
     Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
@@ -82,7 +84,7 @@ def parallelize_decoder(
             dims.get_mesh("etp") if dims.etp_enabled else None,
         )
     # The batch, not the model, is split for context parallelism; see `archon.parallel.context`.
-    apply_activation_checkpointing(decoder.layers, ac)
+    apply_activation_checkpointing(decoder.layers, ac, attention_ops)
     if compiled:
         apply_compile(decoder.layers, memory_budget=budget)
     decoder.tie_weights()

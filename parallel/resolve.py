@@ -33,8 +33,12 @@ class ResolvedLayout:
         return str(self.layout)
 
 
-def resolve_layout(config: EngineConfig, sizes: ModelSizes, device_type: str = "cpu") -> ResolvedLayout:
+def resolve_layout(
+    config: EngineConfig, sizes: ModelSizes, device_type: str = "cpu", *, attends_gathered: bool = True
+) -> ResolvedLayout:
     """Returns `config.layout` for a model of `sizes`, before any process group is made.
+
+    `attends_gathered` says whether the attention backend can attend to keys gathered from other ranks.
 
     Raises LayoutError with the nearest layouts that the model fits, for a string that cannot be read and sizes that a
     degree does not divide; ConfigError for options that the layout or one another excludes.
@@ -43,7 +47,7 @@ def resolve_layout(config: EngineConfig, sizes: ModelSizes, device_type: str = "
     require_fit(layout, sizes, config)
     dims = layout.dims(device_type)
     kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, sizes.heads, sizes.key_heads)
-    check_config(config, dims, sizes.experts > 0, kind)
+    check_config(config, dims, sizes.experts > 0, kind, attends_gathered)
     if dims.cp_enabled and config.context_parallel == "auto":
         logger.info("context parallelism over %d ranks: %s", layout.cp, kind)
     stages = configured_stages(config.pipeline, layout.pp, sizes.layers) if dims.pp_enabled else None

@@ -121,11 +121,8 @@ class PolicyUpdate:
             The engine's and the objective's metrics, and `first_logprob_diff`: mean |Δ logprob| between trainer and
             generator before the first optimiser step, which should stay at rounding.
         """
-        # Answers of one length next to each other: attention then runs them as one batch. The objective is a sum over
-        # documents, so their order is free.
-        order = _by_length(batch)
         results = []
-        for minibatch in self._minibatches({name: value[order] for name, value in batch.items()}, step):
+        for minibatch in self._minibatches(batch, step):
             own = own_documents(minibatch, self.engine.ranks.dp)
             metrics = self.engine.train_batch(own, self._objective, self._objective.units, self.temperature)
             self.engine.step_lr_scheduler()
@@ -182,11 +179,9 @@ class PolicyUpdate:
         return self._scored(engine, batch, score)
 
     def _scored(self, engine: ArchonEngine, batch: Mapping[str, Tensor], score: Callable[[Batch], Tensor]) -> Tensor:
-        """`score` of every document, [B, S], computed in the order of their lengths."""
-        order = _by_length(batch)
-        documents = {name: batch[name][order] for name in TRAINED_FIELDS}
-        scores = score_shared(score, documents, engine.ranks.dp, engine.device)
-        return scores[order.argsort()]
+        """`score` of every document, [B, S]."""
+        documents = {name: batch[name] for name in TRAINED_FIELDS}
+        return score_shared(score, documents, engine.ranks.dp, engine.device)
 
     def _minibatches(self, batch: Mapping[str, Tensor], step: int) -> Iterator[Batch]:
         size, count = len(batch["input_ids"]), self.algorithm.minibatches
@@ -205,10 +200,6 @@ def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> fl
     returns, errors = returns[trained].double(), (returns - values)[trained].double()
     variance = float(returns.var(correction=0)) if returns.numel() else 0.0
     return 1 - float(errors.var(correction=0)) / variance if variance > 0 else 0.0
-
-
-def _by_length(batch: Mapping[str, Tensor]) -> Tensor:
-    return batch["attention_mask"].sum(1).argsort(stable=True)
 
 
 def _generator(*parts: int) -> torch.Generator:

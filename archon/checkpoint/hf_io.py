@@ -26,7 +26,6 @@ from archon.checkpoint.hf_export import (
 )
 from archon.checkpoint.hf_reader import WEIGHT_DTYPES, HFCheckpoint, load_hf_weights, read_hf_config
 from archon.models import get_model_spec
-from archon.models.attention.backend import AttnType
 from archon.models.base import BaseArchonModel
 from archon.parallel.gather import whole_tensors
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
@@ -50,7 +49,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     is_critic: bool = False,
     init_score: bool = False,
-    attn_type: AttnType = "auto",
+    attn_type: str = "auto",
 ) -> BaseArchonModel:
     """The model of a checkpoint folder, with its weights, as one plain module on `device`.
 
@@ -59,7 +58,7 @@ def load_model(
         is_critic: with a value head `score` in place of the language-model head.
         init_score: allow a critic from an actor's checkpoint: `score` starts at normal(0, initializer_range) from the
             global random generator, `lm_head` is dropped.
-        attn_type: the attention backend, `auto | sdpa | varlen | flash`.
+        attn_type: the attention backend, `auto` or a registered name.
 
     Raises CheckpointError, ConfigError or UnknownModelError in one line for a folder that archon cannot load exactly.
     """

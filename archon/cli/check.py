@@ -129,7 +129,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     from archon.checkpoint.hf_reader import HFCheckpoint
     from archon.engine.build import resolve_device
     from archon.engine.optim import check_schedule
-    from archon.models.attention.backend import resolve_backend
+    from archon.models.attention.registry import attends_gathered, resolve_backend
     from archon.parallel.process_group import require_processes, started_processes
     from archon.parallel.resolve import resolve_layout
     from archon.planner.inspect import inspect_checkpoint
@@ -142,7 +142,8 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     if found.refused:
         raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
     assert found.args is not None  # as nothing was refused
-    layout = resolve_layout(config, found.args.sizes, device.type).layout
+    gathered = attends_gathered(config.attn_type)
+    layout = resolve_layout(config, found.args.sizes, device.type, attends_gathered=gathered).layout
     if config.path not in made and not config.init_from_scratch:
         HFCheckpoint(config.path).close()
     # A dry run by itself speaks for the run of all ranks; among others it must be one of so many.

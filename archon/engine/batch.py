@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -46,8 +46,10 @@ class PackedBatch:
     source: Tensor | None = None
     shared: SharedPrefixes | None = None
     """What the documents begin alike with, where that has been looked for."""
+    order: TokenReorder | None = None
+    """The order in which the model computes the tokens, where it is another than this one."""
     rows: tuple[Tensor, Tensor] | None = None
-    """Where a label is, and where one is that `loss_mask` marks, int64 on the CPU; None until the batch leaves it."""
+    """What `labelled_rows` returns, without and with `only_trained`; None until the batch leaves the CPU."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -70,13 +72,22 @@ class PackedBatch:
         return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
 
     def labelled_rows(self, only_trained: bool) -> Tensor:
-        """Where a label is, with `only_trained` of `scored_labels`: int64, on the CPU."""
+        """Where a label is in the model's order, with `only_trained` of `scored_labels`: int64, on the CPU."""
         return (self.rows or self._find_rows())[only_trained]
 
     def _find_rows(self) -> tuple[Tensor, Tensor]:
-        all_ = (self.labels != IGNORE_INDEX).nonzero().squeeze(1)
-        has_mask = "loss_mask" in self and "loss_mask" not in self.per_document
-        return all_, all_[self["loss_mask"][all_] != 0] if has_mask else all_
+        all_ = (self.in_model_order(self.labels) != IGNORE_INDEX).nonzero().squeeze(1)
+        if "loss_mask" not in self or "loss_mask" in self.per_document:
+            return all_, all_
+        return all_, all_[self.in_model_order(self["loss_mask"])[all_] != 0]
+
+    def in_model_order(self, x: Tensor) -> Tensor:
+        """A per-token tensor [T, ...] of this pack as the model is given it."""
+        return x if self.order is None else x.index_select(0, self.order.rows)
+
+    def in_pack_order(self, x: Tensor) -> Tensor:
+        """Undo `in_model_order`, with gradient."""
+        return x if self.order is None else x.index_select(0, self.order.inverse)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on `device`; from pinned memory and without waiting when the device is a GPU."""
@@ -84,7 +95,7 @@ class PackedBatch:
             return self
 
         def move(x: Tensor) -> Tensor:
-            return without_waiting(x, device)
+            return to_device_async(x, device)
 
         return PackedBatch(
             tokens=move(self.tokens),
@@ -97,6 +108,7 @@ class PackedBatch:
             per_document=self.per_document,
             source=self.source,
             shared=None if self.shared is None else self.shared.to(device),
+            order=None if self.order is None else self.order.to(device),
             rows=self.rows or (self._find_rows() if self.tokens.device.type == "cpu" else None),
         )
 
@@ -104,8 +116,48 @@ class PackedBatch:
         """The same batch, on the CPU, whose documents have been searched for common beginnings."""
         return replace(self, shared=shared_prefixes(self.tokens, self.lengths))
 
+    def sorted_for_model(self) -> PackedBatch:
+        """The same batch, on the CPU, for a model that is to compute its documents by length."""
+        return self if self.shared is not None else replace(self, order=TokenReorder.by_length(self.lengths))
 
-def without_waiting(x: Tensor, device: torch.device) -> Tensor:
+
+@dataclass(frozen=True, eq=False)
+class TokenReorder:
+    """Documents in another order: `lengths` in it, and `cu_seqlens` int32 [B + 1].
+
+    `rows` int64 [T] says which token of the pack stands at each place, `inverse` int64 [T] where each token of the pack
+    stands.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    rows: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def by_length(cls, lengths: Sequence[int]) -> TokenReorder | None:
+        """Shorter documents first, so that those of one length are one batch for attention; None where they are already
+        side by side, or nearly so.
+
+        With the many short documents of reinforcement learning that is a handful of calls in place of hundreds.
+        """
+        if sum(1 for _ in groupby(lengths)) <= 2 * len({*lengths}):
+            return None
+        given = torch.tensor(lengths)
+        order = torch.argsort(given, stable=True)
+        sorted_lengths = given[order]
+        bounds = torch.nn.functional.pad(sorted_lengths.cumsum(0), (1, 0))
+        shift = (given.cumsum(0) - given)[order] - bounds[:-1]
+        rows = torch.arange(int(bounds[-1])) + torch.repeat_interleave(shift, sorted_lengths)
+        return cls(tuple(sorted_lengths.tolist()), bounds.int(), rows, torch.argsort(rows))
+
+    def to(self, device: torch.device) -> TokenReorder:
+        """The same with its tensors on `device`."""
+        tensors = (to_device_async(x, device) for x in (self.cu_seqlens, self.rows, self.inverse))
+        return TokenReorder(self.lengths, *tensors)
+
+
+def to_device_async(x: Tensor, device: torch.device) -> Tensor:
     """`x` on `device`; to a GPU from pinned memory, while the host goes on."""
     if device.type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)

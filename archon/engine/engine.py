@@ -38,7 +38,7 @@ from archon.engine.train_step import Batch, MicroBatchRunner, micro_batches, tot
 from archon.engine.watchdog import stall_watch
 from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
-from archon.models.attention.backend import resolve_backend
+from archon.models.attention.registry import attends_gathered, resolve_backend
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
 from archon.models.state_dict import BaseStateDictAdapter
@@ -117,7 +117,9 @@ class ArchonEngine:
         args = spec.model_args_class.from_hf_config(
             hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config, spec)
         )
-        self.layout = resolve_layout(config, args.sizes, self.device.type)
+        self.layout = resolve_layout(
+            config, args.sizes, self.device.type, attends_gathered=attends_gathered(config.attn_type)
+        )
         dims = self.parallel_dims
         build = Build(config, spec, args, self.layout, self.device)
         backend = resolve_backend(config.attn_type, self.device, build.compute)
@@ -133,9 +135,10 @@ class ArchonEngine:
         tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type)
         self.spec, self.args = spec, args
         # Routers count every token, and some frequencies depend on the length of a token's document.
-        alike = backend == "sdpa" and not args.sizes.experts and not args.rope_scaling.depends_on_length
+        alike = backend.attends_prefixed and not args.sizes.experts and not args.rope_scaling.depends_on_length
         alone = dims.cp * dims.tp * dims.pp == 1 and not self.layout.compiled
         self._share_prefixes = config.share_prefixes and alike and alone
+        self._sort_documents = backend.batches_equal_lengths
         self._failed_mid_step = False
         self._runner: MicroBatchRunner | PipelineRunner
         if dims.pp_enabled:
@@ -440,12 +443,17 @@ class ArchonEngine:
     def _split(self, batch: Batch) -> tuple[Any, list[Any]]:
         def prepare() -> tuple[Any, list[Any]]:
             self._check_usable()
-            return micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
+            return micro_batches(
+                batch,
+                self.config.max_tokens_per_mb,
+                self.args.vocab_size,
+                share_prefixes=self._share_prefixes,
+                sort=self._sort_documents,
+            )
 
         # A rank that refused its batch alone would leave the others waiting in a collective, or, where its caller goes
         # on to the next batch, adding up two batches.
-        packed, parts = self.ranks.require_on_all(prepare, self.device)
-        return packed, [mb.with_shared_prefixes() for mb in parts] if self._share_prefixes else parts
+        return self.ranks.require_on_all(prepare, self.device)
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
         packed, parts = self._split(batch)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from archon.models.attention.context import GatheredAttention, SharedAttention, UlyssesAttention
+from archon.models.attention.context import ContextParallelAttention, GatheredAttention, UlyssesAttention
 from archon.models.attention.meta import PackedAttention
 from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, zigzag_plan
 from archon.parallel.ranks import Ranks
-from archon.schema.config import AttnType, ContextParallelKind
+from archon.schema.config import ContextParallelKind
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TokenSplit:
 
     ranks: Ranks
     kind: ContextParallelKind
-    attn_type: AttnType
+    attn_type: str
 
     def share(self, lengths: tuple[int, ...], device: torch.device, least: int = 0) -> SequenceShare:
         """This rank's tokens of a pack of documents of `lengths`; at least `least` a rank."""
@@ -33,13 +33,11 @@ class TokenSplit:
         plan = zigzag_plan if self.ranks.cp.size > 1 and self.kind == "allgather" else contiguous_plan
         return plan(lengths, self.ranks.cp.size, self.ranks.tp.size, least)
 
-    def attention(self, share: SequenceShare) -> SharedAttention | PackedAttention:
-        """How those tokens attend."""
+    def attention(self, share: SequenceShare) -> ContextParallelAttention | PackedAttention:
+        """How the tokens of this rank's share attend."""
         if self.ranks.cp.size > 1:
             attention = GatheredAttention if self.kind == "allgather" else UlyssesAttention
             return attention(share, self.attn_type)
-        lengths = share.plan.lengths
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(share.index.device, torch.int32)
-        meta = PackedAttention(bounds, max(lengths), self.attn_type, lengths)
-        meta.counted = share.counted
-        return meta
+        packed = PackedAttention.of_lengths(share.plan.lengths, share.index.device, self.attn_type)
+        packed.valid_mask = share.valid_mask
+        return packed

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from archon.engine.batch import PackedBatch, pack, split, without_waiting
+from archon.engine.batch import PackedBatch, pack, split, to_device_async
 from archon.engine.loss import LossFn, LossWeightFn, Metrics, WeightedTokenLoss
 from archon.engine.router_balance import RouterLoad
 from archon.engine.token_split import TokenSplit
-from archon.models.attention.meta import AttentionMeta, PackedAttention
+from archon.models.attention.meta import AttentionMeta, PackedAttention, PrefixAttention
 from archon.models.base import BaseArchonModel
 from archon.models.head import IGNORE_INDEX, TokenScores, WeightedLoss
 from archon.models.layers.moe import load_balancing_loss
@@ -71,9 +71,15 @@ def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
         )
 
 
-def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[PackedBatch, list[PackedBatch]]:
-    """Returns the whole batch as one pack, and its micro-batches, at least one. Raises BatchError for a batch without a
-    document, or with a token or label outside the vocabulary."""
+def micro_batches(
+    batch: Batch, max_tokens: int, vocab_size: int, *, share_prefixes: bool = False, sort: bool = False
+) -> tuple[PackedBatch, list[PackedBatch]]:
+    """Returns the whole batch as one pack, and its micro-batches, at least one.
+
+    Of these, `share_prefixes` looks for common beginnings, and `sort` has the model compute the others by length; the
+    documents stay in their order. Raises BatchError for a batch without a document, or with a token or label outside
+    the vocabulary.
+    """
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
     if not packed.lengths:
         raise BatchError(
@@ -87,7 +93,10 @@ def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[Packe
             raise BatchError(
                 f"{what} {wrong} is outside the model's vocabulary of {vocab_size}; is it this model's tokenizer?"
             )
-    return packed, split(packed, max_tokens)
+    parts = split(packed, max_tokens)
+    if share_prefixes:
+        parts = [mb.with_shared_prefixes() for mb in parts]
+    return packed, [mb.sorted_for_model() for mb in parts] if sort else parts
 
 
 def total_weight(
@@ -129,16 +138,20 @@ class MicroBatchRunner:
         loss_weights: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
-        """The model's forward on a micro-batch that is on the device. Returns values of all its tokens, on every rank.
-        `rows`, on the CPU, are those that carry a label."""
+        """The model's forward on a micro-batch that is on the device. Returns values of all its tokens, in their order,
+        on every rank. `rows`, on the CPU, are those that carry a label, in the model's order."""
+        labels, loss_weights = (None if x is None else mb.in_model_order(x) for x in (labels, loss_weights))
         out, share = self._run(mb, labels, loss_weights, rows, temperature=temperature, entropy=entropy)
-        if share is None:
-            return out
+
+        def whole(x: Tensor) -> Tensor:
+            return mb.in_pack_order(x if share is None else share.gather(x))
+
         if isinstance(out, WeightedLoss):
-            return WeightedLoss(all_reduce_replicated(out.loss, self.ranks.cp), share.gather(out.logprobs))
+            loss = out.loss if share is None else all_reduce_replicated(out.loss, self.ranks.cp)
+            return WeightedLoss(loss, whole(out.logprobs))
         if isinstance(out, TokenScores):
-            return TokenScores(share.gather(out.logprobs), None if out.entropy is None else share.gather(out.entropy))
-        return share.gather(out)
+            return TokenScores(whole(out.logprobs), None if out.entropy is None else whole(out.entropy))
+        return whole(out)
 
     def hidden(self, mb: PackedBatch) -> Tensor:
         """What a stage without a head passes on: [T / cp / tp, dim] of the padded micro-batch."""
@@ -157,20 +170,26 @@ class MicroBatchRunner:
         **head: Any,
     ) -> tuple[Tensor | TokenScores | WeightedLoss, SequenceShare | None]:
         """The model on this rank's share of the tokens, and that share; None where it is all of them."""
-        if not self.ranks.split_tokens and not self.least:
-            meta: AttentionMeta = PackedAttention(
-                mb.cu_seqlens, mb.max_seqlen, self.tokens.attn_type, mb.lengths, mb.shared
-            )
-            head.update(labels=labels, loss_weights=loss_weights)
-            head["label_rows"] = None if rows is None else without_waiting(rows, self.device)
-            return self.model(mb.tokens, mb.positions, mb.cu_seqlens, mb.max_seqlen, meta, **head), None
-        share = self.tokens.share(mb.lengths, self.device, self.least)
-        head["labels"] = None if labels is None else share.take(labels, IGNORE_INDEX)
-        head["loss_weights"] = None if loss_weights is None else share.take(loss_weights)
-        head["label_rows"] = None if rows is None else without_waiting(share.rows(rows), self.device)
-        tokens = share.take(mb.tokens) if self.input is None else self.input
-        positions, meta = share.positions(mb.positions), self.tokens.attention(share)
-        return self.model(tokens, positions, mb.cu_seqlens, mb.max_seqlen, meta, **head), share
+        documents = mb.order or mb  # in the model's order
+        tokens, positions = mb.in_model_order(mb.tokens), mb.in_model_order(mb.positions)
+        attention: AttentionMeta
+        share = None
+        if self.ranks.split_tokens or self.least:
+            share = self.tokens.share(documents.lengths, self.device, self.least)
+            attention = self.tokens.attention(share)
+            tokens = share.take(tokens) if self.input is None else self.input
+            positions = share.positions(positions)
+            labels = None if labels is None else share.take(labels, IGNORE_INDEX)
+            loss_weights = None if loss_weights is None else share.take(loss_weights)
+            rows = None if rows is None else share.rows(rows)
+        elif mb.shared is not None:
+            attention = PrefixAttention(mb.shared, self.tokens.attn_type)
+            tokens, positions = (x.index_select(0, mb.shared.rows) for x in (tokens, positions))
+        else:
+            attention = PackedAttention(documents.cu_seqlens, mb.max_seqlen, self.tokens.attn_type, documents.lengths)
+        head["label_rows"] = None if rows is None else to_device_async(rows, self.device)
+        head |= {"labels": labels, "loss_weights": loss_weights}
+        return self.model(tokens, positions, documents.cu_seqlens, mb.max_seqlen, attention, **head), share
 
     def loss(
         self, mb: PackedBatch, loss_fn: LossFn, temperature: float, *, fuse: bool = True

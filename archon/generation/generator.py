@@ -34,7 +34,7 @@ class GeneratorStats:
     seconds: float = 0.0  # inside those steps
     prefill_tokens: int = 0  # tokens run through the model to read prompts, also after a preemption or an update
     decode_tokens: int = 0  # tokens added one a sequence
-    twin_tokens: int = 0  # of these, those not run through the model because another sequence's were the same
+    duplicate_tokens: int = 0  # of these, those not run through the model because another sequence's were the same
     shared_prompts: int = 0  # answers whose prompt another one had read
 
 
@@ -48,19 +48,19 @@ def _round_up(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _distinct(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
+def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
     """Sequences that need a row each, those whose tokens are the same as one's of them, and which row that has."""
     rows: dict[tuple[int, int, int], int] = {}
     distinct: list[Sequence] = []
-    twins: list[Sequence] = []
-    twin_rows: list[int] = []
+    duplicates: list[Sequence] = []
+    duplicate_rows: list[int] = []
     for sequence in sequences:
         if sequence.drawn is not None and (row := rows.setdefault(sequence.drawn, len(distinct))) < len(distinct):
-            twins.append(sequence)
-            twin_rows.append(row)
+            duplicates.append(sequence)
+            duplicate_rows.append(row)
         else:
             distinct.append(sequence)
-    return distinct, twins, twin_rows
+    return distinct, duplicates, duplicate_rows
 
 
 class _SlotParams:
@@ -256,7 +256,7 @@ class Generator:
 
     def _forward(self, step: Step, sampled: _Sampled) -> None:
         chunks = step.chunks
-        decode, twins, twin_rows = _distinct(step.decode)
+        decode, duplicates, duplicate_rows = _dedupe_rows(step.decode)
         lengths = np.array([sequence.total for sequence in decode], dtype=np.int64)
         tokens = [(sequence.output or sequence.prompt)[-1] for sequence in decode]
         parts = []
@@ -267,19 +267,21 @@ class Generator:
         rows = _round_up(len(tokens))
         tokens += [0] * (rows - len(tokens))
         width = self.scheduler.pages_for(int(lengths.max(initial=1)))
-        decode_rows = DecodeRows(self._pages(decode, width), lengths, self._pages(twins, width), np.array(twin_rows))
+        decode_rows = DecodeRows(
+            self._pages(decode, width), lengths, self._pages(duplicates, width), np.array(duplicate_rows)
+        )
         meta = PagedAttention(self.cache, decode_rows, parts, self.model.args.attn_type, rows)
         hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
 
         for sequence in step.decode:
             sequence.computed += 1
         first = len(decode)
-        sampled.add_rows(decode + twins, hidden[:first], [*range(first), *twin_rows])
+        sampled.add_rows(decode + duplicates, hidden[:first], [*range(first), *duplicate_rows])
         for chunk in chunks:
             self._read_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
             first += chunk.stop - chunk.start
         self.stats.decode_tokens += len(step.decode)
-        self.stats.twin_tokens += len(twins)
+        self.stats.duplicate_tokens += len(duplicates)
         self.stats.prefill_tokens += first - len(decode)
 
     def _pages(self, sequences: list[Sequence], width: int) -> np.ndarray:

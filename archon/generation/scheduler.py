@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from archon.generation.pages import PagePool
+from archon.generation.block_pool import BlockPool
 from archon.generation.sequence import Prompt, Sequence
 
 
@@ -52,7 +52,7 @@ class Scheduler:
     """
 
     def __init__(self, n_pages: int, page_size: int, max_slots: int, prefill_tokens: int) -> None:
-        self.pool = PagePool(n_pages)
+        self.pool = BlockPool(n_pages)
         self.page_size, self.prefill_tokens = page_size, prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from archon.models.args import BaseModelArgs
+from archon.models.attention.registry import attends_gathered
 from archon.models.flops import Flops
 from archon.models.spec import ModelSpec
 from archon.parallel.constraints import violation
@@ -219,7 +220,7 @@ class Planner:
         """Why the engine would not take it; nothing where it would."""
         config = self.config(question, candidate)
         try:
-            resolve_layout(config, self.args.sizes, "cuda")
+            resolve_layout(config, self.args.sizes, "cuda", attends_gathered=attends_gathered(config.attn_type))
         except UserError as error:
             return str(error)
         return ""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 else:
     ModelMetaclass = type(BaseModel)  # which has no public name
 
-AttnType = Literal["auto", "sdpa", "varlen", "flash"]
 ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 SinkName = Literal["tensorboard", "wandb", "trackio"]
@@ -202,7 +201,7 @@ class EngineConfig(StrictModel):
         description="what a router's balancing bias moves by after each step; 0 keeps none. A Hugging Face export "
         "cannot hold such biases and is refused",
     )
-    attn_type: AttnType = Field("auto", description="attention backend")
+    attn_type: str = Field("auto", description="attention backend: auto, sdpa, varlen, flash or another registered one")
     share_prefixes: bool = Field(
         True,
         description="compute once what documents begin alike with; dense models, sdpa, uncompiled, without c, t and p",

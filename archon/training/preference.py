@@ -115,13 +115,13 @@ class PreferenceTrainer(SFTTrainer):
             for row in rows
         )
         if not self.config.model.is_critic:
-            return padded_batch(list(answers), sort=False)
+            return padded_batch(list(answers))
         # A value speaks of what is before its token: one more token reads it behind the last.
         behind = [
             {"input_ids": [*of["input_ids"], of["input_ids"][-1]], "loss_mask": [*[0] * len(of["input_ids"]), 1]}
             for of in answers
         ]
-        return padded_batch(behind, sort=False)
+        return padded_batch(behind)
 
     def _measure(self, batch: Batch) -> tuple[dict[str, float], Tensor]:
         """Metrics of the pairs, and the derivative of each one's loss by its margin, [P]."""

@@ -33,11 +33,8 @@ from archon.training.runner import Runner
 from archon.training.shares import own_rows, require_documents
 
 
-def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[str, Tensor]:
-    """SFT rows as a padded batch for the engine; with `sort` shorter rows first, so that attention meets equal lengths
-    together."""
-    if sort:
-        rows = sorted(rows, key=lambda row: len(row["input_ids"]))
+def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """SFT rows as a padded batch for the engine."""
     width = max(len(row["input_ids"]) for row in rows)
 
     def column(name: str) -> Tensor:
@@ -162,8 +159,9 @@ class SFTTrainer:
         }
 
     def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """This rank's documents of the rows of all, shorter ones first."""
-        return padded_batch(sorted(rows, key=lambda row: len(row["input_ids"]))[own_rows(self.engine.ranks.dp)])
+        """This rank's documents of the rows of all."""
+        own = own_rows([len(row["input_ids"]) for row in rows], self.engine.ranks.dp)
+        return padded_batch([rows[index] for index in own])
 
     def evaluate(self) -> dict[str, float]:
         """`eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics; {} without

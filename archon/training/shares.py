@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,17 +20,22 @@ def require_documents(n: int, ranks: int, what: str) -> None:
         )
 
 
-def own_rows(dp: Group) -> slice:
-    """The rows of this rank: every `dp.size`-th, so that a batch sorted by length is shared out evenly."""
-    return slice(dp.rank, None, dp.size)
+def own_rows(lengths: Sequence[int], dp: Group) -> list[int]:
+    """Returns the rows of this rank, in their order: by length every `dp.size`-th, so that ranks have even work."""
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return sorted(by_length[dp.rank :: dp.size])
+
+
+def _own_rows(batch: Mapping[str, Tensor], dp: Group) -> list[int]:
+    return own_rows(batch["attention_mask"].sum(1).tolist(), dp)
 
 
 def own_documents(batch: Mapping[str, Tensor], dp: Group) -> dict[str, Tensor]:
     """This rank's documents of a padded batch [B, S]; where there are fewer than ranks, a document of which nothing is
     trained stands in."""
-    n = len(batch["input_ids"])
-    if dp.rank < n:
-        return {name: value[own_rows(dp)] for name, value in batch.items()}
+    rows = _own_rows(batch, dp)
+    if rows:
+        return {name: value[rows] for name, value in batch.items()}
     spare = {name: value[:1].clone() for name, value in batch.items()}
     spare["loss_mask"].zero_()
     return spare
@@ -46,8 +51,8 @@ def score_shared(
     own = score(own_documents(batch, dp))
     if dp.size == 1:
         return own
-    n = len(batch["input_ids"])
-    whole = own.new_zeros(n, *own.shape[1:])
-    if dp.rank < n:
-        whole[own_rows(dp)] = own
+    whole = own.new_zeros(len(batch["input_ids"]), *own.shape[1:])
+    rows = _own_rows(batch, dp)
+    if rows:
+        whole[rows] = own
     return all_reduce(whole.to(device), dp).cpu()

@@ -5,26 +5,42 @@ Contract-tested against a reference of flash-attn's interface; unverified on a G
 
 from __future__ import annotations
 
+import importlib.util
+
+import torch
 from torch import Tensor
 
+from archon.models.attention.backend import AttentionBackend, half_precision_on_cuda
+from archon.models.attention.documents import PackedDocuments
+from archon.models.attention.spec import AttentionSpec
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, window: int | None, scale: float
-) -> Tensor:
-    """Causal attention of packed documents: q [T, H, D], k and v [T, G, D], cu_seqlens int32 [B + 1] to [T, H, D]."""
-    from flash_attn import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        dropout_p=0.0,
-        softmax_scale=scale,
-        causal=True,
-        # (left, right) neighbours a token sees besides itself; -1 is without bound.
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-    )
+class FlashAttention(AttentionBackend):
+    """`flash_attn_varlen_func`."""
+
+    name = "flash"
+    saved_ops = frozenset({"flash_attn::_flash_attn_varlen_forward"})
+
+    def obstacle(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        reason = half_precision_on_cuda(device, dtype)
+        if reason is None and importlib.util.find_spec("flash_attn") is None:
+            return "flash-attn is not installed (pip install 'archon-engine[flash]')"
+        return reason
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=documents.cu_seqlens,
+            cu_seqlens_k=documents.cu_seqlens,
+            max_seqlen_q=documents.max_seqlen,
+            max_seqlen_k=documents.max_seqlen,
+            dropout_p=0.0,
+            softmax_scale=spec.scale,
+            causal=True,
+            # (left, right) neighbours a token sees besides itself; -1 is without bound.
+            window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
+        )

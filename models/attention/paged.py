@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from archon.models.attention.backend import AttnType
 from archon.models.attention.meta import AttentionMeta, PackedAttention
+from archon.models.attention.spec import AttentionSpec
 
 # Queries of a chunk that continues a cached prefix attend in blocks of this many rows, each with its own small mask.
 _QUERY_BLOCK = 128
@@ -93,13 +93,13 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 class DecodeRows:
     """The sequences that add one token in this forward, as host arrays.
 
-    Of sequences whose tokens are all the same one is computed; the others, its twins, get its keys and values.
+    Of sequences whose tokens are all the same one is computed; the others, its duplicates, get its keys and values.
     """
 
     pages: np.ndarray  # int64 [B, max_pages], the pages of each sequence, in order
     lengths: np.ndarray  # int64 [B], tokens of each sequence, the new one included
-    twin_pages: np.ndarray | None = None  # int64 [C, max_pages], the pages of each twin
-    twin_rows: np.ndarray | None = None  # int64 [C], the sequence that a twin is one of
+    duplicate_pages: np.ndarray | None = None  # int64 [C, max_pages], the pages of each duplicate
+    duplicate_rows: np.ndarray | None = None  # int64 [C], the row of the sequence that each duplicates
 
 
 @dataclass
@@ -144,7 +144,7 @@ class PagedAttention(AttentionMeta):
         cache: the pool; new keys and values are written to it before anything attends.
         decode: sequences that add one token each.
         chunks: parts of prompts; those that start at 0 attend like packed training documents.
-        attn_type: backend of those, as for `PackedAttention`.
+        attn_type: backend of those, as for `PackedAttention`; pages are read in the same way whatever it is.
         padded_length: rows of the forward, by default its tokens; those after them are padding, whose output is 0.
     """
 
@@ -153,7 +153,7 @@ class PagedAttention(AttentionMeta):
         cache: PagedCache,
         decode: DecodeRows,
         chunks: Sequence[PrefillChunk] = (),
-        attn_type: AttnType = "auto",
+        attn_type: str = "auto",
         padded_length: int | None = None,
     ) -> None:
         self.cache, self.decode, self.chunks = cache, decode, list(chunks)
@@ -164,16 +164,15 @@ class PagedAttention(AttentionMeta):
         )
         self._n_padding = 0 if padded_length is None else padded_length - len(self._positions)
         assert self._n_padding >= 0, f"{len(self._positions)} tokens do not fit in {padded_length} rows"
-        self._twins: Tensor | None = None
-        if decode.twin_rows is not None and decode.twin_rows.size:
-            self._twins = torch.from_numpy(decode.twin_rows).to(self.device)
+        self._duplicates: Tensor | None = None
+        if decode.duplicate_rows is not None and decode.duplicate_rows.size:
+            self._duplicates = torch.from_numpy(decode.duplicate_rows).to(self.device)
         self._rows = self._write_rows()
         self._batches: dict[int | None, list[_PageBatch]] = {}
         fresh = [chunk.length for chunk in self.chunks if chunk.start == 0]
         self._packed: PackedAttention | None = None
         if fresh:
-            bounds = torch.from_numpy(np.cumsum([0, *fresh]).astype(np.int32)).to(self.device)
-            self._packed = PackedAttention(bounds, max(fresh), attn_type, tuple(fresh))
+            self._packed = PackedAttention.of_lengths(tuple(fresh), self.device, attn_type)
 
     @property
     def positions(self) -> Tensor:
@@ -196,40 +195,41 @@ class PagedAttention(AttentionMeta):
         for chunk in self.chunks:
             span = np.arange(chunk.start, chunk.start + chunk.length)
             pages.append(np.asarray(chunk.pages, dtype=np.int64)[span // size])
-        if self._twins is not None:
-            assert decode.twin_pages is not None
-            theirs = last[decode.twin_rows]
-            pages.append(decode.twin_pages[np.arange(len(theirs)), theirs // size])
+        if self._duplicates is not None:
+            assert decode.duplicate_pages is not None
+            theirs = last[decode.duplicate_rows]
+            pages.append(decode.duplicate_pages[np.arange(len(theirs)), theirs // size])
             positions = np.concatenate([positions, theirs])
         return self.cache.token_rows(np.concatenate(pages), positions % size)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        spec.require({"window"}, "decoding from a paged cache")
         if self._n_padding:
             q, k, v = (x[: -self._n_padding] for x in (q, k, v))
-        if self._twins is None:
+        if self._duplicates is None:
             self.cache.write(layer, self._rows, k, v)
         else:
-            self.cache.write(layer, self._rows, *(torch.cat([x, x.index_select(0, self._twins)]) for x in (k, v)))
+            self.cache.write(layer, self._rows, *(torch.cat([x, x.index_select(0, self._duplicates)]) for x in (k, v)))
         outs = []
         if self.n_decode:
-            outs.append(self._attend_pages(layer, q[: self.n_decode], window, scale))
+            outs.append(self._attend_pages(layer, q[: self.n_decode], spec))
         if self.chunks:
-            rest = (x[self.n_decode :] for x in (q, k, v))
-            outs.append(self._attend_chunks(layer, *rest, window=window, scale=scale))
+            first = self.n_decode
+            outs.append(self._attend_chunks(layer, q[first:], k[first:], v[first:], spec))
         if self._n_padding:
             outs.append(q.new_zeros(self._n_padding, *q.shape[1:]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _attend_pages(self, layer: int, q: Tensor, window: int | None, scale: float) -> Tensor:
-        """One query [B, H, D] a sequence against its pages; gives [B, H, D]."""
+    def _attend_pages(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
+        """One query [B, H, D] a sequence against its pages; returns [B, H, D]."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        if window not in self._batches:
-            self._batches[window] = _page_batches(self.decode, self.cache, window, wide)
-        batches = self._batches[window]
+        if spec.window not in self._batches:
+            self._batches[spec.window] = _page_batches(self.decode, self.cache, spec.window, wide)
+        batches = self._batches[spec.window]
         n_rows, n_heads, head_dim = q.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         n_kv_heads = keys.shape[1]
-        dtype, q = q.dtype, q.to(wide) * scale
+        dtype, q = q.dtype, q.to(wide) * spec.scale
         if len(batches) == 1 and batches[0].line_of_row is not None:
             return _attend_one_page_each(q, keys, values, batches[0]).to(dtype)
 
@@ -252,24 +252,22 @@ class PagedAttention(AttentionMeta):
             out.index_add_(0, batch.owner, batch.by_owner(partial.view(*scores.shape[:-1], -1)))
         return (out.view(n_rows, n_heads, head_dim) / mass[:, :, None]).to(dtype)
 
-    def _attend_chunks(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float
-    ) -> Tensor:
+    def _attend_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Chunks that start a sequence attend as packed documents; the others also to what is cached before them."""
         bounds = np.cumsum([0, *(chunk.length for chunk in self.chunks)]).tolist()
         if self._packed is not None and len(self._packed.lengths) == len(self.chunks):
-            return self._packed.attend(layer, q, k, v, window=window, scale=scale)
+            return self._packed.attend(layer, q, k, v, spec)
         out = torch.empty_like(q)
         spans = list(zip(self.chunks, bounds, bounds[1:], strict=False))
         if self._packed is not None:
             fresh = torch.cat([torch.arange(a, b, device=q.device) for chunk, a, b in spans if chunk.start == 0])
-            out[fresh] = self._packed.attend(layer, q[fresh], k[fresh], v[fresh], window=window, scale=scale)
+            out[fresh] = self._packed.attend(layer, q[fresh], k[fresh], v[fresh], spec)
         for chunk, first, last in spans:
             if chunk.start:
                 total = chunk.start + chunk.length
                 pages = torch.tensor(chunk.pages[: -(-total // self.cache.page_size)], device=q.device)
                 keys, values = self.cache.read(layer, pages, total)
-                out[first:last] = continue_attention(q[first:last], keys, values, window=window, scale=scale)
+                out[first:last] = continue_attention(q[first:last], keys, values, window=spec.window, scale=spec.scale)
         return out
 
 
@@ -283,7 +281,7 @@ def _attend_one_page_each(q: Tensor, keys: Tensor, values: Tensor, batch: _PageB
 
 
 def continue_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
-    """Causal attention of the last S tokens of a document: q [S, H, D], k and v [N, G, D] with N ≥ S; gives [S, H, D].
+    """Causal attention of the last S tokens of a document: q [S, H, D], k and v [N, G, D] with N ≥ S to [S, H, D].
 
     Runs in blocks of queries, so that no mask is larger than [block, N].
     """

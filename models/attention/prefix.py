@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archon.models.attention.sdpa import attend_alike
-from archon.models.attention.tree import MOST_TOKENS, Tree, Trees, alike_in_size, tree_attention
+from archon.models.attention.batched import batched_attention
+from archon.models.attention.tree import MAX_TREE_TOKENS, Tree, Trees, by_size, tree_attention
 
-WORTH = 0.1
+MIN_SAVED_FRACTION = 0.1
 """The part of a pack's tokens that sharing must save."""
 
 
@@ -29,7 +29,7 @@ class SharedPrefixes:
 
     Args:
         rows: int64 [U], the computed tokens among those of the pack.
-        back: int64 [T], where each token of the pack finds its hidden state among the computed.
+        gather_index: int64 [T], where each token of the pack finds its hidden state among the computed.
         trees: short documents that begin alike, branching wherever they differ.
         prefixes: (length, how many) of the beginnings of all others.
         endings: (length of the beginning, own length, int64 [n] which of the beginnings of that length) of the rest; a
@@ -37,7 +37,7 @@ class SharedPrefixes:
     """
 
     rows: Tensor
-    back: Tensor
+    gather_index: Tensor
     trees: tuple[Trees, ...]
     prefixes: tuple[tuple[int, int], ...]
     endings: tuple[tuple[int, int, Tensor], ...]
@@ -46,7 +46,7 @@ class SharedPrefixes:
         """The same with its indices on `device`."""
         endings = tuple((prefix, own, numbers.to(device)) for prefix, own, numbers in self.endings)
         trees = tuple(tree.to(device) for tree in self.trees)
-        return SharedPrefixes(self.rows.to(device), self.back.to(device), trees, self.prefixes, endings)
+        return SharedPrefixes(self.rows.to(device), self.gather_index.to(device), trees, self.prefixes, endings)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class _Layout:
 
     def __init__(self, starts: np.ndarray) -> None:
         self._starts = starts
-        self.back = np.empty(starts[-1], dtype=np.int64)
+        self.gather_index = np.empty(starts[-1], dtype=np.int64)
         self._rows: list[np.ndarray] = []
         self._at = 0
 
@@ -83,38 +83,38 @@ class _Layout:
     def rows(self) -> np.ndarray:
         return np.concatenate(self._rows)
 
-    def compute(self, document: int, first: int, stop: int) -> None:
+    def emit(self, document: int, first: int, stop: int) -> None:
         """The next computed tokens are first ... stop - 1 of this document."""
         place = self._starts[document]
-        self.point(document, first, stop, self._at)
+        self.alias_rows(document, first, stop, self._at)
         self._rows.append(np.arange(place + first, place + stop))
         self._at += stop - first
 
-    def point(self, document: int, first: int, stop: int, at: int) -> None:
+    def alias_rows(self, document: int, first: int, stop: int, at: int) -> None:
         """These tokens of a document are computed from `at` on."""
         place = self._starts[document]
-        self.back[place + first : place + stop] = np.arange(at, at + stop - first)
+        self.gather_index[place + first : place + stop] = np.arange(at, at + stop - first)
 
-    def lay_tree(self, group: _Group, lengths: Sequence[int]) -> None:
+    def emit_tree(self, group: _Group, lengths: Sequence[int]) -> None:
         """Every token of a group's tree."""
         before = 0
         for document, common in zip(group.members, group.common, strict=True):
             if common:
-                seen = self.back[self._starts[before] : self._starts[before] + common]
-                self.back[self._starts[document] : self._starts[document] + common] = seen
-            self.compute(document, common, lengths[document])
+                seen = self.gather_index[self._starts[before] : self._starts[before] + common]
+                self.gather_index[self._starts[document] : self._starts[document] + common] = seen
+            self.emit(document, common, lengths[document])
             before = document
 
-    def lay_prefix(self, group: _Group) -> None:
+    def emit_prefix(self, group: _Group) -> None:
         """The common beginning of a group."""
         at = self._at
-        self.compute(group.members[0], 0, group.prefix)
+        self.emit(group.members[0], 0, group.prefix)
         for document in group.members[1:]:
-            self.point(document, 0, group.prefix, at)
+            self.alias_rows(document, 0, group.prefix, at)
 
 
 def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | None:
-    """What the documents of a pack begin alike with; None where that would save less than `WORTH` of it.
+    """What the documents of a pack begin alike with; None where that would save less than `MIN_SAVED_FRACTION` of it.
 
     Args:
         tokens: int64 [T] on the CPU.
@@ -123,16 +123,16 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | 
     starts = np.concatenate([[0], np.cumsum(lengths)])
     groups, short = list[_Group](), list[_Group]()
     for group in _groups(tokens.numpy(), lengths, starts):
-        (short if group.tree_tokens(lengths) <= MOST_TOKENS else groups).append(group)
+        (short if group.tree_tokens(lengths) <= MAX_TREE_TOKENS else groups).append(group)
     saved = sum(group.prefix * (len(group.members) - 1) for group in groups)
     saved += sum(sum(group.common) for group in short)
-    if saved < WORTH * tokens.numel():
+    if saved < MIN_SAVED_FRACTION * tokens.numel():
         return None
     layout = _Layout(starts)
     short.sort(key=lambda group: group.tree_tokens(lengths))
     for group in short:
-        layout.lay_tree(group, lengths)
-    trees = tuple(Trees.of(alike) for alike in alike_in_size([group.tree(lengths) for group in short]))
+        layout.emit_tree(group, lengths)
+    trees = tuple(Trees.of(alike) for alike in by_size([group.tree(lengths) for group in short]))
     groups.sort(key=lambda group: group.prefix)
     counts = dict[int, int]()
     documents: list[tuple[int, int, int, int]] = []  # beginning, own length, number of the beginning, document
@@ -140,15 +140,17 @@ def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | 
         number = counts.get(group.prefix, 0)
         counts[group.prefix] = number + 1
         documents += [(group.prefix, lengths[d] - group.prefix, number, d) for d in group.members]
-        layout.lay_prefix(group)
+        layout.emit_prefix(group)
     documents = sorted(entry for entry in documents if entry[1])
     for prefix, own, _, document in documents:
-        layout.compute(document, prefix, prefix + own)
+        layout.emit(document, prefix, prefix + own)
     endings = []
     for (prefix, own), alike in groupby(documents, key=lambda entry: entry[:2]):
         endings.append((prefix, own, torch.tensor([number for _, _, number, _ in alike])))
     prefixes = tuple((prefix, count) for prefix, count in counts.items() if prefix)
-    return SharedPrefixes(torch.from_numpy(layout.rows), torch.from_numpy(layout.back), trees, prefixes, tuple(endings))
+    return SharedPrefixes(
+        torch.from_numpy(layout.rows), torch.from_numpy(layout.gather_index), trees, prefixes, tuple(endings)
+    )
 
 
 def _groups(tokens: np.ndarray, lengths: Sequence[int], starts: np.ndarray) -> list[_Group]:
@@ -194,7 +196,7 @@ def prefix_attention(
     for (length, count), (qs, ks, vs) in zip(shared.prefixes, parts, strict=False):
         qs, ks, vs = (x.unflatten(0, (count, length)) for x in (qs, ks, vs))
         beginnings[length] = ks, vs
-        outs.append(attend_alike(qs, ks, vs, window, scale).flatten(0, 1))
+        outs.append(batched_attention(qs, ks, vs, window=window, scale=scale).flatten(0, 1))
     for (prefix, own, numbers), (qs, ks, vs) in zip(shared.endings, parts, strict=True):
         qs, ks, vs = (x.unflatten(0, (len(numbers), own)) for x in (qs, ks, vs))
         if prefix:
@@ -202,5 +204,5 @@ def prefix_attention(
                 torch.cat([x.index_select(0, numbers), y], dim=1)
                 for x, y in zip(beginnings[prefix], (ks, vs), strict=True)
             )
-        outs.append(attend_alike(qs, ks, vs, window, scale).flatten(0, 1))
+        outs.append(batched_attention(qs, ks, vs, window=window, scale=scale).flatten(0, 1))
     return torch.cat(outs)

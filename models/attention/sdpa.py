@@ -1,7 +1,6 @@
 """Attention document by document: no mask ever spans the pack. CPU and GPU, any floating dtype.
 
-Neighbouring documents of one length go through the kernel as one batch. `scaled_dot_product_attention` does short
-documents, and all that have no window on a GPU; the rest goes in blocks of queries.
+Neighbouring documents of one length are one batch of the kernel (see `archon.models.attention.batched`).
 """
 
 from __future__ import annotations
@@ -9,20 +8,53 @@ from __future__ import annotations
 from itertools import groupby
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from archon.models.attention.backend import AttentionBackend
+from archon.models.attention.batched import batched_attention
 from archon.models.attention.blockwise import blockwise_attention
+from archon.models.attention.documents import GatheredKeys, PackedDocuments, check_lengths
+from archon.models.attention.prefix import SharedPrefixes, prefix_attention
+from archon.models.attention.spec import AttentionSpec
 
-# From this length on, blocks of plain products beat torch's CPU kernel: 25 % less time for forward and backward at 512
-# tokens of 8 heads of 64 features, 35 % at 128 features, nothing at 128 tokens; the kernel wins below.
-BLOCKWISE_FROM = 128
 
+class ScaledDotProductAttention(AttentionBackend):
+    """`scaled_dot_product_attention`, and blocks of plain products where they are faster."""
 
-def check_lengths(documents: int, tokens: int) -> None:
-    """Raise ValueError unless the documents' tokens are those given."""
-    if documents != tokens:
-        raise ValueError(f"documents of {documents} tokens in all, but {tokens} tokens were given; check cu_seqlens")
+    name = "sdpa"
+    saved_ops = frozenset(
+        {
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+            "archon::packed_sdpa",
+        }
+    )
+    batches_equal_lengths = True
+
+    def prepare_packed(self, documents: PackedDocuments) -> None:
+        _ = documents.length_tensor
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _packed_operator(q, k, v, documents.length_tensor, spec.window or 0, spec.scale)
+        return sdpa_attention(q, k, v, documents.lengths, window=spec.window, scale=spec.scale)
+
+    def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
+        """Neighbouring chunks of one shape at a time."""
+        pack, outs, row = keys.of_pack(kv), list[Tensor](), 0
+        shapes = zip(keys.queries, keys.keys, strict=True)
+        for (length, stop), same in groupby(shapes, key=lambda shape: (shape[0], shape[1][1])):
+            firsts = [first for _, (first, _) in same]
+            rows = q[row : row + length * len(firsts)].unflatten(0, (len(firsts), length))
+            k, v = (torch.stack([x[first : first + stop] for first in firsts]) for x in pack)
+            outs.append(blockwise_attention(rows, k, v, window=spec.window, scale=spec.scale).flatten(0, 1))
+            row += length * len(firsts)
+        return torch.cat(outs)
+
+    def prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
+        return prefix_attention(q, k, v, shared, window=spec.window, scale=spec.scale)
 
 
 @torch.compiler.disable
@@ -39,20 +71,61 @@ def sdpa_attention(
     outs = []
     for (length, count), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         q_BSHD, k_BSGD, v_BSGD = (x.unflatten(0, (count, length)) for x in qkv)
-        outs.append(attend_alike(q_BSHD, k_BSGD, v_BSGD, window, scale).flatten(0, 1))
+        outs.append(batched_attention(q_BSHD, k_BSGD, v_BSGD, window=window, scale=scale).flatten(0, 1))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def attend_alike(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """q [B, S, H, D], the last S of B documents' L tokens, k and v [B, L, G, D], to [B, S, H, D]."""
-    length, before = k.shape[1], k.shape[1] - q.shape[1]
-    if (window is not None and window < length) or (q.device.type == "cpu" and length >= BLOCKWISE_FROM):
-        return blockwise_attention(q, k, v, window=window, scale=scale)
-    gqa = q.shape[2] != k.shape[2]
-    q_BHSD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q, k, v))
-    # The kernel's own causal mask would let the first query meet the first key alone.
-    mask = torch.ones(q.shape[1], length, dtype=torch.bool, device=q.device).tril(before) if before else None
-    out = F.scaled_dot_product_attention(
-        q_BHSD, k_BGSD, v_BGSD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
-    )
-    return out.transpose(1, 2)
+# What compiled code calls: one operator that torch.compile does not look into. Traced, the loop over documents would be
+# unrolled for their lengths, and every ragged batch would be compiled anew. The lengths come in a CPU tensor, int64
+# [B], and a window of 0 stands for none. The backward attends once more to find what it needs; eager mode does not pay
+# for that.
+
+
+@torch.library.custom_op("archon::packed_sdpa", mutates_args=())
+def _packed_operator(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
+    out = sdpa_attention(q, k, v, tuple(lengths.tolist()), window=window or None, scale=scale)
+    return out.contiguous()
+
+
+@_packed_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+# Defined by schema and not by `custom_op`, whose kernels run with autograd switched off, and this one is autograd's
+# work.
+torch.library.define(
+    "archon::packed_sdpa_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lengths, int window, float scale) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("archon::packed_sdpa_backward", ("cpu", "cuda"))
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = sdpa_attention(q, k, v, tuple(lengths.tolist()), window=window or None, scale=scale)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@torch.library.register_fake("archon::packed_sdpa_backward")
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, lengths, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, lengths)
+
+
+def _differentiate(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    q, k, v, lengths = ctx.saved_tensors
+    return *torch.ops.archon.packed_sdpa_backward(grad, q, k, v, lengths, ctx.window, ctx.scale), None, None, None
+
+
+_packed_operator.register_autograd(_differentiate, setup_context=_save)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from archon.models.attention.blockwise import grouped, ungrouped
 
-MOST_TOKENS = 128
+MAX_TREE_TOKENS = 128
 """Of one tree: its attention computes all pairs of tokens, which is cheaper than many small calls only up to here."""
 
 
@@ -40,13 +40,13 @@ class Trees:
 
     Args:
         rows: int64 [N, L], each place's token among the U; padding repeats one of them.
-        back: int64 [U], each token's place among the N * L.
+        gather_index: int64 [U], each token's place among the N * L.
         distance: int16 [N, L, L], how many tokens before place i place j stands on its path; -1 where it does not. A
             padded place sees itself alone.
     """
 
     rows: Tensor
-    back: Tensor
+    gather_index: Tensor
     distance: Tensor
 
     @classmethod
@@ -72,14 +72,14 @@ class Trees:
     @property
     def n_tokens(self) -> int:
         """U."""
-        return self.back.numel()
+        return self.gather_index.numel()
 
     def to(self, device: torch.device) -> Trees:
         """The same on `device`."""
-        return Trees(self.rows.to(device), self.back.to(device), self.distance.to(device))
+        return Trees(self.rows.to(device), self.gather_index.to(device), self.distance.to(device))
 
 
-def alike_in_size(trees: Sequence[Tree]) -> list[list[Tree]]:
+def by_size(trees: Sequence[Tree]) -> list[list[Tree]]:
     """Trees, given smallest first, in runs that may be padded to their largest: none is less than half of it, or all of
     them are tiny."""
 
@@ -105,4 +105,4 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, *, window: int
     scores = torch.bmm((q_NRSD * scale).flatten(1, 2), k_NRSD.flatten(1, 2).transpose(1, 2))
     scores = scores.view(batch, -1, size, size) + bias.unsqueeze(1)
     out = torch.bmm(scores.softmax(-1).view(len(q_NRSD), -1, size), v_NRSD.flatten(1, 2)).view(q_NRSD.shape)
-    return ungrouped(out, batch, q.dtype).flatten(0, 1).index_select(0, trees.back)
+    return ungrouped(out, batch, q.dtype).flatten(0, 1).index_select(0, trees.gather_index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from archon.models.attention.meta import AttentionMeta
+from archon.models.attention.spec import AttentionSpec
 from archon.models.layers.fused import rotate
 from archon.models.layers.linear import Linear
 from archon.models.layers.norm import RMSNorm
@@ -12,7 +13,7 @@ from archon.parallel.comm import Group, all_gather
 
 
 class Attention(nn.Module):
-    """Projects, turns and hands queries, keys and values to `meta.attend`; knows nothing of packing, caches or kernels.
+    """Projects and rotates queries, keys and values for `AttentionMeta.attend`; knows nothing of packing or kernels.
 
     Args:
         layer: index of the layer, which a cache needs.
@@ -37,8 +38,8 @@ class Attention(nn.Module):
         window: int | None,
     ) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.window = layer, head_dim, window
-        self.scale = head_dim**-0.5
+        self.layer, self.head_dim = layer, head_dim
+        self.spec = AttentionSpec(scale=head_dim**-0.5, window=window)
         self.wq = Linear(dim, n_heads * head_dim, bias=bias, role="column", heads=n_heads)
         self.wk = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column", heads=n_kv_heads)
         self.wv = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column", heads=n_kv_heads)
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, role="head_norm")
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, role="head_norm")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, meta: AttentionMeta) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionMeta) -> Tensor:
         """[T, dim] to [T, dim]; cos and sin [T, 1, head_dim / 2] come from `RotaryEmbedding`."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
@@ -55,5 +56,5 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
         q_THK, k_TGK = rotate(q_THK, cos, sin), rotate(k_TGK, cos, sin)
-        out_THK = meta.attend(self.layer, q_THK, k_TGK, v_TGK, window=self.window, scale=self.scale)
+        out_THK = attention.attend(self.layer, q_THK, k_TGK, v_TGK, self.spec)
         return self.wo(out_THK.flatten(-2))

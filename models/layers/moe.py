@@ -49,8 +49,8 @@ class Router(nn.Module):
         self.gate = Linear(dim, n_experts, bias=False, role="router")
         self.register_buffer("expert_bias", torch.zeros(n_experts) if balance else None)
 
-    def forward(self, x: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, RouterStats]:
-        """x [T, dim] to weights [T, k] in x's dtype, experts int64 [T, k], and statistics over `counted` (bool [T])."""
+    def forward(self, x: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, RouterStats]:
+        """x [T, dim] to weights [T, k] in x's dtype, experts int64 [T, k], statistics over `valid_mask` [T]."""
         logits = self.gate(x)
         p = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
         scores = p.detach() if self.expert_bias is None else p.detach() + self.expert_bias
@@ -58,10 +58,10 @@ class Router(nn.Module):
         weights = p.gather(-1, experts)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        ones = torch.ones_like(experts, dtype=p.dtype) if counted is None else counted.to(p.dtype).unsqueeze(-1)
+        ones = torch.ones_like(experts, dtype=p.dtype) if valid_mask is None else valid_mask.to(p.dtype).unsqueeze(-1)
         counts = p.new_zeros(p.shape[-1]).scatter_add_(0, experts.flatten(), ones.expand_as(experts).flatten())
-        kept = p if counted is None else p * ones
-        tokens = p.new_tensor(float(p.shape[0])) if counted is None else ones.sum()
+        kept = p if valid_mask is None else p * ones
+        tokens = p.new_tensor(float(p.shape[0])) if valid_mask is None else ones.sum()
         return weights.to(x.dtype), experts, RouterStats(counts, kept.sum(0), tokens)
 
 
@@ -129,9 +129,9 @@ class MoE(nn.Module):
         self.experts = GroupedExperts(n_experts, dim, hidden_dim, hidden_act)
         self.shared_experts = FeedForward(dim, shared_hidden_dim, hidden_act) if shared_hidden_dim else None
 
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, RouterStats]:
-        """[T, dim] to [T, dim] and the router's statistics over the tokens that `counted` (bool [T]) marks."""
-        weights, experts, stats = self.router(x, counted)
+    def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+        """[T, dim] to [T, dim] and the router's statistics over the tokens that `valid_mask` (bool [T]) marks."""
+        weights, experts, stats = self.router(x, valid_mask)
         rows = x
         if self.etp is not None:
             rows, weights = all_gather(x, self.etp), all_gather(weights, self.etp)

@@ -138,6 +138,30 @@ def test_a_packed_batch_splits_like_a_padded_one() -> None:
         assert torch.equal(ours["loss_mask"], theirs["loss_mask"])
 
 
+@given(lengths=st.lists(st.integers(1, 4), min_size=9, max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_the_model_is_given_documents_by_length_and_nothing_else_moves(lengths: list[int]) -> None:
+    _, batch = make(lengths)
+    packed = pack(batch)
+
+    mb = packed.sorted_for_model()
+
+    runs = len(list(itertools.groupby(lengths)))
+    assert (mb.order is None) == (runs <= 2 * len(set(lengths)))
+    for name in ("tokens", "positions", "labels", "cu_seqlens", "lengths"):
+        assert torch.equal(torch.as_tensor(getattr(mb, name)), torch.as_tensor(getattr(packed, name)))
+    assert torch.equal(mb.in_pack_order(mb.in_model_order(mb.tokens)), packed.tokens)
+    trained = mb.in_model_order(mb.scored_labels()) != IGNORE_INDEX
+    assert mb.labelled_rows(only_trained=True).tolist() == trained.nonzero().squeeze(1).tolist()
+    assert (mb.in_model_order(mb.labels)[mb.labelled_rows(only_trained=False)] != IGNORE_INDEX).all()
+    if mb.order is not None:
+        assert mb.order.lengths == tuple(sorted(lengths))
+        assert mb.order.cu_seqlens.tolist() == [0, *itertools.accumulate(sorted(lengths))]
+        assert mb.in_model_order(mb.positions).tolist() == [t for n in sorted(lengths) for t in range(n)]
+        documents = sorted(packed.tokens.split(lengths), key=len)
+        assert torch.equal(mb.in_model_order(mb.tokens), torch.cat(documents))
+
+
 def test_untrained_tokens_are_not_scored() -> None:
     _, batch = make([4, 3])
     batch["loss_mask"][0, 1] = 0

@@ -109,10 +109,10 @@ def test_answers_that_are_still_the_same_are_computed_once(n_pages: int | None) 
     engine = make_engine(model, n_pages=n_pages, max_slots=12)
     answers = engine.generate(wanted)
     beginnings = [(*a.input_tokens, *a.output_tokens[:n]) for a in answers for n in range(1, a.output_len)]
-    assert engine.stats.twin_tokens > 20
+    assert engine.stats.duplicate_tokens > 20
     if n_pages is None:
         assert engine.stats.decode_tokens == len(beginnings)
-        assert engine.stats.twin_tokens == len(beginnings) - len(set(beginnings))
+        assert engine.stats.duplicate_tokens == len(beginnings) - len(set(beginnings))
     assert len(set(beginnings)) > max(a.output_len for a in answers) * 2, "no two answers parted"
     assert_as_alone(model, wanted, answers)
 

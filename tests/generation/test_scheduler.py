@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from archon.generation.pages import PagePool
+from archon.generation.block_pool import BlockPool
 from archon.generation.scheduler import Scheduler, Step
 from archon.generation.sequence import Sequence
 from archon.generation.types import ModelRequest
@@ -142,7 +142,7 @@ def test_followers_survive_the_abort_of_their_leader() -> None:
 
 
 def test_a_pool_hands_out_the_lowest_pages_and_counts_owners() -> None:
-    pool = PagePool(5)
+    pool = BlockPool(5)
     assert pool.take(3) == [0, 1, 2]
     pool.share([1])
     pool.release([0, 1, 2])

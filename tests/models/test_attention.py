@@ -17,8 +17,9 @@ from torch.nn.attention import varlen
 
 from archon.models.attention import sdpa
 from archon.models.attention import varlen as varlen_backend
-from archon.models.attention.backend import resolve_backend
 from archon.models.attention.meta import PackedAttention
+from archon.models.attention.registry import candidates, register_attention_backend, resolve_backend
+from archon.models.attention.spec import AttentionSpec
 from archon.models.layers import attention as attention_layer
 from archon.schema.errors import ConfigError
 from tests.models.reference import relative
@@ -90,9 +91,9 @@ def test_lengths_that_do_not_cover_the_tokens_are_refused() -> None:
 def test_auto_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     resolve_backend.cache_clear()
     with caplog.at_level(logging.INFO):
-        assert resolve_backend("auto", torch.device("cpu"), torch.float32) == "sdpa"
-        assert resolve_backend("auto", torch.device("cuda", 0), torch.bfloat16) == "varlen"
-        assert resolve_backend("auto", torch.device("cuda", 0), torch.float32) == "sdpa"
+        assert resolve_backend("auto", torch.device("cpu"), torch.float32).name == "sdpa"
+        assert resolve_backend("auto", torch.device("cuda", 0), torch.bfloat16).name == "varlen"
+        assert resolve_backend("auto", torch.device("cuda", 0), torch.float32).name == "sdpa"
     assert "attention backend: sdpa (auto, cpu, torch.float32)" in caplog.text
 
 
@@ -192,8 +193,8 @@ def test_kernels_are_called_by_their_contract(
     lengths = (9, 1, 30)
     qkv = draw(40, torch.bfloat16, kv_heads=kv_heads)
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
-    meta.backend = backend
-    actual = meta.attend(0, *qkv, window=window, scale=SCALE)
+    meta.backend = candidates(backend)[0]
+    actual = meta.attend(0, *qkv, AttentionSpec(SCALE, window))
     expected = sdpa.sdpa_attention(*(x.float() for x in qkv), lengths, window=window, scale=SCALE)
     assert actual.dtype == torch.bfloat16
     assert relative(actual.float(), expected) <= FLASH_BF16
@@ -215,7 +216,7 @@ def test_a_layer_hands_the_kernel_what_it_turned_and_projected_without_a_copy(
     module = attention_layer.Attention(0, 32, 4, 2, 8, bias=False, out_bias=False, qk_norm_eps=1e-6, window=None)
     module.bfloat16().wv.register_forward_hook(lambda _module, _args, out: made.insert(0, out))
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
-    meta.backend = backend
+    meta.backend = candidates(backend)[0]
     angles = torch.rand(40, 1, 4, dtype=torch.bfloat16)
     module(torch.randn(40, 32, dtype=torch.bfloat16), angles.cos(), angles.sin(), meta)
     values, queries, keys = made
@@ -224,40 +225,41 @@ def test_a_layer_hands_the_kernel_what_it_turned_and_projected_without_a_copy(
 
 def test_lengths_are_read_from_the_device_once_and_only_when_needed() -> None:
     meta = PackedAttention(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
-    assert "lengths" not in vars(meta)
+    assert "lengths" not in vars(meta.documents)
     assert meta.lengths == (2, 3)
     assert meta.lengths is meta.lengths
-    assert PackedAttention(meta.cu_seqlens, 3, lengths=(2, 3)).lengths == (2, 3)
+    assert PackedAttention(meta.documents.cu_seqlens, 3, lengths=(2, 3)).lengths == (2, 3)
     assert meta.document_lengths(torch.zeros(5)).tolist() == [2, 2, 3, 3, 3]
 
 
-def test_arranged_documents_attend_within_compiled_code_without_a_graph_break() -> None:
-    lengths = (3, 5, 3, 5, 3, 5)
-    bounds = torch.tensor([0, 3, 8, 11, 16, 19, 24], dtype=torch.int32)
+def test_documents_attend_within_compiled_code_without_a_graph_break() -> None:
+    lengths = (3, 3, 3, 5, 5, 5)
     qkv = [torch.randn(24, 2, 8) for _ in range(3)]
-    meta = PackedAttention(bounds, 5, "sdpa", lengths)
+    meta = PackedAttention.of_lengths(lengths, torch.device("cpu"), "sdpa")
     meta.begin(qkv[0])
-    arrangement = meta.arrange()
-    assert arrangement is not None
-    arranged, order, _ = arrangement
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return arranged.attend(0, q, k, v, window=None, scale=SCALE)
+        return meta.attend(0, q, k, v, AttentionSpec(SCALE))
 
-    compiled = torch.compile(attend, backend="eager", fullgraph=True)(*(x[order] for x in qkv))
-    torch.testing.assert_close(compiled, meta.attend(0, *qkv, window=None, scale=SCALE)[order])
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)(*qkv)
+    torch.testing.assert_close(compiled, definition(*qkv, list(lengths), -1), rtol=0, atol=1e-6)
 
 
-def test_arranged_tokens_keep_which_of_them_count() -> None:
-    """Else routers would count padding."""
-    lengths = (3, 5, 3, 5, 3, 5)
-    meta = PackedAttention(torch.tensor([0, 3, 8, 11, 16, 19, 24], dtype=torch.int32), 5, "sdpa", lengths)
-    meta.counted = torch.arange(24) < 19
-    meta.begin(torch.zeros(24, 4))
-    arrangement = meta.arrange()
-    assert arrangement is not None
-    assert arrangement.meta.counted is not None
-    assert arrangement.meta.counted.equal(arrangement.rows < 19)
+@pytest.mark.parametrize(
+    "option", [{"soft_cap": 30.0}, {"sinks": torch.zeros(4)}], ids=lambda option: next(iter(option))
+)
+@pytest.mark.parametrize("attn_type", ["sdpa", "varlen", "flash"])
+def test_a_backend_names_what_it_does_not_compute(attn_type: str, option: dict[str, Any]) -> None:
+    meta = PackedAttention(torch.tensor([0, 7], dtype=torch.int32), 7)
+    meta.backend = candidates(attn_type)[0]
+    message = f"attn_type '{attn_type}' does not compute {next(iter(option))}, .* it knows window"
+    with pytest.raises(ConfigError, match=message):
+        meta.attend(0, *draw(7), AttentionSpec(SCALE, **option))
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="attention backend 'sdpa' is already registered"):
+        register_attention_backend(candidates("sdpa")[0])
 
 
 @pytest.mark.gpu
@@ -267,7 +269,7 @@ def test_gpu_backends_equal_the_definition(backend: Any, window: int | None) -> 
     lengths, dtype = [300, 17, 1, 64], torch.float32 if backend == "sdpa" else torch.bfloat16
     qkv = [torch.randn(382, h, 64, dtype=dtype, device="cuda", requires_grad=True) for h in (4, 2, 2)]
     meta = PackedAttention(torch.tensor([0, 300, 317, 318, 382], dtype=torch.int32, device="cuda"), 300, backend)
-    actual = meta.attend(0, *qkv, window=window, scale=SCALE)
+    actual = meta.attend(0, *qkv, AttentionSpec(SCALE, window))
     exact = [x.detach().cpu().double().requires_grad_() for x in qkv]
     expected = definition(*exact, lengths, -1 if window is None else window - 1)
     assert relative(actual.cpu().double(), expected) <= FLASH_BF16

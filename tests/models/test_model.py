@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3ForSequenceClassification
 
-from archon.models import PackedAttention, RopeConfig, TokenScores, WeightedLoss
+from archon.models import RopeConfig, TokenScores, WeightedLoss
 from archon.models.qwen2 import Qwen2Model, Qwen2ModelArgs
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from archon.schema.errors import ConfigError
@@ -161,21 +161,10 @@ def test_documents_are_independent_of_their_neighbours_and_order() -> None:
 
 
 @pytest.mark.parametrize("kind", ["default", "dynamic"])
-def test_many_short_documents_are_regrouped_without_a_trace(kind: Any) -> None:
+def test_many_short_documents_are_computed_as_each_alone(kind: Any) -> None:
     rope = RopeConfig(kind, factor=None if kind == "default" else 3.0)
     model, lengths = build(sliding_window=4, rope_scaling=rope, max_seq_len=6), [3, 7, 5, 3, 0, 9] * 6 + [7, 9, 3]
     tokens, positions, cu_seqlens, longest = pack(lengths, 31, 0)
-    assert PackedAttention(cu_seqlens, longest).arrange() is None, "before the backend is known"
-    meta = PackedAttention(cu_seqlens, longest)
-    meta.begin(torch.zeros(1))
-    arrangement = meta.arrange()
-    assert arrangement is not None
-    arranged, order, back = arrangement
-    assert isinstance(arranged, PackedAttention)
-    assert arranged.lengths == tuple(sorted(lengths))
-    assert order[back].tolist() == list(range(sum(lengths)))
-    assert sorted(order.tolist()) == list(range(sum(lengths)))
-
     logits = model(tokens, positions, cu_seqlens, longest)
     alone = [
         model(document, torch.arange(len(document)), torch.tensor([0, len(document)], dtype=torch.int32), len(document))

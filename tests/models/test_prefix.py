@@ -43,7 +43,7 @@ def test_every_token_finds_a_row_of_the_same_beginning() -> None:
     starts = [0, *accumulate(lengths)]
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     for t in range(len(tokens)):
-        row = int(shared.rows[shared.back[t]])
+        row = int(shared.rows[shared.gather_index[t]])
         own, other = int(document[t]), int(document[row])
         assert t - starts[own] == row - starts[other]
         assert tokens[starts[own] : t + 1].equal(tokens[starts[other] : row + 1])
@@ -63,7 +63,7 @@ def test_nothing_to_share_is_none() -> None:
 def test_identical_documents_are_one() -> None:
     shared = found(torch.tensor([4, 5, 6] * 3), (3, 3, 3))
     assert shared.rows.tolist() == [0, 1, 2]
-    assert shared.back.tolist() == [0, 1, 2] * 3
+    assert shared.gather_index.tolist() == [0, 1, 2] * 3
     assert shared.endings == ()
 
 
@@ -79,10 +79,12 @@ def test_attention_equals_that_of_whole_documents(heads: tuple[int, int], longes
         torch.randn(len(shared.rows), n, 8, dtype=torch.float64, requires_grad=True)
         for n in (heads[0], *[heads[1]] * 2)
     )
-    whole = sdpa_attention(*(x.index_select(0, shared.back) for x in (q, k, v)), lengths, window=window, scale=0.3)
+    whole = sdpa_attention(
+        *(x.index_select(0, shared.gather_index) for x in (q, k, v)), lengths, window=window, scale=0.3
+    )
     gradient = torch.randn_like(whole)
     expected = torch.autograd.grad(whole, (q, k, v), gradient)
-    ours = prefix_attention(q, k, v, shared, window=window, scale=0.3).index_select(0, shared.back)
+    ours = prefix_attention(q, k, v, shared, window=window, scale=0.3).index_select(0, shared.gather_index)
     torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
     for a, b in zip(torch.autograd.grad(ours, (q, k, v), gradient), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)

@@ -65,12 +65,12 @@ def test_a_row_that_no_micro_batch_can_hold_is_refused_before_the_first_step(sft
         SFTTrainer(config).train()
 
 
-def test_padded_batch_is_token_aligned_and_shortest_first() -> None:
+def test_padded_batch_is_token_aligned_and_keeps_the_order() -> None:
     rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": [0, 1]}]
     batch = padded_batch(rows)
-    assert batch["input_ids"].tolist() == [[8, 9, 0], [5, 6, 7]]
-    assert batch["attention_mask"].tolist() == [[True, True, False], [True, True, True]]
-    assert batch["loss_mask"].tolist() == [[0, 1, 0], [0, 1, 1]]
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert batch["attention_mask"].tolist() == [[True, True, True], [True, True, False]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 1], [0, 1, 0]]
 
 
 def test_sft_lowers_the_held_out_loss_and_exports(sft_config: MakeConfig) -> None:

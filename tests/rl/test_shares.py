@@ -12,12 +12,13 @@ from archon.rl.episode_io import RemoteError, error_kind, is_one_line, pack_epis
 from archon.rl.prompts import Prompt
 from archon.rl.rewards.result import RewardRaised
 from archon.schema.errors import ConfigError, RolloutError
-from archon.training.shares import own_documents, require_documents
+from archon.training.shares import own_documents, own_rows, require_documents
 
 
 def batch(n: int) -> dict[str, torch.Tensor]:
     ids = torch.arange(n).unsqueeze(1).expand(n, 3) + 10
-    return {"input_ids": ids, "loss_mask": torch.ones(n, 3, dtype=torch.int64)}
+    mask = torch.ones(n, 3, dtype=torch.int64)
+    return {"input_ids": ids, "attention_mask": mask.bool(), "loss_mask": mask}
 
 
 @pytest.mark.parametrize("n", [3, 4, 7])
@@ -25,6 +26,17 @@ def test_every_document_goes_to_one_rank(n: int) -> None:
     shares = [own_documents(batch(n), Group("dp", 3, rank))["input_ids"][:, 0].tolist() for rank in range(3)]
     assert sorted(row for share in shares for row in share) == [10 + i for i in range(n)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_ranks_have_even_shares_of_the_tokens_and_keep_the_order() -> None:
+    """Dealt in the order given, the long documents would all go to one rank."""
+    lengths = [9, 1, 8, 2, 7, 3]
+    shares = [own_rows(lengths, Group("dp", 2, rank)) for rank in range(2)]
+    assert sorted(shares[0] + shares[1]) == list(range(6))
+    assert shares == [sorted(share) for share in shares]
+    tokens = [sum(lengths[row] for row in share) for share in shares]
+    # Neighbours by length go to different ranks, so that the differences add up to less than longest - shortest.
+    assert abs(tokens[0] - tokens[1]) < 9 - 1
 
 
 def test_a_rank_without_a_document_is_given_one_that_trains_nothing() -> None:

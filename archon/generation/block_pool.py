@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable
 
 
-class PagePool:
+class BlockPool:
     """Page numbers 0 … n_pages − 1. The lowest free ones are handed out first, so that pages in use stay together."""
 
     def __init__(self, n_pages: int) -> None:

@@ -1,0 +1,71 @@
+"""The attention backends by name, and the choice among them: explicit, and checked against machine and dtype."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from archon.models.attention.backend import AttentionBackend
+from archon.models.attention.flash import FlashAttention
+from archon.models.attention.sdpa import ScaledDotProductAttention
+from archon.models.attention.varlen import VarlenAttention
+from archon.schema.errors import ConfigError
+
+AUTO_ORDER = ("varlen", "sdpa")
+"""`auto` takes the first of these that can run."""
+
+_BACKENDS: dict[str, AttentionBackend] = {}
+
+logger = logging.getLogger(__name__)
+
+
+def register_attention_backend(backend: AttentionBackend) -> None:
+    """Make a backend available as `attn_type`. Raises ValueError for a name that is taken."""
+    if backend.name in ("auto", *_BACKENDS):
+        raise ValueError(f"attention backend {backend.name!r} is already registered; choose another name")
+    _BACKENDS[backend.name] = backend
+
+
+register_attention_backend(ScaledDotProductAttention())
+register_attention_backend(VarlenAttention())
+register_attention_backend(FlashAttention())
+
+
+def candidates(attn_type: str) -> tuple[AttentionBackend, ...]:
+    """Returns the backends that `attn_type` may mean: one, or those that `auto` chooses from.
+
+    Raises ConfigError for an unknown name, listing the known ones.
+    """
+    names = AUTO_ORDER if attn_type == "auto" else (attn_type,)
+    if any(name not in _BACKENDS for name in names):
+        raise ConfigError(f"attn_type is {attn_type!r}; expected one of {', '.join(('auto', *_BACKENDS))}")
+    return tuple(_BACKENDS[name] for name in names)
+
+
+def attends_gathered(attn_type: str) -> bool:
+    """Returns whether `attn_type` can attend to keys that context parallelism has gathered."""
+    return all(backend.attends_gathered for backend in candidates(attn_type))
+
+
+def saved_ops(attn_type: str) -> frozenset[str]:
+    """Returns the operators of `attn_type` whose results selective recomputation keeps."""
+    return frozenset().union(*(backend.saved_ops for backend in candidates(attn_type)))
+
+
+@functools.lru_cache(maxsize=64)
+def resolve_backend(attn_type: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """Returns the backend for tensors of this device and dtype; `auto` logs what it chose, once.
+
+    Raises ConfigError for an unknown name and for a backend that cannot run here.
+    """
+    found = candidates(attn_type)
+    if attn_type == "auto":
+        chosen = next(backend for backend in found if backend.obstacle(device, dtype) is None)
+        logger.info("attention backend: %s (auto, %s, %s)", chosen.name, device.type, dtype)
+        return chosen
+    reason = found[0].obstacle(device, dtype)
+    if reason is not None:
+        raise ConfigError(f"attn_type {attn_type!r} is impossible here: {reason}; choose sdpa or auto")
+    return found[0]
