@@ -94,7 +94,7 @@ workflow_context = WorkflowContext()
 
 
 class EpisodeEngine:
-    """The generator as one run of an episode sees it; `answered` holds all that it gave it.
+    """The generator as one run of an episode sees it.
 
     Each request without a seed gets one from (the episode's seed, its number within the episode), so that what is
     sampled does not depend on what else is running, and a resumed run repeats it. `check` sees every request's sampling
@@ -111,7 +111,6 @@ class EpisodeEngine:
         self._context = context
         self._check = check
         self._requests = 0
-        self.answered: list[ModelResponse] = []
 
     @property
     def version(self) -> int:
@@ -129,8 +128,7 @@ class EpisodeEngine:
             seed = derive_seed(self._context.seed, self._requests)
             req.gconfig = req.gconfig.model_copy(update={"seed": seed})
         self._requests += 1
-        self.answered.append(response := await self._engine.agenerate(req))
-        return response
+        return await self._engine.agenerate(req)
 
     def pause(self) -> None:
         self._engine.pause()

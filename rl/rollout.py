@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.parallel.world import World
@@ -18,11 +17,10 @@ from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.episode import Episode
 from archon.rl.episode_io import error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.prompts import Prompt
-from archon.rl.rewards import RewardFailure
 from archon.rl.rows import Row, own_copy
-from archon.rl.trajectories import concat_padded_tensors
-from archon.rl.workflows.base import RolloutWorkflow, count_lost
-from archon.rl.workflows.results import checked_result, completed, is_one_trajectory, joined, trajectory_ids
+from archon.rl.trajectories import checked_group, concat_padded_tensors, trajectory_ids
+from archon.rl.workflows.base import RolloutWorkflow
+from archon.rl.workflows.forms import whole_groups
 from archon.schema.errors import ConfigError, RolloutError, UserError
 
 if TYPE_CHECKING:
@@ -87,14 +85,12 @@ def _ids(number: int, size: int, group: Mapping[str, Any]) -> dict[str, torch.Te
 class Rollout:
     """Runs episodes of one workflow against one generator.
 
-    A prompt's group is what one run of the workflow returns, or what `n_samples` runs do: see
-    `RolloutWorkflow.returns_group`.
-
     Args:
         engine: the generator.
         workflow: turns a row into trajectories.
         seed: every random stream derives from (seed, stream, step, prompt's index, request's number).
-        n_samples: of a group, where each is a run of its own; by default those of the workflow's `gconfig`.
+        n_samples: trajectories in a group, where the workflow returns them one by one; by default those of its
+            `gconfig`.
         check: refuses sampling values that the trainer cannot replay; sees every request.
         log: where losses are announced, one line a step and kind.
     """
@@ -112,14 +108,15 @@ class Rollout:
         self.engine = engine
         self.workflow = workflow
         gconfig = getattr(workflow, "gconfig", None)
-        self.n_samples: int = n_samples if n_samples is not None else getattr(gconfig, "n_samples", 1)
+        n_samples = n_samples if n_samples is not None else getattr(gconfig, "n_samples", 1)
+        self._name = type(workflow).__name__
+        self._whole_groups = whole_groups(workflow, n_samples, log)
         self._seed = seed
         self._check = check
         self._log = log
         self._succeeded = False
         self._failures = 0
         self._first_error: BaseException | None = None
-        self._said_repeated = False
 
     async def collect(
         self,
@@ -215,61 +212,10 @@ class Rollout:
             self._succeeded = True
 
     async def _group(self, prompt: Prompt, context: EpisodeContext) -> dict[str, Any] | None:
-        """What one run of the workflow makes of a prompt, or so many as its group has trajectories."""
-        returns_group = getattr(self.workflow, "returns_group", None)
-        runs: list[dict[str, Any]] = []
-        if returns_group is not False:
-            single, first = await self._run(prompt, context)
-            if returns_group or self.n_samples == 1 or first is None or not single:
-                return first
-            runs.append(first)
-            self._say_repeated(context)
-        outcomes = await asyncio.gather(
-            *(self._run(prompt, context, run) for run in range(len(runs), self.n_samples)), return_exceptions=True
-        )
-        lost: list[BaseException] = []
-        for outcome in outcomes:
-            if isinstance(outcome, RewardFailure | UnusableAnswerError):
-                count_lost(outcome)
-                lost.append(outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            elif (result := outcome[1]) is None:
-                count_lost(UnusableAnswerError("rejected_run", "a run of the workflow returned None"))
-            elif not outcome[0]:
-                raise RolloutError(
-                    f"{type(self.workflow).__name__}: a run of several for one prompt returned several trajectories; "
-                    "return one, or set returns_group = True on the class and return the whole group"
-                )
-            else:
-                runs.append(result)
-        if not runs and lost:
-            raise lost[0]
-        return joined(runs) if runs else None
-
-    async def _run(
-        self, prompt: Prompt, context: EpisodeContext, run: int | None = None
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """One run of the workflow, whose answers nobody else's result can refer to: whether it returned a single
-        trajectory, and what can be trained on. `run` is its number of several, which are tasks of their own."""
-        if run is not None:
-            context = workflow_context.enter_sample(run)
-            context.seed = derive_seed(context.seed, run, 0) if run else context.seed
+        """Returns the group that the workflow makes of a prompt, checked, or None where it rejects it."""
         engine = EpisodeEngine(self.engine, context, None if context.is_eval else self._check)
-        result = await self.workflow.arun_episode(engine, Row(own_copy(prompt.row)))
-        name, apart = type(self.workflow).__name__, getattr(self.workflow, "returns_group", None) is True
-        single, result = is_one_trajectory(result), completed(result, engine.answered, name, apart=apart)
-        return single, None if result is None else checked_result(result, context, name)
-
-    def _say_repeated(self, context: EpisodeContext) -> None:
-        if self._said_repeated or context.is_eval:
-            return
-        self._said_repeated = True
-        self._log(
-            f"{type(self.workflow).__name__} returned one trajectory, so each prompt is run {self.n_samples} times, "
-            "which gconfig.n_samples says, for a group; returns_group = False on the class starts all runs at once, "
-            "True says that one is the whole group"
-        )
+        group = await self._whole_groups.arun_episode(engine, Row(own_copy(prompt.row)))
+        return None if group is None else checked_group(group, context, self._name)
 
     def stop_if_nothing_came(self, episodes: Sequence[Episode]) -> None:
         """Raise when no episode returned a trajectory: `WorkflowError` where any failed, else `RolloutError`."""
@@ -280,12 +226,12 @@ class Rollout:
             raise self._always_fails(len(failed), failed[0]) from failed[0]
         if episodes:
             raise RolloutError(
-                f"{type(self.workflow).__name__} rejected (returned None for) all {len(episodes)} prompts of a step; "
+                f"{self._name} rejected (returned None for) all {len(episodes)} prompts of a step; "
                 "there is nothing to train on"
             )
 
     def _always_fails(self, n: int, first: BaseException) -> WorkflowError:
-        failed = f"{type(self.workflow).__name__} failed on {n} prompts and succeeded on none; the first failure"
+        failed = f"{self._name} failed on {n} prompts and succeeded on none; the first failure"
         if is_one_line(first):
             return WorkflowRefusedError(f"{failed}: {first}")
         return WorkflowError(f"{failed}, whose traceback stands above: {error_kind(first)}: {first}")

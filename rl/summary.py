@@ -10,7 +10,7 @@ from torch import Tensor
 
 from archon.rl.rewards.result import FAILURE_KINDS
 from archon.rl.rollout import RolloutBatch
-from archon.rl.workflows.results import trajectory_ids
+from archon.rl.trajectories import trajectory_ids
 from archon.training.metrics import TrajectoryWriter, read_jsonl
 
 STEPS_ALIKE = (10, 100, 1000)

@@ -22,9 +22,10 @@ class RolloutWorkflow(ABC):
     Subclass it, and give the trainer an instance, the class, or `"pkg.mod.Class"`. A class is constructed with those of
     `reward_fn`, `gconfig` and `tokenizer` that its `__init__` names.
 
-    `returns_group` says how a group of `gconfig.n_samples` trajectories comes about. True: one run returns it. False:
-    each run returns one trajectory, and a prompt has n runs at once; one that rejects its answer, or whose reward
-    failed, costs that sample. Not set: one run, and n − 1 more where it returned a single trajectory.
+    One run returns a whole group, `gconfig.n_samples` trajectories of one prompt, as tensors. Workflows written for
+    AReaL may return less, which `archon.rl.compat.areal` makes a group of; for these `returns_group` says what a run
+    returns. True: the whole group. False: one trajectory, and a prompt has n runs at once; one that rejects its answer,
+    or whose reward failed, costs that sample. None: one run, and n − 1 more where it returned a single trajectory.
     """
 
     returns_group: ClassVar[bool | None] = None
@@ -43,9 +44,10 @@ class RolloutWorkflow(ABC):
             `rewards` float [B], and anything else with a leading B. All rows answer the same prompt and form one group.
             `None` rejects the episode.
 
-            Or, in short, of one answer as the engine gave it: `input_ids` (the prompt's) and `output_ids`, int [L] or
-            [1, L], and `reward`; a list of such dictionaries; or a dictionary of `InteractionWithTokenLogpReward` by
-            id, the parts of one trajectory (each a trajectory where `returns_group` is True).
+            Short forms of one answer as the engine gave it are accepted too: `input_ids` (the prompt's) and
+            `output_ids`, int [L] or [1, L], and `reward`; a list of such dictionaries; or a dictionary of
+            `InteractionWithTokenLogpReward` by id, the parts of one trajectory (each a trajectory where `returns_group`
+            is True).
         """
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
