@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -30,15 +30,12 @@ from archon.rl.summary import SpreadWatch, batch_metrics, gains, newest_record, 
 from archon.rl.update import PolicyUpdate
 from archon.rl.weights import in_process, weights_of
 from archon.rl.workflows import RolloutWorkflow, resolve_workflow
+from archon.training.bootstrap_config import BootstrapConfig
 from archon.training.loop import (
-    due,
-    join,
-    load_newest,
+    BaseTrainer,
     long_lived_objects_frozen,
     require_same_rows,
     run_until_stopped,
-    save_newest,
-    saved_at_the_end,
     timed,
     timed_evaluation,
 )
@@ -48,11 +45,8 @@ from archon.training.shares import require_documents
 
 Result = TypeVar("Result")
 
-COLUMNS: tuple[str, ...] = ("reward", "eval/reward", "eval/greedy_reward", "loss", "grad_norm", "entropy", "length")
-COLUMNS += ("samples_per_second",)
 
-
-class RLTrainer:
+class RLTrainer(BaseTrainer):
     """Trains one policy. `RLTrainer(config).train()` is the whole run; the parts below can be called one by one.
 
     Args:
@@ -60,12 +54,16 @@ class RLTrainer:
         runner: the run directory and what surrounds it; made, and closed, by `train` when not given.
     """
 
+    title = "rl"
+    columns = (
+        *("reward", "eval/reward", "eval/greedy_reward", "loss", "grad_norm", "entropy", "length"),
+        "samples_per_second",
+    )
+    config: RLConfig
+
     def __init__(self, config: RLConfig, runner: Runner | None = None) -> None:
-        self.config = config
-        self.runner = runner
-        self.step = 0
-        self._saved_step: int | None = None
-        self._updating = False
+        super().__init__(config, runner)
+        self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
         self._spread = SpreadWatch()
         self.ahead: RolloutAhead | None = None
         self._overlapped = 0.0  # seconds of generation while something was computed beside it, in this step
@@ -83,53 +81,24 @@ class RLTrainer:
             workflow: an instance, a class or a dotted string; by default the configuration's.
             eval_workflow: used for evaluation as it is; by default `workflow` with evaluation's sampling values.
         """
-        config, metrics = self.config, dict[str, float]()
-        with ExitStack() as stack:
-            if self.runner is None:
-                self.config = config = join(config, config.actor)
-                opened = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
-                self.runner = stack.enter_context(opened)
-            runner = self.runner
-            if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner, config.actor):
-                return {}
-            stack.enter_context(suppress(StoppedError))
-            stack.enter_context(self.opened(workflow, eval_workflow))
-            stack.enter_context(saved_at_the_end(self.save))
-            with runner.progress("rl", config.total_steps, start=self.step, columns=COLUMNS) as progress:
-                metrics = self._missing_evaluation(runner)
-                if metrics:
-                    runner.metrics.write(self.step, metrics)
-                    progress.update(self.step, metrics)
-                while self.step < config.total_steps and not runner.stop_requested:
-                    metrics = self.train_step()
-                    self.step += 1
-                    self._updating, self._cursor = False, self._position()
-                    try:
-                        if self._evaluation_due():
-                            metrics |= timed_evaluation(self.evaluate)
-                    finally:
-                        runner.metrics.write(self.step, metrics)
-                    progress.update(self.step, metrics)
-                    if due(self.step, config.checkpoint.every):
-                        self.save(asynchronous=True)
-            if self.step == config.total_steps:
-                self.finish()
-        return metrics
+        return self.run(self.config.actor, self.opened(workflow, eval_workflow))
 
-    def _missing_evaluation(self, runner: Runner) -> dict[str, float]:
-        """The record of the step the run begins at: step 0's, or one whose evaluation a signal broke off; else {}."""
-        record: dict[str, float] = {}
+    def before_first_step(self) -> dict[str, float]:
+        """Returns the record of the step the run begins at: step 0's, or one whose evaluation a signal broke off."""
+        assert self.runner is not None
+        metrics, record = self.runner.directory.metrics, dict[str, float]()
         if self.step:
-            record = runner.world.tell(lambda: newest_record(runner.directory.metrics, self.step))
-            if not record or "seconds/evaluate" in record or not self._evaluation_due():
+            record = self.runner.world.tell(lambda: newest_record(metrics, self.step))
+            if not record or "seconds/evaluate" in record or not self.evaluation_due:
                 return {}
         measured = timed_evaluation(self.evaluate)
         if record and measured:
-            runner.metrics.truncate(self.step - 1)
+            self.runner.metrics.truncate(self.step - 1)
         return record | measured if measured else {}
 
-    def _evaluation_due(self) -> bool:
-        return self.step == self.config.total_steps or due(self.step, self.config.evaluation.every)
+    def after_step(self) -> dict[str, float]:
+        self._cursor = self._stream_state()
+        return {}
 
     def train_step(self) -> dict[str, float]:
         """One round: generate and score a batch, update the policy on it, push the weights to the generator."""
@@ -146,7 +115,7 @@ class RLTrainer:
             with timed(seconds, "score"):
                 prepared, measured = self._beside(lambda: self.update.prepare(batch.trajectories, self.step))
             self._dump(batch, metrics, prepared["advantages"])
-            self._updating = True
+            self._mid_update = True
             with timed(seconds, "update"):
                 metrics |= measured | self._beside(lambda: self.update.train(prepared, self.step))
             if batch.is_of(self.generator.version):
@@ -199,20 +168,16 @@ class RLTrainer:
             metrics |= {f"eval/{prefix}{name}": value for name, value in measured.items()}
         return metrics
 
-    def save(self, *, asynchronous: bool = False) -> None:
-        """Checkpoint everything a bitwise resume needs; `asynchronous` writes it during the next steps.
+    def position(self) -> dict[str, Any]:
+        """Returns where the prompts stood after the last step.
 
-        A step that an error ended before its update is as if it had not begun: its prompts are trained on after a
-        resume. Nothing is written, but what is being written waited for, when this step's checkpoint is there already,
-        or when the error struck inside the update, which leaves weights that belong to no step.
+        A step that an error ended before its update is as if it had not begun: a resumed run trains on its prompts.
         """
-        assert self.runner is not None
-        if self._saved_step == self.step or self._updating:
-            self.engine.wait_for_saves()
-            return
-        state, keep = {"prompts": self._cursor}, self.config.checkpoint.keep
-        save_newest(self.runner, self.engine, self.step, state, keep, critic=self.critic, asynchronous=asynchronous)
-        self._saved_step = self.step
+        return {"prompts": self._cursor}
+
+    def load_position(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+        self._cursor = state["prompts"]
 
     def finish(self) -> None:
         """Save, export, and say what the run has brought on the held-out prompts."""
@@ -244,8 +209,13 @@ class RLTrainer:
         workflow: RolloutWorkflow | type[RolloutWorkflow] | str | None = None,
         eval_workflow: RolloutWorkflow | None = None,
     ) -> Iterator[RLTrainer]:
-        """Everything the run needs, from rows to generator, resumed where the configuration asks for it."""
+        """Holds open what a run needs, from rows to generator, resumed where the configuration asks for it.
+
+        Raises `StoppedError` where a signal ends the making of the actor's first checkpoint.
+        """
         config, rollout = self.config, self.config.rollout
+        if config.bootstrap and self.runner:
+            self._make_first_checkpoint(config.bootstrap, self.runner)
         wrapper = AsyncRewardWrapper(config.reward, rollout.reward_timeout, rollout.reward_workers)
         with asyncio.Runner() as loop, wrapper as reward:
             # The loop itself, not Runner.run: signals belong to the run directory's handler.
@@ -253,7 +223,7 @@ class RLTrainer:
             self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path)
             self._open_data(reward)
             self._open_models()
-            self._resume()
+            self.resume()
             self._open_rollouts(reward, workflow or config.workflow, eval_workflow)
             try:
                 with long_lived_objects_frozen():
@@ -261,6 +231,10 @@ class RLTrainer:
             finally:
                 if self.ahead is not None:
                     self._loop.run_until_complete(self.ahead.close())
+
+    def _make_first_checkpoint(self, bootstrap: BootstrapConfig, runner: Runner) -> None:
+        if not ensure_checkpoint(bootstrap, self.config.actor.path, runner, self.config.actor):
+            raise StoppedError
 
     def _open_data(self, reward: AsyncRewardWrapper) -> None:
         config = self.config
@@ -291,7 +265,6 @@ class RLTrainer:
             assert config.ref is not None
             reference = ArchonEngine(config.ref.model_copy(update={"optimizer": None}))
             reference.initialize()
-        self.critic = None
         if config.critic is not None:
             self.critic = ArchonEngine(config.critic)
             self.critic.initialize(steps)
@@ -354,20 +327,7 @@ class RLTrainer:
             prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in evaluated.items()
         }
 
-    def _resume(self) -> None:
-        """Go on from the newest checkpoint where the configuration asks for it and there is one."""
-        if not self.config.resume or self.runner is None:
-            return
-        found = load_newest(self.runner, self.engine, self.critic)
-        if found is not None:
-            self.step, state = found
-            self._saved_step = self.step
-            self.prompts.load_state_dict(state["prompts"])
-            self._cursor = state["prompts"]
-        # At step 0 all records go: the evaluation before the first step is about to be repeated as well.
-        self.runner.rewind(self.step or -1)
-
-    def _position(self) -> dict[str, Any]:
+    def _stream_state(self) -> dict[str, Any]:
         """Where the data stream stands, prompts that were taken and not trained on included."""
         return self.prompts.state_dict(self.ahead.ahead if self.ahead else ())
 

@@ -81,7 +81,7 @@ class PreferenceTrainer(SFTTrainer):
     def train_step(self) -> dict[str, float]:
         """One optimiser step on the next pairs."""
         seconds: dict[str, float] = {}
-        self._stepping = True
+        self._mid_update = True
         with timed(seconds, "score"):
             batch = self._pairs(self.loader.next_batch())
             measured, derivative = self._measure(batch)
