@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ),
         "trajectories": ("concat_padded_tensors",),
         "compat.areal": ("InteractionWithTokenLogpReward",),
-        "context": ("workflow_context",),
+        "episode_context": ("workflow_context",),
         "workflows": ("MultiTurnWorkflow", "RLVRWorkflow", "RolloutWorkflow"),
         "rewards": ("VALID_REWARD_FN", "AsyncRewardWrapper", "get_reward_fn"),
         "archon.data": (

@@ -1,4 +1,4 @@
-"""Reinforcement learning: generate, score, update, push the weights, and again; or generating while updating."""
+"""The RL trainer: generate, score, update, push the weights, and again; asynchronously where asked for."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from archon.engine.engine import ArchonEngine
 from archon.parallel.layout import parse_layout
 from archon.parallel.world import World
 from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
-from archon.rl.asynchronous import RolloutAhead
+from archon.rl.asynchronous import AsyncRollout
 from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
-from archon.rl.evaluation import evaluate, evaluated_workflows
+from archon.rl.episode import ZeroVarianceGroups
+from archon.rl.evaluation import evaluate, evaluation_workflows
 from archon.rl.export import verified_difference
+from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
 from archon.rl.prompts import Prompt, PromptStream
-from archon.rl.replay import check_gate, check_replayable, gate_limit
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold
 from archon.rl.rollout import Rollout, RolloutBatch
-from archon.rl.summary import SpreadWatch, batch_metrics, gains, newest_record, write_groups
+from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
 from archon.rl.update import PolicyUpdate
-from archon.rl.weights import in_process, weights_of
+from archon.rl.weight_sync import in_process, weights_of
 from archon.rl.workflows import RolloutWorkflow, resolve_workflow
 from archon.training.bootstrap_config import BootstrapConfig
 from archon.training.loop import (
@@ -41,7 +42,7 @@ from archon.training.loop import (
 )
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner, StoppedError
-from archon.training.shares import require_documents
+from archon.training.sharding import require_documents
 
 Result = TypeVar("Result")
 
@@ -64,9 +65,9 @@ class RLTrainer(BaseTrainer):
     def __init__(self, config: RLConfig, runner: Runner | None = None) -> None:
         super().__init__(config, runner)
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
-        self._spread = SpreadWatch()
-        self.ahead: RolloutAhead | None = None
-        self._overlapped = 0.0  # seconds of generation while something was computed beside it, in this step
+        self._zero_variance = ZeroVarianceMonitor()
+        self.async_rollout: AsyncRollout | None = None
+        self._overlap_seconds = 0.0  # of this step: generation while the trainer computed
 
     def train(
         self,
@@ -103,37 +104,37 @@ class RLTrainer(BaseTrainer):
     def train_step(self) -> dict[str, float]:
         """One round: generate and score a batch, update the policy on it, push the weights to the generator."""
         seconds: dict[str, float] = {}
-        generating, self._overlapped = self.generator.stats.seconds, 0.0
+        generating, self._overlap_seconds = self.generator.stats.seconds, 0.0
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch, self.engine.version)
-        if self.config.algorithm.advantage in GROUP_ADVANTAGES and (warning := self._spread.see(metrics)):
+        if self.config.algorithm.advantage in GROUP_ADVANTAGES and (warning := self._zero_variance.observe(metrics)):
             self._log(f"step {self.step}: {warning}")
         if batch:
-            if not self._gate_passed:
-                self._pass_gate(batch)
+            if not self._logprobs_checked:
+                self._check_logprobs(batch)
             with timed(seconds, "score"):
-                prepared, measured = self._beside(lambda: self.update.prepare(batch.trajectories, self.step))
+                prepared, measured = self._compute(lambda: self.update.prepare(batch.trajectories, self.step))
             self._dump(batch, metrics, prepared["advantages"])
             self._mid_update = True
             with timed(seconds, "update"):
-                metrics |= measured | self._beside(lambda: self.update.train(prepared, self.step))
-            if batch.is_of(self.generator.version):
-                check_gate(metrics["first_logprob_diff"], self._gate_limit)
+                metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
+            if batch.is_on_policy(self.generator.version):
+                check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit)
             with timed(seconds, "push"):
                 self.engine.version += 1
                 self.generator.update_weights(weights_of(self.engine), version=self.engine.version)
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         elif batch.dropped:
             self._dump(batch.dropped, metrics)
-        if self.ahead is not None:
+        if self.async_rollout is not None:
             generated = self.generator.stats.seconds - generating
-            metrics["rollout/overlap"] = self._overlapped / generated if generated else 0.0
+            metrics["rollout/overlap"] = self._overlap_seconds / generated if generated else 0.0
         metrics["skipped_update"] = float(not batch)
         return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
 
     def _dump(self, batch: RolloutBatch, metrics: dict[str, float], advantages: Tensor | None = None) -> None:
-        """Write some groups out; what the disk did not take is a number of the step, and no reason to end the run."""
+        """Write some groups to trajectories.jsonl; those that could not be written are counted."""
         if self.runner is None:
             return
         n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
@@ -141,23 +142,28 @@ class RLTrainer(BaseTrainer):
             write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer)
         )
 
+    @property
+    def _zero_variance_groups(self) -> ZeroVarianceGroups:
+        policy = self.config.algorithm.groups_without_spread
+        return "resample" if policy == "refill" else policy
+
     def rollout_batch(self) -> RolloutBatch:
-        """The next batch of trajectories, from the next prompts of the stream."""
-        if self.ahead is not None:
-            return self._await(self.ahead.collect(self.step))
-        algorithm, rollout = self.config.algorithm, self.config.rollout
+        """Returns the next batch of trajectories, from the next prompts of the stream."""
+        if self.async_rollout is not None:
+            return self._await(self.async_rollout.collect(self.step))
+        rollout = self.config.rollout
         return self._await(
             self.rollout.collect(
                 self.prompts.take,
                 rollout.prompts_per_step,
                 self.step,
-                groups_without_spread=algorithm.groups_without_spread,
-                max_refills=rollout.max_refills,
+                zero_variance_groups=self._zero_variance_groups,
+                max_resamples=rollout.max_refills,
             )
         )
 
     def evaluate(self) -> dict[str, float]:
-        """`eval/reward` and what comes with it (see `evaluation.evaluate`), and the same as `eval/greedy_…`."""
+        """Returns `eval/reward` and what comes with it (see `evaluation.evaluate`), and the same as `eval/greedy_…`."""
         metrics: dict[str, float] = {}
         for prefix, rollout in self.evaluations.items():
             measured = self._await(
@@ -180,12 +186,12 @@ class RLTrainer(BaseTrainer):
         self._cursor = state["prompts"]
 
     def finish(self) -> None:
-        """Save, export, and say what the run has brought on the held-out prompts."""
+        """Save, export, and log the held-out rewards before and after."""
         assert self.runner is not None
         self.save()
         self.export()
         if self.runner.world.is_main:
-            for line in gains(read_jsonl(self.runner.directory.metrics)):
+            for line in reward_gains(read_jsonl(self.runner.directory.metrics)):
                 self.runner.log(line)
 
     def export(self) -> None:
@@ -229,8 +235,8 @@ class RLTrainer(BaseTrainer):
                 with long_lived_objects_frozen():
                     yield self
             finally:
-                if self.ahead is not None:
-                    self._loop.run_until_complete(self.ahead.close())
+                if self.async_rollout is not None:
+                    self._loop.run_until_complete(self.async_rollout.close())
 
     def _make_first_checkpoint(self, bootstrap: BootstrapConfig, runner: Runner) -> None:
         if not ensure_checkpoint(bootstrap, self.config.actor.path, runner, self.config.actor):
@@ -278,8 +284,8 @@ class RLTrainer(BaseTrainer):
             seed=config.seed,
             shuffle_rewards=config.control.shuffle_rewards,
         )
-        self._gate_passed = False
-        self._gate_limit = config.gate.limit or gate_limit(config.actor.dtype, config.gconfig.temperature)
+        self._logprobs_checked = False
+        self._mismatch_limit = config.gate.limit or mismatch_limit(config.actor.dtype, config.gconfig.temperature)
 
     def _open_rollouts(
         self,
@@ -309,50 +315,50 @@ class RLTrainer(BaseTrainer):
             trained,
             seed=config.seed,
             n_samples=config.gconfig.n_samples,
-            check=lambda gconfig: check_replayable(gconfig, temperature),
+            check=lambda gconfig: check_recomputable(gconfig, temperature),
             log=self._log,
         )
         if config.rollout.max_staleness:
-            self.ahead = RolloutAhead(
+            self.async_rollout = AsyncRollout(
                 self.rollout,
                 self.prompts.take,
                 batch=config.rollout.prompts_per_step,
                 staleness=config.rollout.max_staleness,
                 concurrent=config.rollout.max_concurrent,
-                groups_without_spread=config.algorithm.groups_without_spread,
-                max_refills=config.rollout.max_refills,
+                zero_variance_groups=self._zero_variance_groups,
+                max_resamples=config.rollout.max_refills,
             )
-        evaluated = evaluated_workflows(config, trained, eval_workflow) if self.held_out else {}
+        evaluated = evaluation_workflows(config, trained, eval_workflow) if self.held_out else {}
         self.evaluations = {
             prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in evaluated.items()
         }
 
     def _stream_state(self) -> dict[str, Any]:
-        """Where the data stream stands, prompts that were taken and not trained on included."""
-        return self.prompts.state_dict(self.ahead.ahead if self.ahead else ())
+        """Returns where the data stream stands, with the prompts that were taken and not trained on."""
+        return self.prompts.state_dict(self.async_rollout.untrained if self.async_rollout else ())
 
     def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
         return run_until_stopped(self._loop, work, self.runner)
 
-    def _beside(self, work: Callable[[], Result]) -> Result:
-        """Do this; while rollouts run ahead, in a thread, so that they go on."""
-        if self.ahead is None:
+    def _compute(self, work: Callable[[], Result]) -> Result:
+        """Returns what `work` does: in a thread where rollout is asynchronous, so that it goes on meanwhile."""
+        if self.async_rollout is None:
             return work()
         before = self.generator.stats.seconds
         result = self._loop.run_until_complete(asyncio.to_thread(work))
-        self._overlapped += self.generator.stats.seconds - before
+        self._overlap_seconds += self.generator.stats.seconds - before
         return result
 
     def _log(self, message: str) -> None:
         (self.runner.log if self.runner else print)(message)
 
-    def _pass_gate(self, batch: RolloutBatch) -> None:
+    def _check_logprobs(self, batch: RolloutBatch) -> None:
         """Refuse to train unless the first batch's importance ratio is 1 up to rounding.
 
         Later batches are checked by what their update computes anyway, which costs no forward of its own; an error
         then leaves the newest checkpoint as the state to go on from.
         """
         difference = self.update.logprob_difference(batch.trajectories)
-        check_gate(difference, self._gate_limit)
-        self._gate_passed = True
-        self._log(f"ratio gate: mean |Δ logprob| {difference:.1e}, limit {self._gate_limit:.1e}")
+        check_mismatch(difference, self._mismatch_limit)
+        self._logprobs_checked = True
+        self._log(f"logprob check: mean |Δ logprob| {difference:.1e}, limit {self._mismatch_limit:.1e}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from archon.generation.record import TokenRecord, UnusableAnswerError
 from archon.generation.types import ModelResponse
-from archon.rl.context import EpisodeContext
+from archon.rl.episode_context import EpisodeContext
 from archon.schema.errors import RolloutError
 
 _TOKEN_FIELDS: dict[str, torch.dtype] = {

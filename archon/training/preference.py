@@ -23,7 +23,7 @@ from archon.engine.loss import Metrics, document_sums
 from archon.training.config import PreferenceConfig
 from archon.training.loop import timed
 from archon.training.sft import SFTTrainer, padded_batch
-from archon.training.shares import own_documents, score_shared
+from archon.training.sharding import score_sharded, shard_batch
 
 Batch = dict[str, Tensor]
 
@@ -88,7 +88,7 @@ class PreferenceTrainer(SFTTrainer):
         sign = torch.tensor([1.0, -1.0]).repeat(len(derivative))
         weight = derivative.repeat_interleave(2) * sign
         batch["weight"] = weight.unsqueeze(1) * batch["loss_mask"]
-        own = own_documents(batch, self.engine.ranks.dp)
+        own = shard_batch(batch, self.engine.ranks.dp)
         with timed(seconds, "update"):
             metrics = self.engine.train_batch(own, self._sum, self._sum.units)
             self.engine.step_lr_scheduler()
@@ -145,5 +145,5 @@ class PreferenceTrainer(SFTTrainer):
         def score(documents: Batch) -> Tensor:
             return engine.forward_batch(documents, only_trained=not self.config.model.is_critic)
 
-        scores = score_shared(score, batch, engine.ranks.dp, engine.device)
+        scores = score_sharded(score, batch, engine.ranks.dp, engine.device)
         return (scores.double() * batch["loss_mask"]).sum(1)

@@ -21,7 +21,7 @@ from archon.schema.errors import ConfigError
 from archon.training.config import SFTConfig
 from archon.training.loop import BaseTrainer, require_same_rows, timed
 from archon.training.runner import Runner
-from archon.training.shares import own_rows, require_documents
+from archon.training.sharding import require_documents, shard_rows
 
 
 def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ class SFTTrainer(BaseTrainer):
 
     def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """This rank's documents of the rows of all, shorter ones first."""
-        return padded_batch(sorted(rows, key=lambda row: len(row["input_ids"]))[own_rows(self.engine.ranks.dp)])
+        return padded_batch(sorted(rows, key=lambda row: len(row["input_ids"]))[shard_rows(self.engine.ranks.dp)])
 
     def evaluate(self) -> dict[str, float]:
         """`eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics; {} without

@@ -16,10 +16,10 @@ from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.clients import http_client, missing
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards.result import RewardFailure, RewardInvalid
-from archon.rl.rows import own_copy
 from archon.rl.trajectories import trajectory_tensors
+from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
@@ -115,7 +115,7 @@ class AgentWorkflow(RolloutWorkflow):
             # answers.
             async with http_client() as client, limit:
                 reward = await self.agent.run(
-                    own_copy(dict(data.items())), base_url=base_url, api_key=session.key, http_client=client
+                    copy_containers(dict(data.items())), base_url=base_url, api_key=session.key, http_client=client
                 )
             credit(session, reward)
             rows = session.export(self.style, self.turn_discount)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from archon.generation.record import UnusableAnswerError
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure
 from archon.schema.errors import ConfigError
 
@@ -62,7 +62,7 @@ class RolloutWorkflow(ABC):
         return changed
 
 
-def count_lost(error: RewardFailure | UnusableAnswerError) -> None:
+def count_failure(error: RewardFailure | UnusableAnswerError) -> None:
     """Count the sample that a failure costs, unless whoever raised it has."""
     if all(error is not known for known in workflow_context.get().first_errors.values()):
         workflow_context.drop(f"reward_{error.kind}" if isinstance(error, RewardFailure) else error.kind, error)
@@ -74,7 +74,7 @@ def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseExce
     kept: list[tuple[Sample, Reward]] = []
     for sample, outcome in zip(samples, outcomes, strict=True):
         if isinstance(outcome, RewardFailure | UnusableAnswerError):
-            count_lost(outcome)
+            count_failure(outcome)
         elif isinstance(outcome, BaseException):
             raise outcome
         else:

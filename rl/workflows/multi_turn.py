@@ -13,7 +13,7 @@ from archon.data.encoding import next_turn_ids
 from archon.generation.record import TokenRecord, check_answer
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflows.base import RolloutWorkflow, kept_samples, record_parts, wrapped_reward

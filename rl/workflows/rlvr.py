@@ -11,7 +11,7 @@ from torch import Tensor
 from archon.data import encode_prompt
 from archon.generation.record import UnusableAnswerError, check_answer
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflows.base import RolloutWorkflow, kept_samples, record_parts, wrapped_reward

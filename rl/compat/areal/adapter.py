@@ -12,11 +12,11 @@ from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import InferenceEngine, ModelRequest, ModelResponse
 from archon.rl.compat.areal.short_forms import expand_short_form
-from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.rewards import RewardFailure
-from archon.rl.rows import own_copy
 from archon.rl.trajectories import checked_group, concat_padded_tensors, trajectory_ids
-from archon.rl.workflows.base import RolloutWorkflow, count_lost
+from archon.rl.workflow_row import copy_containers
+from archon.rl.workflows.base import RolloutWorkflow, count_failure
 from archon.schema.errors import RolloutError
 
 
@@ -64,24 +64,24 @@ class GroupedWorkflow(RolloutWorkflow):
             return (await self._run(engine, data))[0]
         samples: list[dict[str, Any]] = []
         if self._returns_group is None:
-            first, is_single = await self._run(engine, own_copy(data))
+            first, is_single = await self._run(engine, copy_containers(data))
             if first is None or not is_single or self._n_samples == 1:
                 return first
             samples.append(checked_group(first, workflow_context.get(), self._name))
             self._log_repeats()
         runs = range(len(samples), self._n_samples)
         outcomes = await asyncio.gather(
-            *(self._sample(engine, own_copy(data), run) for run in runs), return_exceptions=True
+            *(self._sample(engine, copy_containers(data), run) for run in runs), return_exceptions=True
         )
         failures: list[BaseException] = []
         for outcome in outcomes:
             if isinstance(outcome, RewardFailure | UnusableAnswerError):
-                count_lost(outcome)
+                count_failure(outcome)
                 failures.append(outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
             elif outcome is None:
-                count_lost(UnusableAnswerError("rejected_run", "a run of the workflow returned None"))
+                count_failure(UnusableAnswerError("rejected_run", "a run of the workflow returned None"))
             else:
                 samples.append(outcome)
         if not samples and failures:

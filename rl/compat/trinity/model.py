@@ -16,7 +16,7 @@ from archon.generation.record import TokenRecord, UnusableAnswerError, check_ans
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
 from archon.rl.compat.trinity.types import Experience
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
 

@@ -13,7 +13,7 @@ import torch
 from archon.generation import InProcessEngine
 from archon.rl import GenerationHyperparameters, TrinityWorkflow, Workflow
 from archon.rl.bootstrap import make_tokenizer
-from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.trajectories import checked_group
 from archon.training.bootstrap_config import TokenizerRecipe
 from tests.rl import rewards_for_tests as rewards
