@@ -5,8 +5,8 @@ With B groups a step and C episodes at once, as many episodes may be started as
 
     min(C - running, (η + version + 1) · B - (accepted + running))
 
-(AReaL, Fu et al. 2025, arXiv:2505.24298). An episode that failed, was rejected or is to be replaced gives its place
-back. A step waits for the groups that would be too old for the next one; these are at most B, since no more had been
+(AReaL, Fu et al. 2025, arXiv:2505.24298). An episode that failed, was rejected or is to be replaced is not
+counted. A step waits for the groups that would be too old for the next one; these are at most B, since no more had been
 admitted by then.
 """
 
@@ -43,10 +43,10 @@ class AsyncRollout:
 
     Args:
         rollout: runs the episodes.
-        take: gives the next n prompts of the data stream.
+        take: returns the next n prompts of the data stream.
         batch: B, groups a step.
         staleness: η, in versions.
-        concurrent: C, episodes at once; None: as many as the staleness admits.
+        concurrent: C, episodes at once; None: as many as the staleness allows.
         zero_variance_groups: `keep` them; `drop` them, which leaves a batch smaller; or `resample` other prompts.
         max_resamples: at most so many times B episodes of a batch are replaced.
     """

@@ -1,4 +1,4 @@
-"""What a workflow is given of a dataset's row: a copy of its own, which it may change."""
+"""The dataset row that a workflow is given: a copy, which it may change."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class WorkflowRow(dict[str, Any]):
 
 
 def copy_containers(value: Any) -> Any:
-    """A copy with dictionaries, lists, tuples and sets of its own, to any depth; whatever else stands in them (text,
-    tensors, images) is shared."""
+    """Returns a copy with new dictionaries, lists, tuples and sets, to any depth; everything else (text, tensors,
+    images) is shared."""
     copied = value
     if isinstance(value, dict):
         copied = copy(value)

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class BaseTrainer:
-    """One training run. `run` is the whole of it; a subclass says what a step is, what is evaluated and what is saved.
+    """One training run. `run` is the whole of it; a subclass defines a step, what is evaluated and what is saved.
 
     Subclasses set `config` (with `run_dir`, `resume`, `metrics` and `checkpoint`), and while open `engine`,
     `total_steps` and, where they have one, `critic`.
@@ -55,7 +55,7 @@ class BaseTrainer:
         """Run to the last step, or until a signal asks to stop; returns the newest metrics.
 
         Args:
-            model: the trained model's configuration, whose layout says how many processes take part.
+            model: the trained model's configuration, whose layout fixes how many processes take part.
             opened: holds open what the steps need; it is entered when the run directory is this run's.
         """
         metrics: dict[str, float] = {}
@@ -231,7 +231,7 @@ def run_until_stopped(
     def cancel() -> None:
         loop.call_soon_threadsafe(task.cancel)
 
-    with runner.cut_short(cancel) if runner else nullcontext():
+    with runner.on_stop_signal(cancel) if runner else nullcontext():
         try:
             return loop.run_until_complete(task)
         except asyncio.CancelledError:

@@ -21,12 +21,12 @@ from archon.schema.errors import ConfigError
 from archon.training.config import SFTConfig
 from archon.training.loop import BaseTrainer, require_same_rows, timed
 from archon.training.runner import Runner
-from archon.training.sharding import require_documents, shard_rows
+from archon.training.sharding import require_documents, shard_slice
 
 
 def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[str, Tensor]:
-    """SFT rows as a padded batch for the engine; with `sort` shorter rows first, so that attention meets equal lengths
-    together."""
+    """Returns SFT rows as a padded batch [B, S]; with `sort` shorter rows first, so that rows of one length are
+    neighbors."""
     if sort:
         rows = sorted(rows, key=lambda row: len(row["input_ids"]))
     width = max(len(row["input_ids"]) for row in rows)
@@ -129,19 +129,21 @@ class SFTTrainer(BaseTrainer):
         }
 
     def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """This rank's documents of the rows of all, shorter ones first."""
-        return padded_batch(sorted(rows, key=lambda row: len(row["input_ids"]))[shard_rows(self.engine.ranks.dp)])
+        """Returns this rank's documents of the batch `rows`, shorter ones first."""
+        return padded_batch(sorted(rows, key=lambda row: len(row["input_ids"]))[shard_slice(self.engine.ranks.dp)])
 
     def evaluate(self) -> dict[str, float]:
-        """`eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics; {} without
-        rows."""
+        """Returns `eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics.
+
+        {} without held-out rows.
+        """
         if self.held_out is None:
             return {}
         sums: dict[str, float] = {}
         rows, size = self.held_out, self.config.batch_size
         starts = list(range(0, len(rows), size))
         if len(rows) - starts[-1] < self.engine.ranks.dp.size:
-            starts.pop()  # what is left is too little to share out, and goes with the batch before
+            starts.pop()  # too few rows for all ranks: they join the batch before
         for start, stop in pairwise([*starts, len(rows)]):
             batch = self._own_batch(rows[start:stop])
             measured = self.engine.eval_batch(batch, self._loss, loss_token_count)

@@ -1,4 +1,4 @@
-"""`AsyncRewardWrapper`: awaits a reward without ever blocking the loop, and survives whatever the reward does."""
+"""`AsyncRewardWrapper`: runs a reward without blocking the event loop; one that hangs or crashes costs its sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from archon.rl.rewards import worker
-from archon.rl.rewards.pool import Call, Outcome, WorkerPool
+from archon.rl.rewards.pool import Outcome, RewardCall, WorkerPool
 from archon.rl.rewards.registry import get_reward_fn
 from archon.rl.rewards.result import FAILURE_KINDS, Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward
 from archon.schema.errors import RewardError
@@ -28,7 +28,7 @@ _SECONDS = 15.0
 
 @dataclass(frozen=True)
 class RewardStats:
-    """What a wrapper has seen so far.
+    """Counts of a wrapper's calls.
 
     Attributes:
         calls: Calls that were awaited to their end.
@@ -113,7 +113,7 @@ class AsyncRewardWrapper:
         weakref.finalize(self, self._pool.close)  # also at interpreter exit
 
     async def __call__(self, /, *arguments: Any, **data: Any) -> Reward:
-        """The reward of one sample, called as the function itself is: by position, by keyword, or both.
+        """Returns the reward of one sample; called as the function itself is, by position, by keyword, or both.
 
         `data` is the sample's row. Where `prompt`, `completions`, `prompt_ids` and `completion_ids` (the first ones, in
         this order) are given by position, columns of their names are left out. The last two are None for a function
@@ -180,7 +180,7 @@ class AsyncRewardWrapper:
                 f"an argument of reward {self.name} cannot be sent to another process: {error}"
             ) from error
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        pool.submit(Call(frame, future))
+        pool.submit(RewardCall(frame, future))
         outcome = await future
         if isinstance(outcome, RewardError):
             raise outcome
@@ -195,12 +195,12 @@ class AsyncRewardWrapper:
                 self._failures[failure] += 1
 
     def stats(self) -> RewardStats:
-        """Counts since the wrapper was made."""
+        """Returns the counts since the wrapper was made."""
         with self._stats_lock:
             return RewardStats(self._calls, dict(self._failures), self._seconds, self._longest_seconds)
 
     def close(self) -> None:
-        """Kills the worker processes at once; calls that are not answered yet raise `RewardError`."""
+        """Kill the worker processes at once; calls that are not answered yet raise `RewardError`."""
         if self._pool is not None:
             self._pool.close()
 
@@ -232,7 +232,7 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _setup_frame(function: Callable[..., Any], name: str) -> bytes:
-    """What a worker needs to find the function; the user's script goes along only when the function lives there."""
+    """Returns what a worker loads the function from; the user's script is part of it where the function is in it."""
     try:
         pickled = pickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:

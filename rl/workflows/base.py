@@ -51,7 +51,7 @@ class RolloutWorkflow(ABC):
         """
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
-        """A copy that samples with `gconfig`; what evaluation uses. Needs the attribute `gconfig`."""
+        """Returns a copy that samples with `gconfig`, for evaluation. Raises `ConfigError` without that attribute."""
         if not hasattr(self, "gconfig"):
             raise ConfigError(
                 f"{type(self).__name__} has no attribute `gconfig`, so it cannot be evaluated with other sampling "
@@ -63,14 +63,16 @@ class RolloutWorkflow(ABC):
 
 
 def count_failure(error: RewardFailure | UnusableAnswerError) -> None:
-    """Count the sample that a failure costs, unless whoever raised it has."""
+    """Count the sample that `error` costs, unless it has been counted."""
     if all(error is not known for known in workflow_context.get().first_errors.values()):
         workflow_context.drop(f"reward_{error.kind}" if isinstance(error, RewardFailure) else error.kind, error)
 
 
 def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseException]) -> list[tuple[Sample, Reward]]:
-    """The samples that have a reward, with it. Those whose answer or reward failed are dropped and counted by kind; any
-    other exception is raised, and the first failure where nothing is left."""
+    """Returns the samples that have a reward, with it; those whose answer or reward failed are counted by kind.
+
+    Raises any other exception among `outcomes`, and the first failure where no sample is left.
+    """
     kept: list[tuple[Sample, Reward]] = []
     for sample, outcome in zip(samples, outcomes, strict=True):
         if isinstance(outcome, RewardFailure | UnusableAnswerError):
@@ -85,8 +87,10 @@ def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseExce
 
 
 def wrapped_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
-    """A reward given as a function, its name, its dotted path or a wrapper, as a wrapper; `RewardError` for one that
-    does not take the four documented arguments."""
+    """Returns a wrapper of a reward given as a function, its name, its dotted path or a wrapper.
+
+    Raises `RewardError` for one that does not take the four documented arguments.
+    """
     wrapper = AsyncRewardWrapper(reward_fn)
     wrapper.require_documented_form()
     return wrapper

@@ -1,4 +1,4 @@
-"""From what names a workflow (an instance, a class, a registered name or a dotted path) to the instance that runs."""
+"""Resolves a workflow given as an instance, a class, a registered name or a dotted path."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from archon.schema.errors import ConfigError
 def resolve_workflow(
     workflow: RolloutWorkflow | type[RolloutWorkflow] | str, further: Mapping[str, Any] | None = None, **arguments: Any
 ) -> RolloutWorkflow:
-    """The instance that `workflow` stands for: itself, its class, or a dotted string naming either. An agent, which has
-    `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`.
+    """Returns the instance that `workflow` names: itself, its class, or a dotted string naming either.
+
+    An agent, which has `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`.
 
     `arguments` are offered to a class's constructor, which takes those it names; `further` ones it must take. Raises
     `ConfigError` naming what was given.
@@ -35,7 +36,7 @@ def resolve_workflow(
 
 
 def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """An instance as it is; of a class, one made with all of `further` and those of `arguments` that it names."""
+    """Returns an instance as it is; of a class, one made with `further` and those of `arguments` that it names."""
     if not isinstance(found, type):
         if further:
             raise ConfigError(f"workflow_args {', '.join(further)}: the workflow is an instance already")

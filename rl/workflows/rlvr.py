@@ -45,7 +45,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """One group as trajectory tensors [n, S]. Samples that fail are dropped and counted by kind.
+        """Returns one group as trajectory tensors [n, S]. Samples that fail are dropped and counted by kind.
 
         Raises the first failure when none of the n is left.
         """
