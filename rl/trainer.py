@@ -64,7 +64,6 @@ class RLTrainer(BaseTrainer):
 
     def __init__(self, config: RLConfig, runner: Runner | None = None) -> None:
         super().__init__(config, runner)
-        self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
         self._zero_variance = ZeroVarianceMonitor()
         self.async_rollout: AsyncRollout | None = None
         self._overlap_seconds = 0.0  # of this step: generation while the trainer computed
@@ -220,6 +219,7 @@ class RLTrainer(BaseTrainer):
         Raises `StoppedError` where a signal ends the making of the actor's first checkpoint.
         """
         config, rollout = self.config, self.config.rollout
+        self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
         if config.bootstrap and self.runner:
             self._make_first_checkpoint(config.bootstrap, self.runner)
         wrapper = AsyncRewardWrapper(config.reward, rollout.reward_timeout, rollout.reward_workers)

@@ -28,12 +28,8 @@ Result = TypeVar("Result")
 class BaseTrainer:
     """One training run. `run` is the whole of it; a subclass defines a step, what is evaluated and what is saved.
 
-    Subclasses set `config` (with `run_dir`, `resume`, `metrics` and `checkpoint`), and while open `engine`,
-    `total_steps` and, where they have one, `critic`.
-
-    Attributes:
-        step: steps done, those before a resume included.
-        eval_every: steps between evaluations; 0: only after the last.
+    What a subclass opens sets `engine`, `total_steps`, `eval_every` (steps between evaluations; 0: only after the last)
+    and, where there is one, `critic`. `config` has `run_dir`, `resume`, `metrics` and `checkpoint`.
     """
 
     title: str

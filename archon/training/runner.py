@@ -240,7 +240,7 @@ class Runner:
 
     @contextmanager
     def on_stop_signal(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call `callback`, in a signal handler, when a signal asks the run to stop within the block; at once where one has.
+        """Call `callback`, in a signal handler, when a signal asks to stop within the block, or at once where one has.
 
         Several processes must end such a block together, and none of them calls it.
         """

@@ -62,7 +62,6 @@ class SFTTrainer(BaseTrainer):
     def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
         super().__init__(config, runner)
         self.probe = probe
-        self.eval_every = config.eval_every
         self._target_reached = False
         self._loss = CrossEntropyLoss()
 
@@ -94,6 +93,7 @@ class SFTTrainer(BaseTrainer):
         require_same_rows(rows, config.train_data.path)
         require_room(rows, config.model.max_tokens_per_mb)
         self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
+        self.eval_every = config.eval_every
         self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
         self.engine = ArchonEngine(config.model)
         self.engine.initialize(self.total_steps)
