@@ -220,7 +220,7 @@ def test_a_resumed_stream_begins_with_what_was_taken_and_not_trained_on() -> Non
     rows = [{"messages": [], "answer": str(i)} for i in range(10)]
     stream = PromptStream(rows, seed=3)
     taken = stream.take(7) + stream.take(8)  # into the second epoch
-    state = stream.state_dict(ahead=[4, 9, 12])
+    state = stream.state_dict(untrained=[4, 9, 12])
     resumed = PromptStream(rows, seed=3)
     resumed.load_state_dict(state)
     assert resumed.take(2) == [taken[4], taken[9]]

@@ -242,7 +242,7 @@ def test_batch_without_spread_skips_the_update_and_says_so(rl_config: MakeConfig
 def test_a_run_says_when_its_rewards_teach_nothing(
     rl_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("archon.rl.summary.STEPS_ALIKE", (2,))
+    monkeypatch.setattr("archon.rl.summary.WARN_AFTER_STEPS", (2,))
     trainer = RLTrainer(rl_config(reward="tests.rl.rewards_for_tests.constant"))
     with trainer.opened():
         for told in (False, True, False):
