@@ -16,8 +16,8 @@ from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import second_moment_mask
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.shaping import overlong_penalty
-from archon.rl.replay import mean_logprob_difference
-from archon.training.shares import own_documents, score_shared
+from archon.rl.logprob_check import mean_logprob_difference
+from archon.training.sharding import score_sharded, shard_batch
 
 Batch = dict[str, Tensor]
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
@@ -123,7 +123,7 @@ class PolicyUpdate:
         """
         results = []
         for minibatch in self._minibatches(batch, step):
-            own = own_documents(minibatch, self.engine.ranks.dp)
+            own = shard_batch(minibatch, self.engine.ranks.dp)
             metrics = self.engine.train_batch(own, self._objective, self._objective.units, self.temperature)
             self.engine.step_lr_scheduler()
             if self.critic is not None:
@@ -179,9 +179,9 @@ class PolicyUpdate:
         return self._scored(engine, batch, score)
 
     def _scored(self, engine: ArchonEngine, batch: Mapping[str, Tensor], score: Callable[[Batch], Tensor]) -> Tensor:
-        """`score` of every document, [B, S]."""
+        """Returns `score` of every document, [B, S]."""
         documents = {name: batch[name] for name in TRAINED_FIELDS}
-        return score_shared(score, documents, engine.ranks.dp, engine.device)
+        return score_sharded(score, documents, engine.ranks.dp, engine.device)
 
     def _minibatches(self, batch: Mapping[str, Tensor], step: int) -> Iterator[Batch]:
         size, count = len(batch["input_ids"]), self.algorithm.minibatches

@@ -1,4 +1,4 @@
-"""Which documents of a batch a data-parallel rank has: every process knows the whole batch and trains its share."""
+"""Shards a batch over data-parallel ranks: every process has the whole batch, and computes on its documents of it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ def require_documents(n: int, ranks: int, what: str) -> None:
         )
 
 
-def own_rows(lengths: Sequence[int], dp: Group) -> list[int]:
+def shard_indices(lengths: Sequence[int], dp: Group) -> list[int]:
     """Returns the rows of this rank, in their order: by length every `dp.size`-th, so that ranks have even work."""
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
     return sorted(by_length[dp.rank :: dp.size])
 
 
-def _own_rows(batch: Mapping[str, Tensor], dp: Group) -> list[int]:
-    return own_rows(batch["attention_mask"].sum(1).tolist(), dp)
+def _shard_of(batch: Mapping[str, Tensor], dp: Group) -> list[int]:
+    return shard_indices(batch["attention_mask"].sum(1).tolist(), dp)
 
 
-def own_documents(batch: Mapping[str, Tensor], dp: Group) -> dict[str, Tensor]:
-    """This rank's documents of a padded batch [B, S]; where there are fewer than ranks, a document of which nothing is
-    trained stands in."""
-    rows = _own_rows(batch, dp)
+def shard_batch(batch: Mapping[str, Tensor], dp: Group) -> dict[str, Tensor]:
+    """Returns this rank's documents of a padded batch [B, S].
+
+    Where there are fewer documents than ranks, a rank without one gets a copy of which no token is trained.
+    """
+    rows = _shard_of(batch, dp)
     if rows:
         return {name: value[rows] for name, value in batch.items()}
     spare = {name: value[:1].clone() for name, value in batch.items()}
@@ -41,18 +43,18 @@ def own_documents(batch: Mapping[str, Tensor], dp: Group) -> dict[str, Tensor]:
     return spare
 
 
-def score_shared(
+def score_sharded(
     score: Callable[[dict[str, Tensor]], Tensor], batch: Mapping[str, Tensor], dp: Group, device: torch.device
 ) -> Tensor:
-    """`score` of every document, [B, S] on the CPU, each computed by the rank that has it and known to all.
+    """Returns `score` of every document, [B, S] on the CPU of every rank, each computed by the rank that has it.
 
     `device` is the engine's, where the group communicates.
     """
-    own = score(own_documents(batch, dp))
+    own = score(shard_batch(batch, dp))
     if dp.size == 1:
         return own
     whole = own.new_zeros(len(batch["input_ids"]), *own.shape[1:])
-    rows = _own_rows(batch, dp)
+    rows = _shard_of(batch, dp)
     if rows:
         whole[rows] = own
     return all_reduce(whole.to(device), dp).cpu()
