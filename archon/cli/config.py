@@ -61,13 +61,6 @@ def read_values(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     return {str(key): value for key, value in data.items()}
 
 
-def laid_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with what `over` says, section by section."""
-    both = {name: (values[name], over[name]) for name in values.keys() & over.keys()}
-    sections = {name: laid_over(*pair) for name, pair in both.items() if all(isinstance(x, Mapping) for x in pair)}
-    return {**values, **over, **sections}
-
-
 def _source(file: Path | None) -> str:
     """Its name in messages."""
     return str(file) if file else "config"

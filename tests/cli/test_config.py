@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import Field
 
-from archon.cli.config import field_lines, laid_over, load_config
-from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel
+from archon.cli.config import field_lines, load_config
+from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel, laid_over
 from archon.schema.errors import ConfigError
 
 
