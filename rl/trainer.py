@@ -302,7 +302,9 @@ class RLTrainer:
             shuffle_rewards=config.control.shuffle_rewards,
         )
         self._gate_passed = False
-        self._gate_limit = config.logprob_check.max_mismatch or gate_limit(config.actor.dtype, config.gconfig.temperature)
+        self._gate_limit = config.logprob_check.max_mismatch or gate_limit(
+            config.actor.dtype, config.gconfig.temperature
+        )
 
     def _open_rollouts(
         self,

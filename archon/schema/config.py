@@ -24,6 +24,8 @@ AttnType = Literal["auto", "sdpa", "varlen", "flash"]
 ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 SinkName = Literal["tensorboard", "wandb", "trackio"]
+RELATIVE_TO_CONFIG = "a path relative to the configuration file that it stands in"
+"""Annotates a field; reading a file makes its value absolute."""
 
 
 class OneLineErrors(ModelMetaclass):

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from archon.data.config import DatasetConfig
 from archon.schema.config import (
+    RELATIVE_TO_CONFIG,
     EngineConfig,
     MetricsConfig,
     StrictModel,
@@ -20,13 +21,12 @@ from archon.schema.config import (
 def _is_a_file(value: Any) -> Any:
     if isinstance(value, dict):
         raise ValueError(
-            f"got a section with {', '.join(map(str, value))}, which is now a file of its own: bootstrap: FILE.yaml, "
-            "whose values `archon bootstrap --config FILE.yaml` takes"
+            f"{', '.join(map(str, value))} of it are now keys of a file of their own, which is named here: bootstrap: "
+            "FILE.yaml; `archon bootstrap --help` lists them"
         )
     return value
 
 
-RELATIVE_TO_CONFIG = "a path relative to the configuration file that it stands in"
 BootstrapFile = Annotated[str | None, BeforeValidator(_is_a_file), RELATIVE_TO_CONFIG]
 
 

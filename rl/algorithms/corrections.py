@@ -38,9 +38,7 @@ class TruncatedImportanceSampling(CorrectionSettings):
 
 
 @CORRECTIONS.register("tis")
-def truncated(
-    log_ratio: Tensor, loss_mask: Tensor, settings: TruncatedImportanceSampling
-) -> tuple[Tensor, Tensor]:
+def truncated(log_ratio: Tensor, loss_mask: Tensor, settings: TruncatedImportanceSampling) -> tuple[Tensor, Tensor]:
     """min(ρ, C): truncated importance sampling (Ionides 2008; for rollouts Yao et al. 2025)."""
     ratio = log_ratio.exp()
     return ratio.clamp(max=settings.max_ratio), ratio > settings.max_ratio

@@ -97,11 +97,7 @@ PRESETS.register("cispo")(
 )
 
 # SAPO (arXiv 2511.20347): the soft gate in place of the clip, 1.0 and 1.05, mean over tokens and then over answers.
-PRESETS.register("sapo")(
-    GRPO | NO_KL | {"policy_loss": {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}}
-)
+PRESETS.register("sapo")(GRPO | NO_KL | {"policy_loss": {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}})
 
 # M2PO (arXiv 2510.01161): the ratio without a clip, tokens left out until its second moment is 0.04, every token alike.
-PRESETS.register("m2po")(
-    GRPO | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "m2po", "max_second_moment": 0.04}}
-)
+PRESETS.register("m2po")(GRPO | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "m2po", "max_second_moment": 0.04}})
