@@ -302,7 +302,7 @@ def make(options: dict[str, Any]) -> None:
     """Make the recipe's checkpoint, warmed up by SFT."""
     import torch
 
-    from archon.cli.train import read_bootstrap
+    from archon.cli.config import read_bootstrap
     from archon.rl.bootstrap import ensure_checkpoint
 
     torch.set_num_threads(options["threads"])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from archon.cli.config import config_command, load_config
 from archon.cli.options import ConfigFile, DryRun, Overrides
 from archon.cli.train import leave_with
 from archon.schema.errors import ConfigError
-
-if TYPE_CHECKING:
-    from archon.training.bootstrap_config import BootstrapConfig
 
 SETTINGS: dict[str, Any] = {
     "name": "bootstrap",

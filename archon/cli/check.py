@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from archon.cli.train import read_bootstrap
+from archon.cli.config import read_bootstrap, to_yaml
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ Config = TypeVar("Config", bound="StrictModel")
 def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
     """Print the resolved configuration (of a run with all fields of each model) and what `check` finds, from one
     process."""
-    from archon.cli.config import to_yaml
-
     main = os.environ.get("RANK", "0") == "0"
     if main:
         print(to_yaml(config, getattr(config, "resolve", lambda: None)()), flush=True)

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -21,6 +21,9 @@ from typer.core import TyperCommand
 
 from archon.schema.config import RELATIVE_TO_CONFIG, StrictModel
 from archon.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from archon.training.bootstrap_config import BootstrapConfig
 
 Config = TypeVar("Config", bound=StrictModel)
 Alternatives = dict[type[BaseModel], list[str]]
@@ -111,6 +114,13 @@ def _first_line(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return f"{problem} in line {mark.line + 1}, column {mark.column + 1}" if mark else problem
+
+
+def read_bootstrap(file: str | None) -> BootstrapConfig | None:
+    """Returns what a run's `bootstrap` says; None where the run names no file."""
+    from archon.training.bootstrap_config import BootstrapConfig
+
+    return None if file is None else load_config(BootstrapConfig, Path(file), [])
 
 
 def to_yaml(config: BaseModel, resolved: BaseModel | None = None) -> str:

@@ -6,15 +6,11 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from archon.cli.config import load_config
+from archon.cli.config import load_config, read_bootstrap
 from archon.cli.report import report_to
-
-if TYPE_CHECKING:
-    from archon.training.bootstrap_config import BootstrapConfig
 
 # command: its configuration, its trainer, and the field of the model that is trained
 RUNS = {
@@ -37,13 +33,6 @@ def leave_with(run: Callable[[], int]) -> None:
         sys.stderr.write("archon: interrupted\n")
         exit_code = 128 + signal.SIGINT
     raise typer.Exit(exit_code)
-
-
-def read_bootstrap(file: str | None) -> BootstrapConfig | None:
-    """Returns what a run's `bootstrap` says; None where the run names no file."""
-    from archon.training.bootstrap_config import BootstrapConfig
-
-    return None if file is None else load_config(BootstrapConfig, Path(file), [])
 
 
 def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -> int:

@@ -70,8 +70,8 @@ PRESETS.register("ppo")(
     }
 )
 
-# DAPO (arXiv 2503.14476), section 4.1: clip 0.2 below and 0.28 above, every token of the batch alike, groups of
-# equal reward replaced by others, no KL, and the soft penalty of answers in the last fifth of the length allowed (4,096 of
+# DAPO (arXiv 2503.14476), section 4.1: clip 0.2 below and 0.28 above, every token of the batch alike, groups of equal
+# reward replaced by others, no KL, and the soft penalty of answers in the last fifth of the length allowed (4,096 of
 # 20,480 tokens); 16 optimizer steps a batch of answers.
 PRESETS.register("dapo")(
     GRPO
