@@ -187,7 +187,7 @@ def test_value_of_the_wrong_type(archon, sft_overrides):
         ("actor.seed=-1", "actor.seed: got -1, input should be greater than or equal to 0"),
         ("actor.optimizer.lr=inf", "actor.optimizer.lr: got 'inf', input should be a finite number"),
         ("generator.memory_gib=inf", "generator.memory_gib: got 'inf', input should be a finite number"),
-        ("gate.limit=inf", "gate.limit: got 'inf', input should be a finite number"),
+        ("logprob_check.max_mismatch=inf", "logprob_check.max_mismatch: got 'inf', input should be a finite number"),
         ("gconfig.temperature=1e-30", "gconfig.temperature: got 1e-30, input should be greater than or equal to 0.001"),
         ("algorithm.preset=[1]", "algorithm.preset: got [1], input should be a valid string"),
         ("algorithm.preset=null", "algorithm.preset: got None, input should be a valid string"),

@@ -190,7 +190,7 @@ async def test_groups_without_spread(engine: InProcessEngine, tokenizer: Any, sp
             result["rewards"] = torch.tensor([1.0, float(index % 2)])
             return result
 
-    rollouts = ahead(engine, Alike(tokenizer), Stream(), groups_without_spread=spread)
+    rollouts = ahead(engine, Alike(tokenizer), Stream(), zero_variance_groups=spread)
     batch = await rollouts.collect(0)
     assert all(prompt.index % 2 == 0 for prompt in batch.prompts)
     if spread == "refill":
@@ -210,7 +210,7 @@ async def test_batches_with_nothing_to_train_on_do_not_stop_the_flow(engine: InP
             result["rewards"] = torch.ones(2)
             return result
 
-    rollouts = ahead(engine, Alike(tokenizer), Stream(), groups_without_spread="drop", staleness=1)
+    rollouts = ahead(engine, Alike(tokenizer), Stream(), zero_variance_groups="drop", staleness=1)
     for step in range(5):
         assert not await asyncio.wait_for(rollouts.collect(step), 60)
     await rollouts.close()

@@ -55,7 +55,7 @@ def test_a_run_trains_with_the_advantage_and_the_dataset_of_the_guide(
     columns = {"prompt_key": "question", "response_key": "solution"}
     config = rl_config(
         total_steps=1,
-        algorithm={"kl_coef": 0.0, "advantage": f"{my_package('advantage')}.best_of_group"},
+        algorithm={"kl": {"coef": 0.0}, "advantage": f"{my_package('advantage')}.best_of_group"},
         train_data={"path": path, **columns},
         eval_data={"path": path, "split": "test", **columns},
         evaluation={"max_prompts": 4},

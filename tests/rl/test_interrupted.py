@@ -84,7 +84,7 @@ def test_a_signal_ends_the_run_and_the_resumed_one_is_bitwise_the_whole(
     assert_bitwise_equal_runs(config, whole)
 
 
-SCORED = {"algorithm": {"kl_coef": 0.05, "policy_loss": "decoupled", "correction": "tis"}}
+SCORED = {"algorithm": {"kl": {"coef": 0.05}, "policy_loss": "decoupled", "correction": "tis"}}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_signal_while_a_batch_is_scored_lets_its_step_end(
     rl_config: MakeConfig, tmp_path: Path, whole_scored: RLConfig, point: str
 ) -> None:
     assert whole_scored.ref is not None
-    config = rl_config(**common(tmp_path, **SCORED, ref=whole_scored.ref.model_dump(mode="json")))
+    config = rl_config(**common(tmp_path, **SCORED, ref=whole_scored.ref))
     assert_ended_well(Ended(config, point), signal.SIGINT)
     assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") == 3
     RLTrainer(config).train()
