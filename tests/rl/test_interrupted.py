@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from archon.cli import main
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.training.config import PreferenceConfig
@@ -194,10 +196,14 @@ def test_a_signal_in_the_warm_up_ends_the_run_in_one_line(rl_config: MakeConfig,
     config = rl_config(
         **common(tmp_path, total_steps=1),
         actor={"path": str(tmp_path / "model"), "optimizer": {"lr": 1e-3}},
-        bootstrap={"hf_config": SMALL_QWEN3, "tokenizer": tokenizer, "warmup": warmup},
+        bootstrap=str(tmp_path / "bootstrap.yaml"),
     )
+    made = {"hf_config": SMALL_QWEN3, "tokenizer": tokenizer, "warmup": warmup}
+    (tmp_path / "bootstrap.yaml").write_text(yaml.safe_dump(made))
     assert_ended_well(Ended(config, "warm-up"), signal.SIGINT)
-    RLTrainer(config).train()
+    with pytest.raises(SystemExit) as left:
+        main(["rl", "--config", str(tmp_path / "run.yaml")])
+    assert left.value.code == 0
     assert_each_prompt_trained_once(config)
 
 
