@@ -208,14 +208,15 @@ class GroupSettings(AdvantageSettings):
     compares_group = True
 
 
-class GRPOSettings(GroupSettings):
-    """The settings of advantage `grpo`."""
+class NormalizedGroupSettings(GroupSettings):
+    """The settings of advantages `grpo`, which divides by the group's standard deviation, and `reinforce_baseline`,
+    which divides by the batch's."""
 
-    eps: float = Field(1e-6, gt=0, description="added to the group's standard deviation")
+    eps: float = Field(1e-6, gt=0, description="added to the standard deviation")
 
 
 @ADVANTAGES.register("grpo")
-def grpo(inputs: AdvantageInputs, settings: GRPOSettings) -> Tensor:
+def grpo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
     found = group_normalized_advantages(inputs.totals, inputs.group_ids, settings.eps, inputs.trajectory_ids)
     return inputs.on_tokens(found)
 
@@ -255,14 +256,8 @@ def reinforce_pp(inputs: AdvantageInputs, settings: ReinforcePPSettings) -> Tens
     return batch_normalized(to_go, inputs.loss_mask, settings.eps)
 
 
-class ReinforceBaselineSettings(GroupSettings):
-    """The settings of advantage `reinforce_baseline`."""
-
-    eps: float = Field(1e-6, gt=0, description="added to the batch's standard deviation")
-
-
 @ADVANTAGES.register("reinforce_baseline")
-def reinforce_baseline(inputs: AdvantageInputs, settings: ReinforceBaselineSettings) -> Tensor:
+def reinforce_baseline(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
     """r − mean_group, then normalized over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
     centered = group_centered_advantages(inputs.totals, inputs.group_ids, inputs.trajectory_ids)
     return batch_normalized(inputs.on_tokens(centered), inputs.loss_mask, settings.eps)

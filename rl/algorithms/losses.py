@@ -86,7 +86,7 @@ def clipped_loss(
 
 
 class PPOLoss(PolicyLossSettings):
-    """The settings of policy loss `ppo`."""
+    """The settings of policy losses `ppo` and `decoupled`."""
 
     clip_low: float = Field(0.2, gt=0, le=1, description="the ratio is clipped below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_high")
@@ -95,22 +95,12 @@ class PPOLoss(PolicyLossSettings):
     )
 
 
+@POLICY_LOSSES.register("decoupled")
 @POLICY_LOSSES.register("ppo")
 def ppo(terms: PolicyTerms, settings: PPOLoss) -> TokenLoss:
+    """`clipped_loss`; `decoupled` (AReaL, arXiv 2505.24298, section 5.2) has a correction, whose weight is π_prox /
+    π_behave, and its ratio is to the policy from before the update in place of the one that generated."""
     return clipped_loss(terms.ratio, terms.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
-
-
-class DecoupledLoss(PPOLoss):
-    """The settings of policy loss `decoupled`."""
-
-    recomputes = True
-
-
-@POLICY_LOSSES.register("decoupled")
-def decoupled(terms: PolicyTerms, settings: DecoupledLoss) -> TokenLoss:
-    """PPO's, to the policy from before the update in place of the one that generated (AReaL, arXiv 2505.24298, section
-    5.2); the weight π_prox / π_behave is the correction's."""
-    return ppo(terms, settings)
 
 
 class GSPOLoss(PPOLoss):

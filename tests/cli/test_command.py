@@ -22,20 +22,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "rl" / "recipes"
 def test_help_lists_the_commands(archon):
     done = archon("--help")
     assert done.code == 0
-    commands = (
-        "models",
-        "inspect",
-        "plan",
-        "convert",
-        "bootstrap",
-        "sft",
-        "rl",
-        "generate",
-        "serve",
-        "bench",
-        "report",
-    )
-    commands += ("doctor",)
+    commands = ("models", "inspect", "plan", "convert", "sft", "rl", "generate", "serve", "bench", "report", "doctor")
+    commands += ("bootstrap", "preference")
     for command in commands:
         assert f"  {command} " in done.out
 

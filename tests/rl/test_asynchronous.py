@@ -183,7 +183,7 @@ async def test_a_workflow_that_always_fails_ends_the_run(engine: InProcessEngine
     await rollouts.close()
 
 
-@pytest.mark.parametrize("spread", ["drop", "refill"])
+@pytest.mark.parametrize("spread", ["drop", "resample"])
 async def test_groups_without_spread(engine: InProcessEngine, tokenizer: Any, spread: Any) -> None:
     class Alike(Delayed):
         def change(self, result: Any, index: int) -> Any:
@@ -193,7 +193,7 @@ async def test_groups_without_spread(engine: InProcessEngine, tokenizer: Any, sp
     rollouts = ahead(engine, Alike(tokenizer), Stream(), zero_variance_groups=spread)
     batch = await rollouts.collect(0)
     assert all(prompt.index % 2 == 0 for prompt in batch.prompts)
-    if spread == "refill":
+    if spread == "resample":
         assert len(batch.prompts) == B
         assert batch.counts["refills"] == batch.counts["groups_without_spread"] > 0
     else:
