@@ -128,7 +128,7 @@ def errors_told() -> Iterator[None]:
 
 
 def user_message(error: Exception) -> str | None:
-    """The one line a user should read, or None when the error is not the user's to mend."""
+    """Returns the one line a user should read, or None when the error is not the user's to fix."""
     if isinstance(error, CommandError):
         return str(error.format_message())
     if isinstance(error, UserError):

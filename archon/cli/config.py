@@ -37,7 +37,7 @@ def load_config(
 ) -> Config:
     """Read `file`, lay `key=value` overrides over it, resolve `${…}` and check the result against `schema`.
 
-    `translate` is given all keys and values, and the name for messages, and gives back those of `schema`.
+    `translate` is given all keys and values, and the name for messages, and returns those of `schema`.
 
     `${oc.env:NAME}` is an environment variable and `${now:%Y%m%d-%H%M%S}` the local time. Raises `ConfigError` with one
     line for YAML that cannot be read, an override that is not `key=value`, an interpolation that leads nowhere, an
@@ -185,9 +185,9 @@ def _settings(methods: Alternatives, prefix: str) -> Iterator[tuple[str, FieldIn
     for settings, kinds in methods.items():
         for name, field in settings.model_fields.items():
             if name != "kind":
-                told = copy(field)
-                told.description = f"{field.description} (kind {' or '.join(kinds)})"
-                yield prefix + name, told, field.get_default(call_default_factory=True)
+                shown = copy(field)
+                shown.description = f"{field.description} (kind {' or '.join(kinds)})"
+                yield prefix + name, shown, field.get_default(call_default_factory=True)
 
 
 def _alternatives(field: FieldInfo) -> Alternatives | None:

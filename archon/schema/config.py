@@ -109,7 +109,7 @@ class OptimizerConfig(StrictModel):
 
 
 class SchedulerConfig(StrictModel):
-    """Learning-rate schedule, by optimiser step."""
+    """Learning-rate schedule, by optimizer step."""
 
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
@@ -171,7 +171,7 @@ class MetricsConfig(StrictModel):
 
 
 class EngineConfig(StrictModel):
-    """One model being trained: where it comes from, how it is laid out, how it is optimised."""
+    """One model being trained: where it comes from, how it is laid out, how it is optimized."""
 
     path: str = Field(description="Hugging Face checkpoint folder")
     is_critic: bool = Field(False, description="value head (`score`) in place of the language-model head")
@@ -180,10 +180,10 @@ class EngineConfig(StrictModel):
         description="allow a critic made from an actor: `score` starts fresh; null: true for RL's critic and a reward "
         "model, else false",
     )
-    init_from_scratch: bool = Field(False, description="read config.json only and initialise the weights")
+    init_from_scratch: bool = Field(False, description="read config.json only and initialize the weights")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field(
-        "float32", description="compute dtype; masters and optimiser state are float32 at least"
+        "float32", description="compute dtype; masters and optimizer state are float32 at least"
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     context_parallel: Literal["auto"] | ContextParallelKind = Field(
@@ -243,10 +243,10 @@ class EngineConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _biases_move_with_the_optimiser(self) -> EngineConfig:
+    def _biases_move_with_the_optimizer(self) -> EngineConfig:
         if self.router_bias_update_rate and self.optimizer is None:
             raise ValueError(
-                f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases after each optimiser step, "
+                f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases after each optimizer step, "
                 "and optimizer is null; set it to 0"
             )
         return self

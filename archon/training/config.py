@@ -21,8 +21,8 @@ from archon.schema.config import (
 def _is_a_file(value: Any) -> Any:
     if isinstance(value, dict):
         raise ValueError(
-            f"{', '.join(map(str, value))} of it are now keys of a file of their own, which is named here: bootstrap: "
-            "FILE.yaml; `archon bootstrap --help` lists them"
+            f"its keys ({', '.join(map(str, value))}) now stand in a file of their own: bootstrap: FILE.yaml; "
+            "`archon bootstrap --help` lists them"
         )
     return value
 

@@ -89,7 +89,10 @@ def test_a_bootstrap_that_says_nowhere_and_one_that_is_not_there(archon, sft_ove
         ("algorithm.clip_eps_low=0.1", "algorithm: clip_eps_low is now algorithm.policy_loss.clip_low"),
         ("algorithm.groups_without_spread=drop", "groups_without_spread is now algorithm.zero_variance_groups"),
         ("gate.limit=0.1", "gate is now logprob_check, and gate.limit logprob_check.max_mismatch"),
-        ("bootstrap.warmup.total_steps=3", "warmup of it are now keys of a file of their own"),
+        (
+            "bootstrap.warmup.total_steps=3",
+            "bootstrap: its keys (warmup) now stand in a file of their own: bootstrap: FILE.yaml",
+        ),
         ("ref.optimiser.lr=1", "ref: unknown key 'optimiser', did you mean 'optimizer'?"),
     ],
 )
