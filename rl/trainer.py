@@ -16,11 +16,8 @@ from archon.data.load import load_rows
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
-from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
 from archon.rl.asynchronous import AsyncRollout
-from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
-from archon.rl.episode import ZeroVarianceGroups
 from archon.rl.evaluation import evaluate, evaluation_workflows
 from archon.rl.export import verified_difference
 from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
@@ -31,7 +28,6 @@ from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record,
 from archon.rl.update import PolicyUpdate
 from archon.rl.weight_sync import in_process, weights_of
 from archon.rl.workflows import RolloutWorkflow, resolve_workflow
-from archon.training.bootstrap_config import BootstrapConfig
 from archon.training.loop import (
     BaseTrainer,
     long_lived_objects_frozen,
@@ -41,7 +37,7 @@ from archon.training.loop import (
     timed_evaluation,
 )
 from archon.training.metrics import read_jsonl
-from archon.training.runner import Runner, StoppedError
+from archon.training.runner import Runner
 from archon.training.sharding import require_documents
 
 Result = TypeVar("Result")
@@ -107,7 +103,7 @@ class RLTrainer(BaseTrainer):
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch, self.engine.version)
-        if self.config.algorithm.advantage in GROUP_ADVANTAGES and (warning := self._zero_variance.observe(metrics)):
+        if self.config.algorithm.advantage.compares_group and (warning := self._zero_variance.observe(metrics)):
             self._log(f"step {self.step}: {warning}")
         if batch:
             if not self._logprobs_checked:
@@ -141,11 +137,6 @@ class RLTrainer(BaseTrainer):
             write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer)
         )
 
-    @property
-    def _zero_variance_groups(self) -> ZeroVarianceGroups:
-        policy = self.config.algorithm.groups_without_spread
-        return "resample" if policy == "refill" else policy
-
     def rollout_batch(self) -> RolloutBatch:
         """Returns the next batch of trajectories, from the next prompts of the stream."""
         if self.async_rollout is not None:
@@ -156,7 +147,7 @@ class RLTrainer(BaseTrainer):
                 self.prompts.take,
                 rollout.prompts_per_step,
                 self.step,
-                zero_variance_groups=self._zero_variance_groups,
+                zero_variance_groups=self.config.algorithm.zero_variance_groups,
                 max_resamples=rollout.max_refills,
             )
         )
@@ -214,14 +205,9 @@ class RLTrainer(BaseTrainer):
         workflow: RolloutWorkflow | type[RolloutWorkflow] | str | None = None,
         eval_workflow: RolloutWorkflow | None = None,
     ) -> Iterator[RLTrainer]:
-        """Holds open what a run needs, from rows to generator, resumed where the configuration asks for it.
-
-        Raises `StoppedError` where a signal ends the making of the actor's first checkpoint.
-        """
+        """Holds open what a run needs, from rows to generator, resumed where the configuration asks for it."""
         config, rollout = self.config, self.config.rollout
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
-        if config.bootstrap and self.runner:
-            self._make_first_checkpoint(config.bootstrap, self.runner)
         wrapper = AsyncRewardWrapper(config.reward, rollout.reward_timeout, rollout.reward_workers)
         with asyncio.Runner() as loop, wrapper as reward:
             # The loop itself, not Runner.run: signals belong to the run directory's handler.
@@ -238,10 +224,6 @@ class RLTrainer(BaseTrainer):
                 if self.async_rollout is not None:
                     self._loop.run_until_complete(self.async_rollout.close())
 
-    def _make_first_checkpoint(self, bootstrap: BootstrapConfig, runner: Runner) -> None:
-        if not ensure_checkpoint(bootstrap, self.config.actor.path, runner, self.config.actor):
-            raise StoppedError
-
     def _open_data(self, reward: AsyncRewardWrapper) -> None:
         config = self.config
         rows = load_rows(config.train_data, "rl", self.tokenizer)
@@ -257,7 +239,8 @@ class RLTrainer(BaseTrainer):
                 self._await(averify_gold(reward, checked, config.rollout.gold_checked))
 
     def _open_models(self) -> None:
-        config, algorithm = self.config, self.config.algorithm
+        config, resolved = self.config, self.config.resolve()
+        algorithm = resolved.algorithm
         ranks = parse_layout(config.actor.layout).dp
         answers = config.rollout.prompts_per_step * config.gconfig.n_samples
         require_documents(answers, ranks, "rollout.prompts_per_step * gconfig.n_samples")
@@ -267,12 +250,11 @@ class RLTrainer(BaseTrainer):
         if self.runner is not None:
             self.engine.stacks = self.runner.directory.stacks
         reference = None
-        if algorithm.kl_coef > 0:
-            assert config.ref is not None
-            reference = ArchonEngine(config.ref.model_copy(update={"optimizer": None}))
+        if resolved.ref is not None:
+            reference = ArchonEngine(resolved.ref)
             reference.initialize()
-        if config.critic is not None:
-            self.critic = ArchonEngine(config.critic)
+        if resolved.critic is not None:
+            self.critic = ArchonEngine(resolved.critic)
             self.critic.initialize(steps)
         self.update = PolicyUpdate(
             self.engine,
@@ -285,7 +267,9 @@ class RLTrainer(BaseTrainer):
             shuffle_rewards=config.control.shuffle_rewards,
         )
         self._logprobs_checked = False
-        self._mismatch_limit = config.gate.limit or mismatch_limit(config.actor.dtype, config.gconfig.temperature)
+        self._mismatch_limit = config.logprob_check.max_mismatch or mismatch_limit(
+            config.actor.dtype, config.gconfig.temperature
+        )
 
     def _open_rollouts(
         self,
@@ -325,7 +309,7 @@ class RLTrainer(BaseTrainer):
                 batch=config.rollout.prompts_per_step,
                 staleness=config.rollout.max_staleness,
                 concurrent=config.rollout.max_concurrent,
-                zero_variance_groups=self._zero_variance_groups,
+                zero_variance_groups=config.algorithm.zero_variance_groups,
                 max_resamples=config.rollout.max_refills,
             )
         evaluated = evaluation_workflows(config, trained, eval_workflow) if self.held_out else {}

@@ -95,7 +95,7 @@ class SFTTrainer(BaseTrainer):
         self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
         self.eval_every = config.eval_every
         self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
-        self.engine = ArchonEngine(config.model)
+        self.engine = ArchonEngine(config.resolve().model)
         self.engine.initialize(self.total_steps)
         assert self.runner is not None
         self.engine.stacks = self.runner.directory.stacks
