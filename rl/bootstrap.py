@@ -166,7 +166,7 @@ def _is_made(target: Path, wanted: dict[str, Any]) -> bool:
 
 
 def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
-    """Fine-tune the blank model; gives back the signal that ended it early, or 0."""
+    """Fine-tune the blank model; returns the signal that asked any rank to end early, the same on all, or 0."""
     sft = SFTConfig(
         run_dir=str(run_dir),
         resume=True,
@@ -182,7 +182,8 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
         if config.target is not None:
             probe = stack.enter_context(RewardProbe(config.target, load_tokenizer(model.path), model.seed))
         SFTTrainer(sft, inner, probe).train()
-    return inner.stop_number
+    # A signal that came after the last step's question may have reached some of the ranks alone.
+    return inner.world.most(inner.stop_number)
 
 
 class RewardProbe:

@@ -40,7 +40,8 @@ def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[s
 
 
 Probe = Callable[[ArchonEngine, int], tuple[dict[str, float], bool]]
-"""(engine, steps done) to extra metrics, and whether training has reached what it is for; called after every step."""
+"""(engine, steps done) to extra metrics, and whether training has reached what it is for; called after every step, on
+every rank, and one that says so ends the training of all."""
 
 
 class SFTTrainer(BaseTrainer):
@@ -86,11 +87,13 @@ class SFTTrainer(BaseTrainer):
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
         rows = load_rows(config.train_data, self.kind, tokenizer)
         self.held_out = load_rows(config.eval_data, self.kind, tokenizer) if config.eval_data else None
+        for loaded, section in ((rows, config.train_data), (self.held_out, config.eval_data)):
+            if loaded is not None and section is not None:
+                require_same_rows(loaded, section.path)
         ranks = parse_layout(config.model.layout).dp
         require_documents(config.batch_size, ranks, "batch_size")
         if self.held_out is not None:
             require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
-        require_same_rows(rows, config.train_data.path)
         require_room(rows, config.model.max_tokens_per_mb)
         self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
         self.eval_every = config.eval_every
@@ -112,7 +115,9 @@ class SFTTrainer(BaseTrainer):
         """Returns what the probe measures."""
         if self.probe is None:
             return {}
-        measured, self._target_reached = self.probe(self.engine, self.step)
+        assert self.runner is not None
+        measured, reached = self.probe(self.engine, self.step)
+        self._target_reached = self.runner.world.most(int(reached)) > 0
         return measured
 
     def train_step(self) -> dict[str, float]:
