@@ -1,4 +1,4 @@
-"""One answer in the making, and when it ends."""
+"""State of one request: the tokens sampled for it so far, and when its answer ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from archon.generation.detokenizer import Detokenizer
 from archon.generation.types import ModelRequest, ModelResponse, StopReason
 
 
@@ -99,26 +100,22 @@ class Sequence:
 
 
 class StopStrings:
-    """Watches an answer's text for stop strings while it grows, decoding each token a bounded number of times."""
+    """Watches an answer's text for stop strings while it grows.
+
+    Args:
+        tokenizer: of transformers, see `Detokenizer`.
+        stops: strings that end an answer; special tokens are part of its text.
+    """
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
-        self._ids: list[int] = []
-        self._context = 0  # decoding starts here, since a token's text may depend on the one before
-        self._read = 0  # tokens whose text is settled
-        self._tail = ""  # end of the settled text, one character shorter than the longest stop string
+        self._text = Detokenizer(tokenizer, skip_special_tokens=False)
+        self._stops = stops
+        self._tail = ""  # end of the complete text, one character shorter than the longest stop string
         self._keep = max(map(len, stops)) - 1
 
     def feed(self, token: int) -> bool:
-        """Add a token; whether the text now holds a stop string."""
-        self._ids.append(token)
-        known = self._decode(self._ids[self._context : self._read])
-        text = self._decode(self._ids[self._context :])
-        seen = self._tail + text[len(known) :]
-        if not text.endswith("\ufffd"):  # else the token ends inside a character, which the next ones complete
-            self._context, self._read = self._read, len(self._ids)
-            self._tail = seen[-self._keep :] if self._keep else ""
+        """Add a token. Returns whether the text now holds a stop string."""
+        seen = self._tail + self._text.feed(token)
+        self._tail = seen[-self._keep :] if self._keep else ""
+        seen += self._text.pending()
         return any(stop in seen for stop in self._stops)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

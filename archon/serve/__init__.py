@@ -5,14 +5,8 @@ from archon.schema.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "server": (
-            "AgentServer",
-            "Limits",
-        ),
-        "sessions": (
-            "Interaction",
-            "Session",
-            "Trajectory",
-        ),
+        "server": ("AgentServer",),
+        "service": ("Limits",),
+        "sessions": ("Interaction", "Session", "Trajectory"),
     },
 )

@@ -1,4 +1,4 @@
-"""A client's call, whichever API it came by, and its answers as they grow."""
+"""Generates the answers to a call, whichever API it came by."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from archon.schema.errors import ConfigError
-from archon.serve.reading import AnswerReader, Part, Piece, ToolCall
-from archon.serve.sessions import Asker
+from archon.serve.answer_text import AnswerReader, Delta, Part, ToolCall
+from archon.serve.sessions import Caller
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Call:
 
 @dataclass
 class Choice:
-    """A finished answer: what the client reads of it, and what was sampled."""
+    """A finished answer: its text and tool calls for the client, and what was sampled."""
 
     index: int
     parts: list[Part]
@@ -43,7 +43,7 @@ class Choice:
 
     @property
     def finish(self) -> str:
-        """`stop`, `length` or `tool_calls`: the engine's reason, except that an answer that called tools says so.
+        """Returns `stop`, `length` or `tool_calls`: the engine's reason, unless the answer calls tools.
 
         The engine sees special tokens in the text, and so may overlook a stop string that ends what the client reads.
         """
@@ -52,24 +52,24 @@ class Choice:
 
 
 async def answer(
-    asker: Asker, call: Call, tokenizer: Any, stream: bool = False
-) -> AsyncGenerator[Piece | Choice, None]:
-    """Every answer of a call: its pieces where `stream`, and itself when it is finished and recorded.
+    caller: Caller, call: Call, tokenizer: Any, stream: bool = False
+) -> AsyncGenerator[Delta | Choice, None]:
+    """Yields the deltas of every answer of a call (with `stream`), and each answer when it is finished and recorded.
 
     Closing the generator, or cancelling who iterates, aborts what is unfinished. Raises the first failure.
     """
-    asker.admit(len(call.prompts) * call.gconfig.n_samples)
-    items: asyncio.Queue[Piece | Choice | Exception] = asyncio.Queue()
+    caller.admit(len(call.prompts) * call.gconfig.n_samples)
+    items: asyncio.Queue[Delta | Choice | Exception] = asyncio.Queue()
     one = call.gconfig.model_copy(update={"n_samples": 1})
     tasks = []
     for index, prompt in enumerate(prompt for prompt in call.prompts for _ in range(call.gconfig.n_samples)):
-        seed = asker.next_seed()
+        seed = caller.next_seed()
         if one.seed is not None:  # the client's own; its further answers differ from the first
             seed = derive_seed(one.seed, index) if index else one.seed
         request = ModelRequest(prompt, one.model_copy(update={"seed": seed}), tokenizer=tokenizer)
-        coroutine = _answer_one(asker, call, request, index, items.put_nowait, stream)
+        coroutine = _answer_one(caller, call, request, index, items.put_nowait, stream)
         tasks.append(asyncio.create_task(coroutine, name=f"archon-{call.id}-{index}"))
-    asker.unfinished += len(tasks)
+    caller.unfinished += len(tasks)
     failed = False
     try:
         left = len(tasks)
@@ -83,43 +83,43 @@ async def answer(
     finally:
         for task in tasks:
             cancelled = task.cancel()
-            asker.unfinished -= failed and cancelled  # by its sibling's failure, and by no client that has gone
+            caller.unfinished -= failed and cancelled  # a sibling failed; the client is still there
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _answer_one(
-    asker: Asker,
+    caller: Caller,
     call: Call,
     request: ModelRequest,
     index: int,
-    give: Callable[[Piece | Choice | Exception], None],
+    emit: Callable[[Delta | Choice | Exception], None],
     stream: bool,
 ) -> None:
     reader = AnswerReader(request.tokenizer, request.gconfig.stop, call.tools)
 
     def on_token(token: int, logprob: float) -> None:
-        piece = reader.feed(token, logprob)
-        if piece is not None:
-            piece.index = index
-            give(piece)
+        delta = reader.feed(token, logprob)
+        if delta is not None:
+            delta.index = index
+            emit(delta)
 
     if stream:
         request.on_token = on_token
     try:
-        response = await asker.engine.agenerate(request)
-        asker.record(call.id, index, response)
+        response = await caller.engine.agenerate(request)
+        caller.record(call.id, index, response)
         rest = reader.finish(response.output_tokens, response.output_logprobs)
         rest.index = index
         if stream:
-            give(rest)
-        give(Choice(index, reader.parts, reader.stop_sequence, response))
+            emit(rest)
+        emit(Choice(index, reader.parts, reader.stop_sequence, response))
     except Exception as error:  # noqa: BLE001 (handed to whoever iterates)
-        if isinstance(error, ConfigError) and asker.refusal is None:
-            asker.refusal = error
-        give(error)
-    asker.unfinished -= 1  # but for one that was cancelled: its client has gone
+        if isinstance(error, ConfigError) and caller.refusal is None:
+            caller.refusal = error
+        emit(error)
+    caller.unfinished -= 1  # not reached when cancelled: the client has gone
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Each token by itself, as text, special ones too."""
+    """Returns each token by itself, as text, special ones too."""
     return [str(tokenizer.decode([token])) for token in tokens]

@@ -9,23 +9,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from archon.serve.answer_text import Delta, Part, ToolCall
 from archon.serve.answering import Call, Choice
-from archon.serve.body import (
+from archon.serve.api import (
     Api,
     Body,
     Content,
+    Count,
     Event,
     FunctionSpec,
     Positive,
     RequestModel,
+    ResponseModel,
     StopString,
     TextPart,
-    called,
     prompt_tokens,
     text_of,
+    tool_call_message,
 )
-from archon.serve.reading import Part, Piece, ToolCall
-from archon.serve.sessions import Asker
+from archon.serve.sessions import Caller
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -59,12 +61,12 @@ class AnthropicMessage(RequestModel):
     content: str | Annotated[list[Block], Field(min_length=1)]
 
     def for_template(self, where: str) -> list[dict[str, Any]]:
-        """As chat templates expect it: results of tools are messages of their own, before what the user says."""
+        """Returns it as chat templates expect it: results of tools are messages of their own, and come first."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         said = [block.text for block in self.content if isinstance(block, TextBlock)]
         calls = [
-            called(block.id, block.name, block.input, where)
+            tool_call_message(block.id, block.name, block.input, where)
             for block in self.content
             if isinstance(block, ToolUseBlock)
         ]
@@ -118,13 +120,13 @@ class CountBody(RequestModel):
         return messages
 
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, as chat templates expect them."""
+        """Returns the tools that the model may call, as chat templates expect them."""
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return []
         return [tool.for_template() for tool in self.tools or []]
 
     def prompt(self, tokenizer: Any) -> list[int]:
-        """In tokens."""
+        """Returns the prompt in tokens."""
         messages: list[dict[str, Any]] = []
         if self.system is not None:
             messages.append({"role": "system", "content": text_of(self.system)})
@@ -144,52 +146,79 @@ class MessagesBody(CountBody, Body):
         return super().changes() | {"max_new_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
+class TextAnswer(ResponseModel):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ToolUse(ResponseModel):
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(ResponseModel):
+    input_tokens: Count
+    output_tokens: Count
+
+
+class Message(ResponseModel):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextAnswer | ToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "tool_use", "stop_sequence"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
 class MessagesApi(Api):
     """`POST /v1/messages`."""
 
-    body_class = MessagesBody
-
-    def __init__(self, data: dict[str, Any], asker: Asker, tokenizer: Any, model: str) -> None:
-        body = MessagesBody.parse(data, source="request")
+    def __init__(self, body: MessagesBody, caller: Caller, tokenizer: Any, model: str) -> None:
         self.stream = bool(body.stream)
         prompt, tools = body.prompt(tokenizer), bool(body.offered())
-        self.call = Call(f"msg_{uuid.uuid4().hex}", [prompt], body.gconfig(asker.gconfig), tools)
-        self._head = {"id": self.call.id, "type": "message", "role": "assistant", "model": model}
+        self.call = Call(f"msg_{uuid.uuid4().hex}", [prompt], body.gconfig(caller.gconfig), tools)
+        self._model = model
         self._blocks = 0  # content blocks begun
         self._in_text = False
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def response(self, choices: list[Choice]) -> Message:
         choice = choices[0]
-        usage = {"input_tokens": choice.response.input_len, "output_tokens": choice.response.output_len}
-        content = [_block(part) for part in choice.parts]
-        return {**self._head, "content": content, **_end(choice), "usage": usage}
+        return self._message(choice.parts, choice.response.output_len, **_end(choice))
 
-    def begin(self) -> Iterable[Event]:
-        usage = {"input_tokens": len(self.call.prompts[0]), "output_tokens": 0}
-        nothing_yet: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        yield _event("message_start", message={**self._head, **nothing_yet, "usage": usage})
+    def _message(self, parts: list[Part], output_tokens: int, **end: Any) -> Message:
+        usage = MessageUsage(input_tokens=len(self.call.prompts[0]), output_tokens=output_tokens)
+        content = [_block(part) for part in parts]
+        return Message(id=self.call.id, model=self._model, content=content, usage=usage, **end)
 
-    def piece(self, piece: Piece) -> Iterable[Event]:
-        for part in piece.parts:
+    def on_start(self) -> Iterable[Event]:
+        started = self._message([], 0, stop_reason=None, stop_sequence=None)
+        yield _event("message_start", message=started.model_dump())
+
+    def on_delta(self, delta: Delta) -> Iterable[Event]:
+        for part in delta.parts:
             if isinstance(part, ToolCall):
                 yield from self._stop_text()
-                yield self._start(_block(part) | {"input": {}})
+                yield self._start(_block(part).model_dump() | {"input": {}})
                 yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
                 yield _event("content_block_stop", index=self._blocks - 1)
             else:
                 if not self._in_text:
                     self._in_text = True
-                    yield self._start(_block(""))
+                    yield self._start(_block("").model_dump())
                 yield self._delta({"type": "text_delta", "text": part})
 
-    def ended(self, choice: Choice) -> Iterable[Event]:
+    def on_choice(self, choice: Choice) -> Iterable[Event]:
         yield from self._stop_text()
         yield _event("message_delta", delta=_end(choice), usage={"output_tokens": choice.response.output_len})
 
-    def finish(self, choices: list[Choice]) -> Iterable[Event]:
+    def on_end(self, choices: list[Choice]) -> Iterable[Event]:
         yield _event("message_stop")
 
-    def failed(self, error: dict[str, Any]) -> Iterable[Event]:
+    def on_error(self, error: dict[str, Any]) -> Iterable[Event]:
         yield "error", error
 
     def _start(self, block: dict[str, Any]) -> Event:
@@ -209,10 +238,10 @@ def _event(kind: str, **fields: Any) -> Event:
     return kind, {"type": kind, **fields}
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: Part) -> TextAnswer | ToolUse:
     if isinstance(part, ToolCall):
-        return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments)}
-    return {"type": "text", "text": part}
+        return ToolUse(id=part.id, name=part.name, input=json.loads(part.arguments))
+    return TextAnswer(text=part)
 
 
 def _end(choice: Choice) -> dict[str, Any]:

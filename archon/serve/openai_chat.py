@@ -12,24 +12,28 @@ from pydantic import ConfigDict, Field, model_validator
 
 from archon.data.encoding import encode_prompt
 from archon.schema.errors import RolloutError
+from archon.serve.answer_text import Delta, Part, ToolCall
 from archon.serve.answering import Call, Choice, token_texts
-from archon.serve.body import (
+from archon.serve.api import (
     MAX_CHOICES,
     Api,
     Content,
+    Count,
     Event,
+    FinishReason,
     FunctionSpec,
     Integer,
     OpenAISampling,
     Positive,
     RequestModel,
+    ResponseModel,
     TokenId,
-    called,
+    optional,
     prompt_tokens,
     text_of,
+    tool_call_message,
 )
-from archon.serve.reading import Part, Piece, ToolCall
-from archon.serve.sessions import Asker
+from archon.serve.sessions import Caller
 
 DONE: Event = (None, "[DONE]")
 
@@ -46,8 +50,8 @@ class SentToolCall(RequestModel):
     index: Integer | None = None
 
 
-# The validator of the same name, for who reads the description.
-_SAYS_SOMETHING: dict[str, Any] = {
+# The validator of the same name, as JSON Schema.
+_HAS_CONTENT: dict[str, Any] = {
     "anyOf": [
         {"properties": {"role": {"const": "assistant"}}},
         {
@@ -62,9 +66,9 @@ _SAYS_SOMETHING: dict[str, Any] = {
 
 
 class ChatMessage(RequestModel):
-    """A message of the conversation. Of an answer sent back, the fields that are empty here are taken too."""
+    """A message of the conversation. The fields that must be empty are those of an answer that is sent back."""
 
-    model_config = ConfigDict(json_schema_extra=_SAYS_SOMETHING)
+    model_config = ConfigDict(json_schema_extra=_HAS_CONTENT)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -77,7 +81,7 @@ class ChatMessage(RequestModel):
     function_call: None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
+    def _has_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} needs a content")
         if self.tool_calls and self.role != "assistant":
@@ -85,12 +89,13 @@ class ChatMessage(RequestModel):
         return self
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Returns it as chat templates expect it."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": text_of(self.content)}
         if self.tool_calls:
             message["tool_calls"] = [
-                called(call.id, call.function.name, call.function.arguments, where) for call in self.tool_calls
+                tool_call_message(call.id, call.function.name, call.function.arguments, where)
+                for call in self.tool_calls
             ]
         named = {"name": self.name, "tool_call_id": self.tool_call_id}
         return message | {key: value for key, value in named.items() if value is not None}
@@ -126,16 +131,68 @@ class ChatBody(OpenAISampling):
         return changes
 
 
+class Usage(ResponseModel):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+
+
+class TokenLogprob(ResponseModel):
+    token: str
+    logprob: float
+    bytes: list[Count]
+    top_logprobs: list[Any] = Field([], max_length=0)
+
+
+class ChatLogprobs(ResponseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AnswerToolCall(ResponseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AnswerMessage(ResponseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[AnswerToolCall] | None = optional(min_length=1)
+
+
+class ChatChoice(ResponseModel):
+    index: Count
+    finish_reason: FinishReason
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    token_ids: list[Count] | None = optional()
+
+
+class ChatCompletion(ResponseModel):
+    """With `return_token_ids`, `prompt_token_ids` and each choice's `token_ids` come too, as from vLLM."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: Count
+    model: str
+    choices: list[ChatChoice] = Field(min_length=1)
+    usage: Usage
+    prompt_token_ids: list[Count] | None = optional()
+
+
 def usage(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Tokens read and sampled; each prompt counts once."""
+    """Returns tokens read and sampled; each prompt counts once."""
     read, sampled = sum(map(len, prompts)), sum(choice.response.output_len for choice in choices)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
 class _Completions(Api):
-    """What both completion APIs have in common: chunks that all look alike, and `[DONE]`."""
+    """What both completion APIs have in common: chunks of one form, and `[DONE]`."""
 
     chunk_object: str
+    response_class: type[ResponseModel]
     body: OpenAISampling
     _logprobs: bool
 
@@ -146,54 +203,57 @@ class _Completions(Api):
     def _chunk(self, *choices: dict[str, Any], **further: Any) -> Event:
         return None, {**self._head, "object": self.chunk_object, "choices": list(choices), **further}
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def response(self, choices: list[Choice]) -> ResponseModel:
         written = [self._choice(choice) for choice in choices]
-        return {**self._head, "choices": written, "usage": usage(choices, self.call.prompts)}
+        given = {**self._head, "choices": written, "usage": usage(choices, self.call.prompts), **self._prompt()}
+        return self.response_class.model_validate(given)
 
-    def finish(self, choices: list[Choice]) -> Iterable[Event]:
+    def _prompt(self) -> dict[str, Any]:
+        """Returns what a response or the first chunks say of the prompt."""
+        return {}
+
+    def on_end(self, choices: list[Choice]) -> Iterable[Event]:
         if self.body.wants_usage:
             yield self._chunk(usage=usage(choices, self.call.prompts))
         yield DONE
 
-    def failed(self, error: dict[str, Any]) -> Iterable[Event]:
+    def on_error(self, error: dict[str, Any]) -> Iterable[Event]:
         return [(None, error)]
 
     @property
     def _shows_tokens(self) -> bool:
-        """Whether the client sees the tokens themselves, or their logprobs."""
+        """Returns whether the client sees the tokens themselves, or their logprobs."""
         return self.body.return_token_ids or self._logprobs
 
     @abstractmethod
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        """An answer in the response to a request without `stream`."""
+        """Returns an answer as the response to a request without `stream` has it."""
 
 
 class ChatApi(_Completions):
-    """`POST /v1/chat/completions`. With `return_token_ids`, `prompt_token_ids` and each choice's `token_ids` come too,
-    as from vLLM."""
+    """`POST /v1/chat/completions`."""
 
-    body_class = ChatBody
     chunk_object = "chat.completion.chunk"
+    response_class = ChatCompletion
 
-    def __init__(self, data: dict[str, Any], asker: Asker, tokenizer: Any, model: str) -> None:
-        self.body = body = ChatBody.parse(data, source="request")
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None:
+        self.body: ChatBody = body
         self._logprobs, self._tokenizer = bool(body.logprobs), tokenizer
         tools = [] if body.tool_choice == "none" else [tool.function.for_template() for tool in body.tools or []]
         messages = [message.for_template(f"messages.{i}") for i, message in enumerate(body.messages)]
         prompt = prompt_tokens(tokenizer, messages, tools)
-        self.call = Call(f"chatcmpl-{uuid.uuid4().hex}", [prompt], body.gconfig(asker.gconfig), bool(tools))
+        self.call = Call(f"chatcmpl-{uuid.uuid4().hex}", [prompt], body.gconfig(caller.gconfig), bool(tools))
         self._n_calls = dict.fromkeys(range(self.call.gconfig.n_samples), 0)
         self._envelope("chat.completion", model)
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
-        further = {"prompt_token_ids": self.call.prompts[0]} if self.body.return_token_ids else {}
-        return super().whole(choices) | further
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.call.prompts[0]} if self.body.return_token_ids else {}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {"content": choice.text}
         if choice.calls:
             calls = [_tool_call(call) for call in choice.calls]
-            message |= {"content": choice.text or None, "tool_calls": calls}
+            message = {"content": choice.text or None, "tool_calls": calls}
         response = choice.response
         written = self._tokens(response.output_tokens, response.output_logprobs)
         return {"index": choice.index, "message": message, "finish_reason": choice.finish} | written
@@ -213,32 +273,31 @@ class ChatApi(_Completions):
             written["token_ids"] = list(tokens)
         return written
 
-    def begin(self) -> Iterable[Event]:
-        first = {"prompt_token_ids": self.call.prompts[0]} if self.body.return_token_ids else {}
+    def on_start(self) -> Iterable[Event]:
         for index in self._n_calls:
             delta = {"role": "assistant", "content": ""}
-            yield self._chunk({"index": index, "delta": delta, "finish_reason": None}, **first)
+            yield self._chunk({"index": index, "delta": delta, "finish_reason": None}, **self._prompt())
 
-    def piece(self, piece: Piece) -> Iterable[Event]:
-        written = self._tokens(piece.tokens, piece.logprobs)
-        deltas = self._deltas(piece.parts, piece.index)
-        if not deltas and piece.tokens and self._shows_tokens:
-            deltas = [{}]
-        for delta in deltas:
-            yield self._chunk({"index": piece.index, "delta": delta, "finish_reason": None} | written)
-            written = self._tokens([], [])  # with the first delta only
+    def on_delta(self, delta: Delta) -> Iterable[Event]:
+        written = self._tokens(delta.tokens, delta.logprobs)
+        messages = self._messages(delta.parts, delta.index)
+        if not messages and delta.tokens and self._shows_tokens:
+            messages = [{}]
+        for message in messages:
+            yield self._chunk({"index": delta.index, "delta": message, "finish_reason": None} | written)
+            written = self._tokens([], [])  # with the first of them only
 
-    def _deltas(self, parts: Sequence[Part], index: int) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
+    def _messages(self, parts: Sequence[Part], index: int) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
         for part in parts:
             if isinstance(part, ToolCall):
-                deltas.append({"tool_calls": [{"index": self._n_calls[index], **_tool_call(part)}]})
+                messages.append({"tool_calls": [{"index": self._n_calls[index], **_tool_call(part)}]})
                 self._n_calls[index] += 1
             else:
-                deltas.append({"content": part})
-        return deltas
+                messages.append({"content": part})
+        return messages
 
-    def ended(self, choice: Choice) -> Iterable[Event]:
+    def on_choice(self, choice: Choice) -> Iterable[Event]:
         yield self._chunk({"index": choice.index, "delta": {}, "finish_reason": choice.finish})
 
 
@@ -259,23 +318,50 @@ class CompletionBody(OpenAISampling):
     suffix: None = None
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
-        """In tokens; text as the tokenizer begins a text."""
+        """Returns them in tokens; text as the tokenizer begins a text."""
         given: Any = self.prompt
         if isinstance(given, str) or not any(isinstance(item, str | list) for item in given):
             given = [given]
         return [encode_prompt(tokenizer, {"prompt": item}) if isinstance(item, str) else item for item in given]
 
 
+class CompletionLogprobs(ResponseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: None = None
+    text_offset: list[Count]
+
+
+class CompletionChoice(ResponseModel):
+    index: Count
+    finish_reason: FinishReason
+    text: str
+    logprobs: CompletionLogprobs | None
+    token_ids: list[Count] | None = optional()
+    prompt_token_ids: list[Count] | None = optional()
+
+
+class Completion(ResponseModel):
+    """`return_token_ids` as vLLM has it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    choices: list[CompletionChoice] = Field(min_length=1)
+    usage: Usage
+
+
 class CompletionApi(_Completions):
-    """`POST /v1/completions`; choice i answers prompt i // n. `return_token_ids` as vLLM has it."""
+    """`POST /v1/completions`; choice i answers prompt i // n."""
 
-    body_class = CompletionBody
     chunk_object = "text_completion"
+    response_class = Completion
 
-    def __init__(self, data: dict[str, Any], asker: Asker, tokenizer: Any, model: str) -> None:
-        self.body = body = CompletionBody.parse(data, source="request")
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None:
+        self.body: CompletionBody = body
         self._logprobs, self._tokenizer = body.logprobs is not None, tokenizer
-        prompts, gconfig = body.prompts(tokenizer), body.gconfig(asker.gconfig)
+        prompts, gconfig = body.prompts(tokenizer), body.gconfig(caller.gconfig)
         if len(prompts) * gconfig.n_samples > MAX_CHOICES:
             raise RolloutError(
                 f"{len(prompts)} prompts with n = {gconfig.n_samples} are {len(prompts) * gconfig.n_samples} answers; "
@@ -308,19 +394,19 @@ class CompletionApi(_Completions):
         return written
 
     def _offsets_of(self, index: int, texts: Sequence[str]) -> Iterator[int]:
-        """Where each token's text begins, in characters, special tokens counted."""
+        """Yields where each token's text begins, in characters, special tokens counted."""
         for text in texts:
             yield self._offsets.setdefault(index, 0)
             self._offsets[index] += len(text)
 
-    def begin(self) -> Iterable[Event]:
+    def on_start(self) -> Iterable[Event]:
         return ()
 
-    def piece(self, piece: Piece) -> Iterable[Event]:
-        if piece.parts or (piece.tokens and self._shows_tokens):
-            text = "".join(part for part in piece.parts if isinstance(part, str))
-            written = self._tokens(piece.index, piece.tokens, piece.logprobs)
-            yield self._chunk({"index": piece.index, "text": text, "finish_reason": None} | written)
+    def on_delta(self, delta: Delta) -> Iterable[Event]:
+        if delta.parts or (delta.tokens and self._shows_tokens):
+            text = "".join(part for part in delta.parts if isinstance(part, str))
+            written = self._tokens(delta.index, delta.tokens, delta.logprobs)
+            yield self._chunk({"index": delta.index, "text": text, "finish_reason": None} | written)
 
-    def ended(self, choice: Choice) -> Iterable[Event]:
+    def on_choice(self, choice: Choice) -> Iterable[Event]:
         yield self._chunk({"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish})

@@ -1,4 +1,4 @@
-"""OpenAI's responses endpoint, without state: every request brings its whole conversation."""
+"""OpenAI's responses endpoint, stateless: every request holds its whole conversation."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from archon.serve.answer_text import Delta, Part, ToolCall
 from archon.serve.answering import Call, Choice
-from archon.serve.body import (
+from archon.serve.api import (
     Api,
     Body,
     Content,
+    Count,
     Event,
     FunctionSpec,
     Positive,
     RequestModel,
-    called,
+    ResponseModel,
     prompt_tokens,
     text_of,
+    tool_call_message,
 )
 from archon.serve.openai_chat import TextFormat
-from archon.serve.reading import Part, Piece, ToolCall
-from archon.serve.sessions import Asker
+from archon.serve.sessions import Caller
 
 
 class _Item(RequestModel):
@@ -96,7 +98,7 @@ class ResponsesBody(Body):
         return super().changes() | {"max_new_tokens": self.max_output_tokens}
 
     def messages(self) -> list[dict[str, Any]]:
-        """As chat templates expect them. Calls that follow the assistant's words belong to the same message."""
+        """Returns them as chat templates expect them, calls in the same message as the text before them."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -108,7 +110,7 @@ class ResponsesBody(Body):
                 if said is None:
                     said = {"role": "assistant", "content": ""}
                     messages.append(said)
-                call = called(item.call_id, item.name, item.arguments, f"input.{number}")
+                call = tool_call_message(item.call_id, item.name, item.arguments, f"input.{number}")
                 said.setdefault("tool_calls", []).append(call)
                 continue
             if isinstance(item, CallOutputItem):
@@ -121,150 +123,172 @@ class ResponsesBody(Body):
         return messages
 
 
+class OutputText(ResponseModel):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = Field([], max_length=0)
+    logprobs: list[Any] = Field([], max_length=0)
+
+
+class OutputMessage(ResponseModel):
+    type: Literal["message"] = "message"
+    id: str = Field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    role: Literal["assistant"] = "assistant"
+    status: Literal["in_progress", "completed"] = "completed"
+    content: list[OutputText]
+
+
+class OutputCall(ResponseModel):
+    type: Literal["function_call"] = "function_call"
+    id: str = Field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed"] = "completed"
+
+
+class ResponseUsage(ResponseModel):
+    input_tokens: Count
+    input_tokens_details: dict[Literal["cached_tokens"], Count] = {"cached_tokens": 0}  # noqa: RUF012
+    output_tokens: Count
+    output_tokens_details: dict[Literal["reasoning_tokens"], Count] = {"reasoning_tokens": 0}  # noqa: RUF012
+    total_tokens: Count
+
+
+class OpenAIResponse(ResponseModel):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: Count = Field(default_factory=lambda: int(time.time()))
+    model: str
+    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+    error: None = None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None = None
+    instructions: str | None
+    max_output_tokens: Count | None
+    metadata: dict[str, Any]
+    output: list[OutputMessage | OutputCall] = []  # noqa: RUF012 (pydantic copies it)
+    parallel_tool_calls: Literal[True] = True
+    previous_response_id: None = None
+    temperature: float
+    text: TextOptions = TextOptions(format=TextFormat(type="text"))
+    tool_choice: Literal["auto", "none"]
+    tools: list[ResponseTool]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+
+
 class ResponsesApi(Api):
     """`POST /v1/responses`."""
 
-    body_class = ResponsesBody
-
-    def __init__(self, data: dict[str, Any], asker: Asker, tokenizer: Any, model: str) -> None:
-        self._body = body = ResponsesBody.parse(data, source="request")
+    def __init__(self, body: ResponsesBody, caller: Caller, tokenizer: Any, model: str) -> None:
         self.stream = bool(body.stream)
         tools = [] if body.tool_choice == "none" else [tool.for_template() for tool in body.tools or []]
         prompt = prompt_tokens(tokenizer, body.messages(), tools)
-        gconfig = body.gconfig(asker.gconfig)
+        gconfig = body.gconfig(caller.gconfig)
         self.call = Call(f"resp_{uuid.uuid4().hex}", [prompt], gconfig, bool(tools))
-        self._head = {
-            "id": self.call.id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": model,
-            "error": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in body.tools or []],
-            "top_p": gconfig.top_p,
-            "truncation": "disabled",
-        }
-        self._output: list[dict[str, Any]] = []  # items begun so far; the last may still grow
-        self._number = 0
+        self._response = OpenAIResponse(
+            id=self.call.id,
+            model=model,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            temperature=0.0 if gconfig.greedy else gconfig.temperature,
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=gconfig.top_p,
+        )
+        self._events = 0
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
-        for part in choices[0].parts:
-            self._output.append(_item(part))
-        if not self._output:
-            self._output.append(_item(""))
-        return self._response(choices[0])
+    def response(self, choices: list[Choice]) -> OpenAIResponse:
+        self._response.output = [_item(part) for part in choices[0].parts] or [_item("")]
+        return self._finished(choices[0])
 
-    def _response(self, choice: Choice) -> dict[str, Any]:
+    def _finished(self, choice: Choice) -> OpenAIResponse:
         cut = choice.response.stop_reason == "length"
         read, sampled = choice.response.input_len, choice.response.output_len
-        return {
-            **self._head,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": self._output,
-            "usage": {
-                "input_tokens": read,
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": sampled,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": read + sampled,
-            },
-        }
+        usage = ResponseUsage(input_tokens=read, output_tokens=sampled, total_tokens=read + sampled)
+        details = {"reason": "max_output_tokens"} if cut else None
+        status = "incomplete" if cut else "completed"
+        return self._response.model_copy(update={"status": status, "incomplete_details": details, "usage": usage})
 
-    def begin(self) -> Iterable[Event]:
-        started = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield self._event("response.created", response=started)
-        yield self._event("response.in_progress", response=started)
+    def on_start(self) -> Iterable[Event]:
+        yield self._event("response.created", response=self._response)
+        yield self._event("response.in_progress", response=self._response)
 
-    def piece(self, piece: Piece) -> Iterable[Event]:
-        for part in piece.parts:
+    def on_delta(self, delta: Delta) -> Iterable[Event]:
+        for part in delta.parts:
             if isinstance(part, ToolCall):
-                yield from self._close()
-                yield from self._call(part)
+                yield from self._close_message()
+                yield from self._add_call(part)
             else:
-                yield from self._say(part)
+                yield from self._add_text(part)
 
-    def ended(self, choice: Choice) -> Iterable[Event]:
-        if not self._output:
-            yield from self._say("")
-        yield from self._close()
+    def on_choice(self, choice: Choice) -> Iterable[Event]:
+        if not self._response.output:
+            yield from self._add_text("")
+        yield from self._close_message()
 
-    def finish(self, choices: list[Choice]) -> Iterable[Event]:
-        response = self._response(choices[0])
-        yield self._event(f"response.{response['status']}", response=response)
+    def on_end(self, choices: list[Choice]) -> Iterable[Event]:
+        response = self._finished(choices[0])
+        yield self._event(f"response.{response.status}", response=response)
 
-    def failed(self, error: dict[str, Any]) -> Iterable[Event]:
+    def on_error(self, error: dict[str, Any]) -> Iterable[Event]:
         yield self._event("error", **{name: error["error"][name] for name in ("code", "message", "param")})
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        self._number += 1
-        return kind, {"type": kind, "sequence_number": self._number - 1, **fields}
+        self._events += 1
+        written = {
+            name: value.model_dump() if isinstance(value, ResponseModel) else value for name, value in fields.items()
+        }
+        return kind, {"type": kind, "sequence_number": self._events - 1, **written}
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
-        """An event about the item that was begun last."""
-        item = self._output[-1]
-        return self._event(kind, item_id=item["id"], output_index=len(self._output) - 1, **fields)
+        """Returns an event about the last item."""
+        return self._event(kind, output_index=len(self._response.output) - 1, **fields)
 
     @property
-    def _open_text(self) -> dict[str, Any] | None:
-        """The content of the message that is growing."""
-        item = self._output[-1] if self._output else None
-        growing = item is not None and item["type"] == "message" and item["status"] == "in_progress"
-        return item["content"][0] if item is not None and growing else None
+    def _open_message(self) -> OutputMessage | None:
+        """The message that is growing."""
+        item = self._response.output[-1] if self._response.output else None
+        return item if isinstance(item, OutputMessage) and item.status == "in_progress" else None
 
-    def _say(self, text: str) -> Iterable[Event]:
-        if self._open_text is None:
-            item = _item("") | {"status": "in_progress"}
-            self._output.append(item)
-            begun = {**item, "content": []}
-            yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=begun)
-            yield self._of_item("response.content_part.added", content_index=0, part=dict(item["content"][0]))
-        self._output[-1]["content"][0]["text"] += text
+    def _add_text(self, text: str) -> Iterable[Event]:
+        message = self._open_message
+        if message is None:
+            message = OutputMessage(status="in_progress", content=[])
+            self._response.output.append(message)
+            yield self._of_item("response.output_item.added", item=message)
+            message.content = [OutputText(text="")]
+            part = message.content[0]
+            yield self._of_item("response.content_part.added", item_id=message.id, content_index=0, part=part)
+        message.content[0].text += text
         if text:
-            yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+            at = {"item_id": message.id, "content_index": 0}
+            yield self._of_item("response.output_text.delta", **at, delta=text, logprobs=[])
 
-    def _close(self) -> Iterable[Event]:
-        content = self._open_text
-        if content is None:
+    def _close_message(self) -> Iterable[Event]:
+        message = self._open_message
+        if message is None:
             return
-        item = self._output[-1]
-        item["status"] = "completed"
-        yield self._of_item("response.output_text.done", content_index=0, text=content["text"], logprobs=[])
-        yield self._of_item("response.content_part.done", content_index=0, part=content)
-        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        message.status = "completed"
+        part, at = message.content[0], {"item_id": message.id, "content_index": 0}
+        yield self._of_item("response.output_text.done", **at, text=part.text, logprobs=[])
+        yield self._of_item("response.content_part.done", **at, part=part)
+        yield self._of_item("response.output_item.done", item=message)
 
-    def _call(self, call: ToolCall) -> Iterable[Event]:
+    def _add_call(self, call: ToolCall) -> Iterable[Event]:
         item = _item(call)
-        self._output.append(item)
-        begun = item | {"arguments": "", "status": "in_progress"}
-        yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=begun)
-        yield self._of_item("response.function_call_arguments.delta", delta=call.arguments)
-        yield self._of_item("response.function_call_arguments.done", arguments=call.arguments, name=call.name)
-        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        self._response.output.append(item)
+        begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
+        yield self._of_item("response.output_item.added", item=begun)
+        yield self._of_item("response.function_call_arguments.delta", item_id=item.id, delta=call.arguments)
+        written = {"arguments": call.arguments, "name": call.name}
+        yield self._of_item("response.function_call_arguments.done", item_id=item.id, **written)
+        yield self._of_item("response.output_item.done", item=item)
 
 
-def _item(part: Part) -> dict[str, Any]:
+def _item(part: Part) -> OutputMessage | OutputCall:
     if isinstance(part, ToolCall):
-        return {
-            "type": "function_call",
-            "id": f"fc_{uuid.uuid4().hex}",
-            "call_id": part.id,
-            "name": part.name,
-            "arguments": part.arguments,
-            "status": "completed",
-        }
-    content = {"type": "output_text", "text": part, "annotations": [], "logprobs": []}
-    return {
-        "type": "message",
-        "id": f"msg_{uuid.uuid4().hex}",
-        "role": "assistant",
-        "status": "completed",
-        "content": [content],
-    }
+        return OutputCall(call_id=part.id, name=part.name, arguments=part.arguments)
+    return OutputMessage(content=[OutputText(text=part)])

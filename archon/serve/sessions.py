@@ -27,8 +27,8 @@ class LimitError(RolloutError):
     """More sessions, calls or requests at a time than the server allows."""
 
 
-class Asker:
-    """Who asks: which generator answers, and how it samples what a request leaves open. Keeps no record."""
+class Caller:
+    """Whoever sends requests: which generator answers, and its default sampling values. Keeps no record."""
 
     def __init__(self, engine: InferenceEngine, gconfig: GenerationHyperparameters) -> None:
         self.engine, self.gconfig = engine, gconfig
@@ -36,14 +36,14 @@ class Asker:
         self.unfinished = 0  # answers asked for that have neither come nor failed; of those broken off for good
 
     def next_seed(self) -> int | None:
-        """Random stream of the next answer; None leaves it to the engine."""
+        """Returns the seed of the next answer; None leaves it to the engine."""
         return None
 
     def admit(self, answers: int) -> None:
-        """Raise `LimitError` where not so many further answers are allowed."""
+        """Raises `LimitError` where not so many further answers are allowed."""
 
     def record(self, completion: str, choice: int, response: ModelResponse) -> None:
-        """Take note of an answer; raises `UnusableAnswerError` for one that cannot be relied on."""
+        """Records an answer; raises `UnusableAnswerError` for one that cannot be relied on."""
         check_answer(response)
 
 
@@ -66,7 +66,7 @@ class Interaction:
         self.place: tuple[str, int] = (self.completion, self.choice)
 
     def branch(self) -> list[Interaction]:
-        """From the root to this answer."""
+        """Returns the answers from the root to this one."""
         path, node = [self], self.parent
         while node is not None:
             path.append(node)
@@ -76,14 +76,14 @@ class Interaction:
 
 @dataclass
 class Trajectory:
-    """What is trained on as one row: its tokens, its reward, and the (completion, choice) of each answer in it."""
+    """One row to train on: its tokens, its reward, and the (completion, choice) of each answer in it."""
 
     record: TokenRecord
     reward: float
     answers: list[tuple[str, int]]
 
 
-class Session(Asker):
+class Session(Caller):
     """One agent's calls under one key.
 
     An answer is the child of an earlier one only when its prompt begins with exactly that one's tokens. An agent sends
@@ -156,7 +156,7 @@ class Session(Asker):
         raise RolloutError(f"this session has no answer {choice} of a call {completion!r}; use the id of its response")
 
     def reward_every_branch(self, reward: float) -> None:
-        """Give `reward` to the last answer of every branch that has no reward: an episode's, however it was asked."""
+        """Set the reward of an episode: that of the last answer of every branch that has none."""
         reward = finite_reward(reward)
         if not self.interactions and self.unfinished:
             raise UnusableAnswerError(
@@ -171,7 +171,7 @@ class Session(Asker):
                 interaction.reward = reward
 
     def export(self, style: ExportStyle = "individual", turn_discount: float = 1.0) -> list[Trajectory]:
-        """What can be trained on, in the order of the (last) answers.
+        """Returns the rows to train on, in the order of the (last) answers.
 
         `individual`: one row an answer. It is credited with its own reward and `turn_discount` times the mean credit of
         the answers that follow it.
@@ -208,7 +208,7 @@ class Session(Asker):
                 yield Trajectory(TokenRecord.of_answer(node.response), credit[node], [node.place])
 
     def branches(self) -> list[TokenRecord]:
-        """Every branch, from a root to an answer that nothing follows, rewarded or not."""
+        """Returns every branch, from a root to an answer that nothing follows, rewarded or not."""
         return [_record_of(leaf.branch()) for leaf in self.interactions if not leaf.children]
 
     def _branches(self, discount: float) -> Iterator[Trajectory]:
@@ -222,7 +222,7 @@ class Session(Asker):
 
 
 def _record_of(branch: list[Interaction]) -> TokenRecord:
-    """The answers of a branch as one trajectory."""
+    """Returns the answers of a branch as one trajectory."""
     record = TokenRecord()
     for node in branch:
         record.observe(node.response.input_tokens[len(record.input_ids) :])
@@ -231,7 +231,7 @@ def _record_of(branch: list[Interaction]) -> TokenRecord:
 
 
 def finite_reward(value: object) -> float:
-    """`value` as a float; `InvalidRewardError` unless it is a finite number."""
+    """Returns `value` as a float; `InvalidRewardError` unless it is a finite number."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of many elements, say
@@ -245,13 +245,13 @@ class Sessions:
     """The open sessions of a server, by id and by key.
 
     Args:
-        most: open at a time.
+        max_open: sessions at a time.
         max_calls: answers that each records.
         idle_seconds: after which a session that nobody asks by, or for, is closed.
     """
 
-    def __init__(self, most: int, max_calls: int, idle_seconds: float = math.inf) -> None:
-        self._most, self._max_calls, self._idle_seconds = most, max_calls, idle_seconds
+    def __init__(self, max_open: int, max_calls: int, idle_seconds: float = math.inf) -> None:
+        self._max_open, self._max_calls, self._idle_seconds = max_open, max_calls, idle_seconds
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self._used: dict[Session, float] = {}  # since when each is idle, the longest first; without those in use
@@ -261,10 +261,10 @@ class Sessions:
         return len(self._by_id)
 
     def open(self, engine: InferenceEngine, gconfig: GenerationHyperparameters, seed: int | None = None) -> Session:
-        """A new session; `LimitError` when as many are open as may be."""
+        """Returns a new session; `LimitError` when as many are open as may be."""
         self._close_idle()
-        if len(self) >= self._most:
-            raise LimitError(f"{self._most} sessions are open, as many as this server allows; close some")
+        if len(self) >= self._max_open:
+            raise LimitError(f"{self._max_open} sessions are open, as many as this server allows; close some")
         session = Session(engine, gconfig, seed=seed, max_calls=self._max_calls)
         self._by_id[session.id] = self._by_key[session.key] = session
         self._touch(session)
@@ -283,20 +283,20 @@ class Sessions:
         return self._found(self._by_id, session_id)
 
     @contextmanager
-    def in_use(self, asker: Asker) -> Iterator[None]:
+    def in_use(self, caller: Caller) -> Iterator[None]:
         """While it is answered, a session is not idle."""
-        if not isinstance(asker, Session):
+        if not isinstance(caller, Session):
             yield
             return
-        self._users[asker] += 1
-        self._used.pop(asker, None)
+        self._users[caller] += 1
+        self._used.pop(caller, None)
         try:
             yield
         finally:
-            self._users[asker] -= 1
-            if self._users[asker] == 0:
-                del self._users[asker]
-                self._touch(asker)
+            self._users[caller] -= 1
+            if self._users[caller] == 0:
+                del self._users[caller]
+                self._touch(caller)
 
     def _found(self, among: dict[str, Session], name: str) -> Session | None:
         self._close_idle()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import string
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from archon.generation.generator import _round_up
 from archon.generation.sequence import StopStrings
@@ -17,15 +22,14 @@ from tests.generation.models import VOCAB, make_engine, make_model, prompts, req
 from tests.tolerances import GENERATED_LOGPROB_FP64
 
 
-class CharTokenizer:
+def char_tokenizer() -> Any:
     """Token i is the i-th of these pieces: single letters, and a multi-byte character in two halves."""
-
-    eos_token_id = 0
-    pad_token_id = 1
-    _pieces = (b"<e>", b"<p>", "é".encode()[:1], "é".encode()[1:], *(bytes([97 + i % 26]) for i in range(VOCAB - 4)))
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return b"".join(self._pieces[i] for i in ids).decode(errors="replace")
+    halves = "Ã©"  # as byte-level vocabularies spell the two bytes of é
+    pieces = ["<e>", "<p>", *halves, *string.ascii_letters, *string.digits, "-"]
+    assert len(pieces) == VOCAB
+    tokenizer = Tokenizer(WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<p>"))
+    tokenizer.decoder = ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", pad_token="<p>")
 
 
 def letters(text: str) -> list[int]:
@@ -169,7 +173,7 @@ def test_end_of_text_ends_every_answer_but_one_that_ignores_it() -> None:
 
 
 def test_the_tokenizer_names_the_end_of_text() -> None:
-    engine = make_engine(tokenizer=CharTokenizer())
+    engine = make_engine(tokenizer=char_tokenizer())
     answers = engine.generate([request(prompts(5)[0], max_new_tokens=200, seed=i) for i in range(6)])
     assert {answer.stop_reason for answer in answers} == {"stop"}
     assert all(answer.output_tokens.index(0) == answer.output_len - 1 for answer in answers)
@@ -203,21 +207,21 @@ def test_nothing_stops_before_min_new_tokens() -> None:
     ],
 )
 def test_stop_strings_that_span_tokens(text: str, stops: list[str], stopped_after: int | None) -> None:
-    watch = StopStrings(CharTokenizer(), stops)
+    watch = StopStrings(char_tokenizer(), stops)
     fed = [watch.feed(token) for token in letters(text)]
     assert (fed.index(True) + 1 if True in fed else None) == stopped_after
 
 
 def test_stop_strings_with_a_character_in_two_tokens() -> None:
-    watch = StopStrings(CharTokenizer(), ["aé", "zz"])
+    watch = StopStrings(char_tokenizer(), ["aé", "zz"])
     assert [watch.feed(token) for token in (*letters("a"), 2, 3)] == [False, False, True]
-    watch = StopStrings(CharTokenizer(), ["aé", "zz"])
+    watch = StopStrings(char_tokenizer(), ["aé", "zz"])
     assert [watch.feed(token) for token in (2, *letters("zz"))] == [False, False, True]
 
 
 def test_stop_strings_end_the_answer() -> None:
     engine = make_engine()
-    tokenizer = CharTokenizer()
+    tokenizer = char_tokenizer()
     prompt = prompts(5)[0]
     (free,) = engine.generate([request(prompt, greedy=True, max_new_tokens=20)])
     text = tokenizer.decode(free.output_tokens[8:10])
@@ -238,11 +242,11 @@ def test_stop_id_beyond_the_vocabulary_ends_nothing_and_breaks_nothing() -> None
 
 
 def test_stop_strings_do_not_end_the_answer_before_min_new_tokens() -> None:
-    engine = make_engine(tokenizer=CharTokenizer())
+    engine = make_engine(tokenizer=char_tokenizer())
     wanted = {"greedy": True, "ignore_eos": True, "max_new_tokens": 20}
     prompt = prompts(5)[0]
     (free,) = engine.generate([request(prompt, **wanted)])
-    pieces = sorted({CharTokenizer().decode([token]) for token in free.output_tokens})
+    pieces = sorted({char_tokenizer().decode([token]) for token in free.output_tokens})
     early, late = engine.generate([request(prompt, stop=pieces, min_new_tokens=n, **wanted) for n in (0, 9)])
     assert (early.output_len, late.output_len) == (1, 10)
     assert early.stop_reason == late.stop_reason == "stop"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
+import threading
+import time
 from typing import Any
 
 import httpx
@@ -15,6 +18,7 @@ from archon.generation import InProcessEngine
 from archon.serve import Limits
 from tests.serve.scripted import Start
 from tests.serve.test_server import CHAT
+from tests.tolerances import SOON_SECONDS
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -86,3 +90,64 @@ async def test_a_request_that_never_ends_is_ended(serve: Start, client: httpx.As
         slow = CHAT | {"max_tokens": 500, "ignore_eos": True}
         assert (await client.post(f"{url}/chat/completions", json=slow)).status_code == 200
         await asyncio.sleep(0.5)
+
+
+async def test_headers_without_end_are_refused_before_they_fill_the_memory(serve: Start) -> None:
+    server, _ = await serve(limits=Limits(header_bytes=1000, headers=10))
+    for endless in (b"x" * 500, b"x-more: 1\r\n" * 50):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-first: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                writer.write(endless)
+                await writer.drain()
+                await asyncio.sleep(0)
+        received = b""
+        with contextlib.suppress(ConnectionError):  # what is sent after the end is answered by a reset
+            while data := await asyncio.wait_for(reader.read(1 << 16), 5):
+                received += data
+        writer.close()
+        if received:
+            head, _, body = received.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ") and "headers" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_closing_the_server_ends_what_is_being_answered_at_once_and_leaves_no_thread(
+    serve: Start, client: httpx.AsyncClient, engine: InProcessEngine, stream: bool
+) -> None:
+    threads = threading.active_count()
+    for _ in range(3):
+        server, url = await serve()
+        body = CHAT | {"max_tokens": 900, "ignore_eos": True, "stream": stream}
+        asked = [asyncio.create_task(client.post(f"{url}/chat/completions", json=body)) for _ in range(4)]
+        for _ in range(1000):
+            await asyncio.sleep(0.001)
+            if len(engine._generator.unfinished) == len(asked):
+                break
+        begun = time.perf_counter()
+        await server.close()
+        assert time.perf_counter() - begun < SOON_SECONDS
+        assert engine.abort() == 0
+        for outcome in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(outcome, httpx.TransportError)
+    assert threading.active_count() == threads
+
+
+async def test_clients_that_go_while_every_turn_of_the_loop_brings_a_token_are_noticed_at_once(
+    serve: Start, client: httpx.AsyncClient, engine: InProcessEngine
+) -> None:
+    _, url = await serve()
+    body: dict[str, Any] = CHAT | {"max_tokens": 900, "ignore_eos": True, "stream": True, "return_token_ids": True}
+
+    async def goes() -> None:
+        async with client.stream("POST", f"{url}/chat/completions", json=body) as response:
+            await anext(response.aiter_lines())
+
+    await asyncio.gather(*(goes() for _ in range(8)))
+    for _ in range(1000):
+        await asyncio.sleep(0)
+        if not engine._generator.unfinished:
+            break
+    assert engine.abort() == 0
+    assert engine.stats.decode_tokens < 8 * 100

@@ -129,7 +129,10 @@ async def test_without_a_token_only_this_machine_is_served(
             await AgentServer(tokenizer).start(host)
     _, url = await serve()
     # As a page would ask whose own name resolves to loopback, or that posts a form.
-    check_error(await client.post(f"{url}/chat/completions", json=CHAT, headers={"Host": "evil.example"}), 403)
+    for host in ("evil.example", "evil_example:80", "evil:80:90", "[", "", "localhost.evil.example", "127.0.0.1@evil"):
+        check_error(await client.post(f"{url}/chat/completions", json=CHAT, headers={"Host": host}), 403)
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.9:1", "[::1]:80"):
+        assert (await client.get(f"{url}/models", headers={"Host": host})).status_code == 200
     check_error(await client.post(f"{url}/chat/completions", content=json.dumps(CHAT)), 415)
     for origin in ("https://evil.example", "null", "http://["):
         check_error(await client.post(f"{url}/sessions", headers={"Origin": origin}), 403)
@@ -349,8 +352,8 @@ async def test_no_malformed_body_is_answered_with_5xx(serve: Start, client: http
     assert statuses == {200, 400}
 
 
-def test_without_aiohttp_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.delitem(sys.modules, "archon.serve.http_errors")
-    with pytest.raises(ConfigError, match=r"aiohttp, which is not installed; install archon's extra `rl`"):
-        importlib.import_module("archon.serve.http_errors")
+def test_without_the_framework_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "archon.serve.service")
+    with pytest.raises(ConfigError, match=r"fastapi, which is not installed; install archon's extra `rl`"):
+        importlib.import_module("archon.serve.service")

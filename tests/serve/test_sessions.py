@@ -166,7 +166,7 @@ def test_an_answer_without_its_logprobs_is_not_recorded() -> None:
 
 
 def test_sessions_and_their_calls_are_limited() -> None:
-    sessions = Sessions(most=2, max_calls=1)
+    sessions = Sessions(max_open=2, max_calls=1)
     first, _ = (sessions.open(ENGINE, GenerationHyperparameters()) for _ in range(2))
     with pytest.raises(LimitError, match="2 sessions are open"):
         sessions.open(ENGINE, GenerationHyperparameters())
@@ -193,7 +193,7 @@ async def test_a_session_never_has_more_answers_than_it_may(serve: Start, engine
 
 
 def test_a_session_is_not_idle_while_it_is_answered() -> None:
-    sessions = Sessions(most=2, max_calls=1, idle_seconds=0.0)
+    sessions = Sessions(max_open=2, max_calls=1, idle_seconds=0.0)
     session = sessions.open(ENGINE, GenerationHyperparameters())
     with sessions.in_use(session), sessions.in_use(session):
         assert sessions.of_key(session.key) is session

@@ -1,21 +1,22 @@
-"""What the APIs share of a request's body: sampling values, contents made of parts, tools, and the prompt's tokens."""
+"""What the APIs share: sampling fields, contents made of parts, tools, the prompt's tokens, forms of answers."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from fastapi.sse import format_sse_event
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from archon.data.encoding import has_chat_template, render, tokenize
 from archon.generation.types import GenerationHyperparameters
 from archon.schema.config import StrictModel
 from archon.schema.errors import RolloutError
+from archon.serve.answer_text import Delta, load_json
 from archon.serve.answering import Call, Choice
-from archon.serve.reading import Piece, load_json
-from archon.serve.sessions import Asker
+from archon.serve.sessions import Caller
 
 Event = tuple[str | None, dict[str, Any] | str]
 """A server-sent event: its name, if it has one, and its data."""
@@ -23,17 +24,32 @@ Event = tuple[str | None, dict[str, Any] | str]
 MAX_CHOICES = 128
 
 
-def whole(value: Any) -> Any:
-    """1.0 as 1: the two are one number in JSON, and some clients write the former."""
+def _integral(value: Any) -> Any:
+    """Returns 1 for 1.0: the two are one number in JSON, and some clients write the latter."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Zero = Annotated[float, Field(ge=0, le=0)]
-Integer = Annotated[int, BeforeValidator(whole)]
+Integer = Annotated[int, BeforeValidator(_integral)]
 Positive = Annotated[Integer, Field(ge=1)]
 # What these refuse further, the engine does, in better words.
 TokenId = Annotated[Integer, WithJsonSchema({"type": "integer", "minimum": 0})]
 StopString = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
+
+
+Count = Annotated[int, Field(ge=0)]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+def optional(**constraints: Any) -> Any:
+    """A field of a response that is left out where it is not set."""
+    return Field(None, exclude_if=lambda value: value is None, **constraints)
+
+
+class ResponseModel(BaseModel):
+    """A JSON object that the server sends."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class RequestModel(StrictModel):
@@ -53,7 +69,7 @@ class Body(RequestModel):
     metadata: dict[str, Any] | None = Field(None, description="without effect")
 
     def changes(self) -> dict[str, Any]:
-        """The sampling values that this body sets, by the names of `GenerationHyperparameters`."""
+        """Returns the sampling values that this body sets, by the names of `GenerationHyperparameters`."""
         given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         if self.temperature is not None:
             greedy = self.temperature == 0
@@ -61,7 +77,7 @@ class Body(RequestModel):
         return given
 
     def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
-        """`base` with what this body sets; `ConfigError` names a value that is out of range."""
+        """Returns `base` with what this body sets; `ConfigError` names a value that is out of range."""
         given = {name: value for name, value in self.changes().items() if value is not None}
         if "stop_token_ids" in given:  # beside those that end a turn
             given["stop_token_ids"] = [*base.stop_token_ids, *given["stop_token_ids"]]
@@ -83,7 +99,7 @@ class OpenAISampling(Body):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool = Field(False, description="give the tokens of prompt and answer as well")
+    return_token_ids: bool = Field(False, description="return the tokens of prompt and answer as well")
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
@@ -102,12 +118,12 @@ class OpenAISampling(Body):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """Returns whether a stream ends with the number of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class TextPart(RequestModel):
-    """A part of a content. Of an answer sent back, what the server had added has no effect."""
+    """A part of a content. Fields of an answer that is sent back have no effect."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -121,7 +137,7 @@ Content = str | list[TextPart]
 
 
 def text_of(content: str | Sequence[TextPart] | None) -> str:
-    """A content as one string; none is an empty one."""
+    """Returns a content as one string; None is an empty one."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
@@ -136,12 +152,12 @@ class FunctionSpec(RequestModel):
     strict: bool | None = Field(None, description="without effect: arguments are what the model writes")
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Returns the tool as chat templates expect it."""
         return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"strict"})}
 
 
-def called(call_id: str, name: str, arguments: str | dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool call of an earlier turn, as chat templates expect it; `RolloutError` unless `arguments` is an object."""
+def tool_call_message(call_id: str, name: str, arguments: str | dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns a tool call of an earlier turn for a chat template; `RolloutError` unless `arguments` is an object."""
     if isinstance(arguments, str):
         try:
             arguments = load_json(arguments or "{}")
@@ -153,7 +169,7 @@ def called(call_id: str, name: str, arguments: str | dict[str, Any], where: str)
 
 
 def prompt_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[int]:
-    """A conversation rendered by the chat template, up to where the model goes on, in tokens.
+    """Returns a conversation rendered by the chat template with the generation prompt, in tokens.
 
     Raises `RolloutError` where there is no template, or one that leaves tools out; `DatasetError` for a conversation
     that the template refuses.
@@ -169,51 +185,46 @@ def prompt_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Seq
 
 
 class Api(ABC):
-    """One call of one API: reads its body, writes its answers, as a whole or as a stream of events.
+    """One call of one API: reads its body and writes its answers, as a whole or as a stream of server-sent events.
+
+    `response` returns the whole; `choices` in order. A stream is what `on_start`, `on_delta` (more of an answer),
+    `on_choice` (an answer is finished) and `on_end` (all are) return, or, where it breaks off, `on_error`.
 
     Args:
-        data: the request's JSON.
-        asker: gives the sampling values that the body leaves open.
+        body: the request's body.
+        caller: its sampling values hold where the body sets none.
         tokenizer: renders prompts.
         model: the name to answer with.
 
     Raises a `UserError` for a body that cannot be honoured.
     """
 
-    body_class: ClassVar[type[Body]]
     call: Call
     stream: bool
 
     @abstractmethod
-    def __init__(self, data: dict[str, Any], asker: Asker, tokenizer: Any, model: str) -> None: ...
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None: ...
 
     @abstractmethod
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
-        """The response to a request without `stream`; `choices` in order."""
+    def response(self, choices: list[Choice]) -> ResponseModel: ...
 
     @abstractmethod
-    def begin(self) -> Iterable[Event]:
-        """What comes before the first piece."""
+    def on_start(self) -> Iterable[Event]: ...
 
     @abstractmethod
-    def piece(self, piece: Piece) -> Iterable[Event]:
-        """More of an answer."""
+    def on_delta(self, delta: Delta) -> Iterable[Event]: ...
 
     @abstractmethod
-    def ended(self, choice: Choice) -> Iterable[Event]:
-        """An answer is finished."""
+    def on_choice(self, choice: Choice) -> Iterable[Event]: ...
 
     @abstractmethod
-    def finish(self, choices: list[Choice]) -> Iterable[Event]:
-        """What comes when all are."""
+    def on_end(self, choices: list[Choice]) -> Iterable[Event]: ...
 
     @abstractmethod
-    def failed(self, error: dict[str, Any]) -> Iterable[Event]:
-        """What comes when the answer breaks off; `error` as the API has it."""
+    def on_error(self, error: dict[str, Any]) -> Iterable[Event]: ...
 
 
 def event_bytes(event: Event) -> bytes:
-    """A server-sent event as it goes over the wire."""
+    """Returns a server-sent event as it goes over the wire."""
     name, data = event
-    text = data if isinstance(data, str) else json.dumps(data)
-    return f"{f'event: {name}' + chr(10) if name else ''}data: {text}\n\n".encode()
+    return format_sse_event(event=name, data_str=data if isinstance(data, str) else json.dumps(data))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from archon.serve.reading import AnswerReader, Part, StopText, ToolCall, ToolText, load_json, parse_tool_call
+from archon.serve.answer_text import AnswerReader, Part, StopText, ToolCall, ToolText, load_json, parse_tool_call
 from tests.data.toy_tokenizers import toy_tokenizer
 from tests.serve.scripted import ASKS_WEATHER
 

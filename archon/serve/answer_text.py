@@ -1,4 +1,4 @@
-"""From sampled tokens to what a client reads, as they come: text, stop strings, tool calls (Qwen / Hermes format)."""
+"""Turns sampled tokens into text and tool calls (Qwen / Hermes format) as they come, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from archon.generation.detokenizer import Detokenizer
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_LONGEST_UNSETTLED = 16  # tokens; a character has at most four bytes, so that more are bytes of no text
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ Part = str | ToolCall
 
 
 @dataclass
-class Piece:
-    """What tokens that came in add to an answer; tokens may add nothing yet, and then go with the next piece."""
+class Delta:
+    """What new tokens add to an answer; tokens whose text is not complete come with the next delta."""
 
     parts: list[Part]
     tokens: list[int]
@@ -36,8 +37,8 @@ class Piece:
 
 
 def load_json(text: str | bytes) -> Any:
-    """JSON as its standard has it: no NaN, no Infinity, no number so large that it becomes one. Raises ValueError,
-    also for what is nested too deeply."""
+    """Returns JSON as its standard has it: no NaN, no Infinity, no number so large that it becomes one. Raises
+    ValueError, also for what is nested too deeply."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
@@ -53,40 +54,8 @@ def load_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-class TokenText:
-    """The text of tokens, special ones left out; a token that ends inside a character waits for the next ones."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context = 0  # decoding starts here, since a token's text may depend on the one before
-        self._read = 0  # tokens whose text is settled
-
-    def feed(self, token: int) -> str:
-        self._ids.append(token)
-        return self._settle(at_end=False)
-
-    def finish(self) -> str:
-        return self._settle(at_end=True)
-
-    def whole(self, tokens: Sequence[int]) -> str:
-        """The text of all tokens of an answer at once."""
-        return self._decode(tokens)
-
-    def _settle(self, at_end: bool) -> str:
-        known, text = self._decode(self._ids[self._context : self._read]), self._decode(self._ids[self._context :])
-        late = len(self._ids) - self._read >= _LONGEST_UNSETTLED
-        if text.endswith("\ufffd") and not late and not at_end:
-            return ""
-        self._context, self._read = len(self._ids) if late else self._read, len(self._ids)
-        return text[len(known) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
 class StopText:
-    """Text up to the first stop string, which is left out; `found` is that string."""
+    """Passes text on up to the first stop string, which is left out; `found` is that string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -163,12 +132,12 @@ class ToolText:
 
 
 def _begun(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
+    """Returns how many characters at the end of `text` may be the beginning of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def parse_tool_call(body: str) -> ToolCall | None:
-    """The call that stands between the tags, None where it is none: not JSON, or without a name and an object."""
+    """Returns the call between the tags; None for what is not JSON, or has no name and no object of arguments."""
     try:
         data = load_json(body)
     except ValueError:
@@ -194,7 +163,7 @@ class AnswerReader:
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], tools: bool) -> None:
-        self._text, self._stop = TokenText(tokenizer), StopText(stops)
+        self._text, self._stop = Detokenizer(tokenizer, skip_special_tokens=True), StopText(stops)
         self._tools = ToolText() if tools else None
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -203,27 +172,27 @@ class AnswerReader:
 
     @property
     def stop_sequence(self) -> str | None:
-        """The stop string that ended the text."""
+        """Returns the stop string that ended the text."""
         return self._stop.found
 
-    def feed(self, token: int, logprob: float) -> Piece | None:
-        """Add a token; gives back what can be said by now, if anything."""
+    def feed(self, token: int, logprob: float) -> Delta | None:
+        """Add a token. Returns what is complete by now, if anything."""
         self._take([token], [logprob])
         parts = self._parts(self._stop.feed(self._text.feed(token)))
-        return self._piece(parts) if parts else None
+        return self._delta(parts) if parts else None
 
-    def finish(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece:
-        """The rest, when all tokens of the answer are known."""
+    def finish(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Delta:
+        """Returns the rest, when all tokens of the answer are known."""
         rest, rest_logprobs = tokens[self.n_read :], logprobs[self.n_read :]
         if self.n_read == 0:
-            text = self._text.whole(rest)
+            text = self._text.decode(rest)
         else:
             text = "".join(map(self._text.feed, rest)) + self._text.finish()
         self._take(rest, rest_logprobs)
         parts = self._parts(self._stop.feed(text)) + self._parts(self._stop.finish())
         if self._tools is not None:
             parts += self._tools.finish()
-        return self._piece(parts)
+        return self._delta(parts)
 
     def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         self._tokens += tokens
@@ -235,12 +204,12 @@ class AnswerReader:
             return self._tools.feed(text)
         return [text] if text else []
 
-    def _piece(self, parts: list[Part]) -> Piece:
-        piece = Piece(parts, self._tokens, self._logprobs)
+    def _delta(self, parts: list[Part]) -> Delta:
+        delta = Delta(parts, self._tokens, self._logprobs)
         self._tokens, self._logprobs = [], []
         for part in parts:
             if isinstance(part, str) and self.parts and isinstance(self.parts[-1], str):
                 self.parts[-1] += part
             else:
                 self.parts.append(part)
-        return piece
+        return delta

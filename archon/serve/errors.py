@@ -1,0 +1,90 @@
+"""Failures as JSON, in the format of the API that was asked."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal, NamedTuple, cast
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from archon.generation.record import UnusableAnswerError
+from archon.schema.config import describe_validation_error
+from archon.schema.errors import ContextOverflowError, NotFiniteError, UserError
+from archon.serve.api import ResponseModel
+from archon.serve.sessions import LimitError
+
+logger = logging.getLogger(__name__)
+
+# Types of errors by status: OpenAI's, Anthropic's.
+_TYPES = {
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    503: ("server_error", "overloaded_error"),
+}
+
+_MAX_MESSAGE = 2000  # characters; a message may quote what was given
+
+
+class OpenAIErrorDetail(ResponseModel):
+    message: str
+    type: str
+    param: None = None
+    code: str | None = None
+
+
+class OpenAIError(ResponseModel):
+    error: OpenAIErrorDetail
+
+
+class AnthropicError(ResponseModel):
+    type: Literal["error"] = "error"
+    error: dict[Literal["type", "message"], str]
+
+
+class Failure(NamedTuple):
+    """How a failed request is answered; `code` is OpenAI's name of the case, where it has one."""
+
+    status: int
+    message: str
+    code: str | None = None
+
+
+def failure_of(error: Exception) -> Failure:
+    """Returns the answer to a request that failed with `error`: the client's mistakes are 4xx with one line that says
+    what to change, our own failures are logged, and 500 without details."""
+    if isinstance(error, HTTPException):
+        return Failure(error.status_code, error.detail)
+    if isinstance(error, RequestValidationError):
+        message = describe_validation_error(cast(Any, error))  # pydantic's errors, under another class
+        return Failure(400, f"request: {' '.join(message.split())}"[:_MAX_MESSAGE])
+    message = " ".join(str(error).split())[:_MAX_MESSAGE]
+    if isinstance(error, ContextOverflowError):
+        return Failure(400, message, "context_length_exceeded")
+    if isinstance(error, LimitError):
+        return Failure(429, message)
+    if isinstance(error, UnusableAnswerError | NotFiniteError):
+        return Failure(503, message, "unusable_answer")
+    if isinstance(error, UserError):
+        return Failure(400, message)
+    if isinstance(error, RecursionError):
+        return Failure(400, "the request is nested too deeply")
+    logger.error("a request failed", exc_info=error)
+    return Failure(500, "the server failed; its log says why")
+
+
+def error_model(path: str) -> type[OpenAIError | AnthropicError]:
+    """Returns the form of errors that clients of `path` expect."""
+    return AnthropicError if path.startswith("/v1/messages") else OpenAIError
+
+
+def error_body(failure: Failure, path: str) -> dict[str, Any]:
+    """Returns the JSON of an error, in the form that clients of `path` expect."""
+    default = "invalid_request_error" if failure.status < 500 else "api_error"
+    openai, anthropic = _TYPES.get(failure.status, (default, default))
+    if error_model(path) is AnthropicError:
+        return AnthropicError(error={"type": anthropic, "message": failure.message}).model_dump()
+    return OpenAIError(error=OpenAIErrorDetail(message=failure.message, type=openai, code=failure.code)).model_dump()
