@@ -224,14 +224,14 @@ class Server:
             self.process.wait()
 
     def end(self) -> str:
-        """Interrupt it; gives back what went wrong in it, nothing where nothing did."""
+        """Interrupt it; returns what went wrong in it, nothing where nothing did."""
         self.process.send_signal(signal.SIGINT)
         code, said = self.process.wait(timeout=30), self.complaints.read_text()
         return f"exit code {code}: {said[-2000:]}" if code or "Traceback" in said else ""
 
 
 def measure(options: argparse.Namespace, folder: Path, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Rounds until the agents have been served for so long; gives back the outcome."""
+    """Rounds until the agents have been served for so long; returns the outcome."""
     made = {"threads": options.threads, "folder": str(folder), "model": options.model}
     rounds: list[dict[str, Any]] = []
     served = 0.0

@@ -46,7 +46,7 @@ def command(
 
 
 def make_server(path: Path, config: ServeConfig, token: str | None) -> AgentServer:
-    """Load the checkpoint and put a server before it, which does not listen yet."""
+    """Load the checkpoint. Returns a server over it, which does not listen yet."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer, read_hf_config

@@ -350,9 +350,7 @@ async def export(request: Request, session_id: SessionId, query: Annotated[Expor
     """What can be trained on, in tokens."""
     rows = [
         {
-            **{
-                name: getattr(row.record, name) for name in ExportedTrajectory.model_fields if hasattr(row.record, name)
-            },
+            **{name: value for name, value in vars(row.record).items() if name != "turns"},
             "reward": row.reward,
             "answers": [{"completion_id": completion, "choice": choice} for completion, choice in row.answers],
         }
