@@ -1,7 +1,7 @@
 """The arithmetic recipe in several layouts, each a run of its own under torchrun: does every one learn to add?
 
     python -m benchmarks.rl_layouts --record benchmarks/records/rl_layouts.jsonl
-    python -m benchmarks.rl_layouts --record trial.jsonl --aim 0 d2t2 -- total_steps=3 bootstrap.warmup.total_steps=3
+    python -m benchmarks.rl_layouts --record trial.jsonl --aim 0 d2t2 -- total_steps=3 bootstrap=mine.yaml
 
 A line of the record is one layout: processes, seconds, exit code, held-out reward before and after, and whether it
 reached the aim. The command ends with 1 where one did not.
@@ -20,29 +20,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from archon.cli.config import read_values
 from archon.parallel.layout import parse_layout
 from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, say
 
 RECIPE = ROOT / "rl" / "recipes" / "arithmetic_cpu.yaml"
+BOOTSTRAP = ROOT / "rl" / "recipes" / "arithmetic_bootstrap.yaml"
 AIM = 0.85
 """Held-out reward of sampled answers at the end, which the recipe passes on one process."""
 
 MOE = (
-    "bootstrap.model_type=qwen3_moe",
-    "bootstrap.hf_config.num_experts=4",
-    "bootstrap.hf_config.num_experts_per_tok=2",
-    "bootstrap.hf_config.moe_intermediate_size=192",
-    "bootstrap.hf_config.norm_topk_prob=true",
+    "model_type=qwen3_moe",
+    "hf_config.num_experts=4",
+    "hf_config.num_experts_per_tok=2",
+    "hf_config.moe_intermediate_size=192",
+    "hf_config.norm_topk_prob=true",
 )
 LAYOUTS: dict[str, tuple[str, ...]] = {"d2t2": (), "d2p2": (), "d2c2": (), "d2e2": MOE}
+"""Each with the changes to the recipe's bootstrap."""
 
 
 def train(layout: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run the recipe in `layout` and say what it came to."""
     run_dir, processes = folder / layout, parse_layout(layout).world_size
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "archon"]
-    changes = [f"run_dir={run_dir}", f"actor.layout={layout}", *LAYOUTS[layout], *overrides]
+    bootstrap = folder / f"{layout}.yaml"
+    bootstrap.write_text(yaml.safe_dump(read_values(BOOTSTRAP, LAYOUTS[layout])))
+    changes = [f"run_dir={run_dir}", f"actor.layout={layout}", f"bootstrap={bootstrap}", *overrides]
     started = time.monotonic()
     code = subprocess.run(
         [sys.executable, "-m", *launch, "rl", "--config", str(RECIPE), *changes],

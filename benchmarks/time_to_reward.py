@@ -96,7 +96,7 @@ def rl_config(options: dict[str, Any]) -> Any:
         "seed": options["seed"],
         "total_steps": 1_000_000,
         "actor.path": options["checkpoint"],
-        "algorithm.kl_coef": 0,
+        "algorithm.kl.coef": 0,
         "rollout.prompts_per_step": PROMPTS,
         "gconfig.n_samples": SAMPLES,
         "evaluation.greedy": "false",
@@ -302,15 +302,15 @@ def make(options: dict[str, Any]) -> None:
     """Make the recipe's checkpoint, warmed up by SFT."""
     import torch
 
+    from archon.cli.config import read_bootstrap
     from archon.rl.bootstrap import ensure_checkpoint
-    from archon.training.runner import Runner
 
     torch.set_num_threads(options["threads"])
-    config = rl_config({**options, "seed": 0})
-    assert config.bootstrap is not None
+    bootstrap = read_bootstrap(rl_config({**options, "seed": 0}).bootstrap)
+    assert bootstrap is not None
     # Its progress lines are of no interest here.
-    with contextlib.redirect_stdout(io.StringIO()), Runner(config.run_dir, config) as runner:
-        if not ensure_checkpoint(config.bootstrap, options["checkpoint"], runner):
+    with contextlib.redirect_stdout(io.StringIO()):
+        if ensure_checkpoint(bootstrap, options["checkpoint"]):
             raise KeyboardInterrupt
 
 

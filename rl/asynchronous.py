@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from archon.rl.algorithms.config import GroupsWithoutSpread
+from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode import Episode
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout, RolloutBatch
@@ -48,7 +48,7 @@ class RolloutAhead:
         batch: B, groups a step.
         staleness: η, in versions.
         concurrent: C, episodes at once; None: as many as the staleness admits.
-        groups_without_spread: `keep` them; `drop` them, which leaves a batch smaller; or `refill` their places.
+        zero_variance_groups: `keep` groups of equal reward; `drop` them, which leaves a batch smaller; or `resample`.
         max_refills: at most so many times B places of a batch are given back and filled again.
     """
 
@@ -60,13 +60,13 @@ class RolloutAhead:
         batch: int,
         staleness: int,
         concurrent: int | None = None,
-        groups_without_spread: GroupsWithoutSpread = "keep",
+        zero_variance_groups: ZeroVarianceGroups = "keep",
         max_refills: int = 3,
     ) -> None:
         self._rollout, self._take = rollout, take
         self._batch, self._staleness = batch, staleness
         self._concurrent = (staleness + 1) * batch if concurrent is None else concurrent
-        self._spread, self._max_refills = groups_without_spread, max_refills
+        self._zero_variance, self._max_refills = zero_variance_groups, max_refills
         self._version = self._accepted = 0  # as of the last batch
         self._running: list[_Flight] = []
         self._done: list[_Flight] = []  # accepted and not yet trained on, in the order they ended
@@ -142,8 +142,8 @@ class RolloutAhead:
             self._running.remove(flight)
             self._ended.set()
         episode = flight.episode
-        flight.usable = bool(episode.trajectories) and (self._spread == "keep" or episode.has_spread)
-        replaced = not episode.trajectories or (self._spread == "refill" and not flight.usable)
+        flight.usable = bool(episode.trajectories) and (self._zero_variance == "keep" or episode.has_spread)
+        replaced = not episode.trajectories or (self._zero_variance == "resample" and not flight.usable)
         if replaced and len(self._lost) < self._max_refills * self._batch:
             self._lost.append(episode)
         else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -19,13 +19,14 @@ from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters
 from archon.models import get_model_spec
+from archon.parallel.world import World
 from archon.rl.evaluation import evaluate
 from archon.rl.prompts import Prompt
 from archon.rl.rewards import AsyncRewardWrapper
 from archon.rl.rollout import Rollout
 from archon.rl.weights import in_process, weights_of
 from archon.rl.workflows import RLVRWorkflow
-from archon.schema.config import EngineConfig
+from archon.schema.config import EngineConfig, derived_engine
 from archon.schema.errors import ConfigError
 from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
 from archon.training.config import SFTConfig
@@ -65,7 +66,7 @@ RECORD = "bootstrap.json"
 
 
 def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer with Qwen's special tokens and a chat template.
+    """Returns a tokenizer with Qwen's special tokens and a chat template.
 
     Kind `characters` has one token a character and refuses a character outside its alphabet; kind `bpe` is byte-level,
     trained on `texts`, every digit on its own as in Qwen, and can encode anything.
@@ -101,34 +102,38 @@ def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTra
 
 
 def ensure_checkpoint(
-    config: BootstrapConfig, path: str | Path, runner: Runner, like: EngineConfig | None = None
-) -> bool:
-    """Make the checkpoint `path` unless it is there; False when a signal ended the warm-up, which goes on next time.
+    config: BootstrapConfig, path: str | Path, *, like: EngineConfig | None = None, log: Callable[[str], None] = print
+) -> int:
+    """Makes the checkpoint `path` unless it is there. With several processes all of them call it, after they joined.
 
     Args:
         config: what to make.
         path: where.
-        runner: of the run it is made for; says what is going on.
-        like: layout, device, dtype and kernels to make it with; the defaults when not given.
+        like: the engine that `config.engine` changes; the defaults when not given.
+        log: is told when the making begins.
 
-    Raises `ConfigError` when something else stands at `path`, or a checkpoint made with other values.
+    Returns:
+        0, or the number of the signal that ended the warm-up; the next call goes on with it.
+
+    Raises:
+        ConfigError: something else stands at `path`, or a checkpoint made with other values.
     """
     target = Path(path)
-    wanted = config.model_dump(mode="json")
-    world = runner.world
+    wanted = config.model_dump(mode="json", exclude={"path", "engine"})
+    world = World.now()
     if world.tell(lambda: _is_made(target, wanted)):
-        return True
+        return 0
     workshop = target.with_name(target.name + ".making")
     blank = workshop / "blank"
     made = workshop / "export" if config.warmup is None else workshop / "warmup" / "export"
 
     def begin() -> None:
         if not (blank / RECORD).is_file():
-            runner.log(f"bootstrap: making {config.model_type} and its tokenizer in {target}")
+            log(f"bootstrap: making {config.model_type} and its tokenizer in {target}")
             write_blank(config, blank)
             (blank / RECORD).write_text(json.dumps(wanted))
         elif json.loads((blank / RECORD).read_text()) != wanted:
-            raise ConfigError(f"{workshop} holds an unfinished checkpoint with other `bootstrap` values; remove it")
+            raise ConfigError(f"{workshop} holds an unfinished checkpoint with other bootstrap values; remove it")
         # Of an attempt that was killed before the rename: an export replaces only what an export has.
         (made / RECORD).unlink(missing_ok=True)
 
@@ -137,19 +142,23 @@ def ensure_checkpoint(
         made.rename(target)
         shutil.rmtree(workshop)
 
+    model = bootstrap_engine(config, like, path=str(blank))
     world.main_first(begin)
-    changes = {"path": str(blank), "init_from_scratch": True, "seed": config.seed}
-    model = (like or EngineConfig(path=str(blank))).model_copy(update=changes)
     if config.warmup is None:
         # Nothing is trained here, so no schedule is needed either.
         engine = ArchonEngine(model.model_copy(update={"optimizer": None}))
         engine.initialize()
         engine.save(made)
     elif number := warm_up(config.warmup, model, workshop / "warmup"):
-        runner.request_stop(number)
-        return False
+        return number
     world.main_first(end)
-    return True
+    return 0
+
+
+def bootstrap_engine(config: BootstrapConfig, like: EngineConfig | None, path: str) -> EngineConfig:
+    """Returns the engine that makes the checkpoint from the config.json in `path`."""
+    fixed = {"path": path, "init_from_scratch": True, "seed": config.seed}
+    return derived_engine(like or EngineConfig(path=path), (config.engine or {}) | fixed, "bootstrap: engine")
 
 
 def _is_made(target: Path, wanted: dict[str, Any]) -> bool:
@@ -157,16 +166,16 @@ def _is_made(target: Path, wanted: dict[str, Any]) -> bool:
         record = target / RECORD
         if not record.is_file():
             raise ConfigError(
-                f"{target} exists and was not made by `bootstrap`; remove that section, or choose another path"
+                f"{target} exists and was not made by a bootstrap; set bootstrap=null, or choose another path"
             )
         if json.loads(record.read_text()) != wanted:
-            raise ConfigError(f"{target} was made with other `bootstrap` values; remove it, or choose another path")
+            raise ConfigError(f"{target} was made with other bootstrap values; remove it, or choose another path")
         return True
     return False
 
 
 def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
-    """Fine-tune the blank model; gives back the signal that ended it early, or 0."""
+    """Fine-tunes the blank model. Returns the number of the signal that ended it early, or 0."""
     sft = SFTConfig(
         run_dir=str(run_dir),
         resume=True,
@@ -177,12 +186,12 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
         train_data=config.train_data,
     )
     with ExitStack() as stack:
-        inner = stack.enter_context(Runner(run_dir, sft, resume=True))
+        runner = stack.enter_context(Runner(run_dir, sft, resume=True))
         probe = None
         if config.target is not None:
             probe = stack.enter_context(RewardProbe(config.target, load_tokenizer(model.path), model.seed))
-        SFTTrainer(sft, inner, probe).train()
-    return inner.stop_number
+        SFTTrainer(sft, runner, probe).train()
+    return runner.stop_number
 
 
 class RewardProbe:
@@ -232,19 +241,19 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
         hf_config = AutoConfig.for_model(config.model_type, **values)
     except Exception as error:  # transformers checks the fields' types by errors of its own
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"bootstrap.hf_config is not a config of {config.model_type}: {reason}") from error
+        raise ConfigError(f"bootstrap: hf_config is not a config of {config.model_type}: {reason}") from error
     try:
         spec.model_args_class.from_hf_config(hf_config)
     except ConfigError as error:
-        raise ConfigError(f"bootstrap.hf_config: {error}") from None
+        raise ConfigError(f"bootstrap: hf_config: {error}") from None
     hf_config.save_pretrained(path)
     GenerationConfig(**ids).save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
 def training_texts(recipe: TokenizerRecipe) -> list[str]:
-    """What a BPE tokenizer is trained on: prompts and answers of the recipe's dataset."""
+    """Returns what a BPE tokenizer is trained on: prompts and answers of the recipe's dataset."""
     if recipe.train_data is None:
-        raise ConfigError("bootstrap.tokenizer.train_data is not set; kind 'bpe' needs a dataset to be trained on")
+        raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a dataset to be trained on")
     rows = load_rows(recipe.train_data, "rl", None)
     return [text for row in rows for text in (row["prompt"], str(row["answer"]))]

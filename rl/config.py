@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -11,18 +12,18 @@ from archon.data.config import DatasetConfig
 from archon.generation.config import GeneratorConfig
 from archon.generation.types import GenerationHyperparameters
 from archon.parallel.layout import parse_layout
-from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
+from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.replay import check_replayable
 from archon.schema.config import (
     EngineConfig,
     MetricsConfig,
     StrictModel,
-    follow_model,
+    derived_critic,
+    derived_engine,
     require_exportable,
 )
-from archon.training.bootstrap_config import BootstrapConfig
-from archon.training.config import CheckpointConfig
+from archon.training.config import BootstrapFile, CheckpointConfig
 
 
 class RolloutConfig(StrictModel):
@@ -32,7 +33,7 @@ class RolloutConfig(StrictModel):
     max_refills: int = Field(
         3,
         ge=0,
-        description="further rounds of prompts a step, for groups_without_spread=refill; with max_staleness above 0 "
+        description="further rounds of prompts a step, for zero_variance_groups=resample; with max_staleness above 0 "
         "for failed and rejected episodes too",
     )
     max_staleness: int = Field(
@@ -71,10 +72,10 @@ class EvaluationConfig(StrictModel):
         return self
 
 
-class GateConfig(StrictModel):
+class LogprobCheckConfig(StrictModel):
     """The check on every batch that generator and trainer compute the same policy."""
 
-    limit: float | None = Field(
+    max_mismatch: float | None = Field(
         None, gt=0, description="largest mean |logprob difference|; null: the dtype's own limit"
     )
 
@@ -85,6 +86,15 @@ class ControlConfig(StrictModel):
     shuffle_rewards: bool = Field(False, description="permute rewards over the batch: a run that must learn nothing")
 
 
+class ResolvedRL(StrictModel):
+    """The parts of a run that depend on others, each with its whole configuration."""
+
+    actor: EngineConfig = Field(description="the policy")
+    ref: EngineConfig | None = Field(description="the reference model; null where no KL is taken")
+    critic: EngineConfig | None = Field(description="the critic; null where the advantage needs none")
+    algorithm: AlgorithmConfig = Field(description="the objective")
+
+
 class RLConfig(StrictModel):
     """Reinforcement learning of one policy."""
 
@@ -93,11 +103,15 @@ class RLConfig(StrictModel):
     seed: int = Field(0, ge=0, lt=2**63, description="every random stream of the run derives from it")
     total_steps: int = Field(100, ge=1, description="rollout-and-update rounds")
     actor: EngineConfig = Field(description="the policy")
-    ref: EngineConfig | None = Field(
-        None, description="the reference model of the KL term; not loaded where algorithm.kl_coef is 0"
+    ref: dict[str, Any] | None = Field(
+        None,
+        description="the reference model of the KL term: the fields in which it differs from the actor, such as path; "
+        "not loaded where algorithm.kl.coef is 0",
     )
-    critic: EngineConfig | None = Field(
-        None, description="the critic of advantage gae; a policy's checkpoint gets a new value head"
+    critic: dict[str, Any] | None = Field(
+        None,
+        description="the critic of advantage gae: the fields in which it differs from the actor, such as optimizer.lr; "
+        "a policy's checkpoint gets a new value head",
     )
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the actor's")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the objective")
@@ -116,34 +130,59 @@ class RLConfig(StrictModel):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="held-out evaluation")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics are sent as well")
-    gate: GateConfig = Field(default_factory=GateConfig, description="ratio gate")
+    logprob_check: LogprobCheckConfig = Field(
+        default_factory=LogprobCheckConfig, description="do trainer and generator agree"
+    )
     verify_export: bool = Field(False, description="compare the export's float32 logits in transformers")
     control: ControlConfig = Field(default_factory=ControlConfig, description="controls for experiments")
-    bootstrap: BootstrapConfig | None = Field(None, description="make the actor's checkpoint first, if it is not there")
+    bootstrap: BootstrapFile = Field(
+        None, description="file of `archon bootstrap` that makes the actor's checkpoint first, if it is not there"
+    )
+
+    renamed: ClassVar[Mapping[str, str]] = {"gate": "logprob_check, and gate.limit logprob_check.max_mismatch"}
+
+    def resolve(self) -> ResolvedRL:
+        """Returns the models and the objective as the run uses them: `ref` and `critic` completed by the actor's
+        fields, and what the objective takes from other sections."""
+        algorithm, ref, critic = self.algorithm, None, None
+        if isinstance(algorithm.aggregation, DrGRPOAggregation) and algorithm.aggregation.max_tokens is None:
+            length = {"max_tokens": self.gconfig.max_new_tokens}
+            aggregation = algorithm.aggregation.model_copy(update=length)
+            algorithm = algorithm.model_copy(update={"aggregation": aggregation})
+        if self.ref is not None:
+            ref = derived_engine(self.actor, self.ref | {"optimizer": None}, "ref")
+        if self.critic is not None:
+            critic = derived_critic(self.actor, self.critic, "critic")
+        needed = ref if algorithm.kl.coef > 0 else None
+        return ResolvedRL(actor=self.actor, ref=needed, critic=critic, algorithm=algorithm)
 
     @model_validator(mode="after")
     def _parts_agree(self) -> RLConfig:
-        if self.algorithm.kl_coef > 0 and self.ref is None:
+        algorithm, n_samples = self.algorithm, self.gconfig.n_samples
+        if algorithm.kl.coef > 0 and self.ref is None:
             raise ValueError(
-                f"algorithm.kl_coef is {self.algorithm.kl_coef}, which needs a reference model: set `ref`, or "
-                "algorithm.kl_coef=0"
+                f"algorithm.kl.coef is {algorithm.kl.coef}, which needs a reference model: set `ref` ({{}} is the "
+                "actor as it begins), or algorithm.kl.coef=0"
             )
-        if self.algorithm.advantage in GROUP_ADVANTAGES and self.gconfig.n_samples < 2:
+        if algorithm.advantage.compares_group and n_samples < 2:
+            raise ValueError(f"gconfig.n_samples is {n_samples}; a group needs at least 2 answers to differ in reward")
+        if algorithm.zero_variance_groups != "keep" and n_samples < 2:
             raise ValueError(
-                f"gconfig.n_samples is {self.gconfig.n_samples}; a group needs at least 2 answers to differ in reward"
+                f"algorithm.zero_variance_groups = {algorithm.zero_variance_groups} would leave nothing, as a "
+                f"group is one answer (gconfig.n_samples = {n_samples}); set it to keep"
             )
-        if self.algorithm.groups_without_spread != "keep" and self.gconfig.n_samples < 2:
+        if algorithm.advantage.needs_critic and self.critic is None:
             raise ValueError(
-                f"algorithm.groups_without_spread = {self.algorithm.groups_without_spread} would leave nothing, as a "
-                f"group is one answer (gconfig.n_samples = {self.gconfig.n_samples}); set it to keep"
+                f"algorithm.advantage is {algorithm.advantage.kind}, which needs a critic: set `critic`, such as "
+                "critic.optimizer.lr=…"
             )
-        if self.algorithm.length_budget is None:
-            self.algorithm.length_budget = self.gconfig.max_new_tokens
-        self._critic_agrees()
+        if self.critic is not None and not algorithm.advantage.needs_critic:
+            raise ValueError(
+                f"a critic is set, and algorithm.advantage {algorithm.advantage.kind!r} has no use for it; remove "
+                "`critic`, or set algorithm.advantage=gae"
+            )
         if self.gconfig.seed is not None:
             raise ValueError("gconfig.seed is not for a run, whose answers would all be alike; set `seed`")
-        if self.ref is not None:
-            follow_model(self.ref, self.actor)
         if self.verify_export and self.actor.dtype == "bfloat16":
             raise ValueError(
                 "verify_export compares float32 logits, and actor.dtype is bfloat16, whose rounding is larger than any "
@@ -156,20 +195,5 @@ class RLConfig(StrictModel):
             )
         check_replayable(self.gconfig, self.gconfig.temperature)
         require_exportable(self.actor, "actor")
+        self.resolve()
         return self
-
-    def _critic_agrees(self) -> None:
-        needed = self.algorithm.advantage == "gae"
-        if needed and self.critic is None:
-            raise ValueError("algorithm.advantage is gae, which needs a critic: set `critic`, such as critic.path=…")
-        if self.critic is None:
-            return
-        if not needed:
-            raise ValueError(
-                f"a critic is set, and algorithm.advantage {self.algorithm.advantage!r} has no use for it; remove "
-                "`critic`, or set algorithm.advantage=gae"
-            )
-        self.critic.is_critic = True
-        if "init_score" not in self.critic.model_fields_set:
-            self.critic.init_score = True
-        follow_model(self.critic, self.actor)

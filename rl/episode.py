@@ -32,7 +32,7 @@ class Episode:
             return torch.empty(0, dtype=torch.float64)
         rewards = self.trajectories["rewards"]
         one_group = torch.zeros(len(rewards), dtype=torch.int64)
-        return Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).earned
+        return Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).rewards
 
     @property
     def has_spread(self) -> bool:

@@ -57,5 +57,6 @@ def check_gate(difference: float, limit: float) -> None:
         raise RolloutError(
             f"ratio gate: the trainer's logprobs differ from the generator's by {difference:.3e} on average "
             f"(limit {limit:.1e}), so the importance ratio would not start at 1; generator and trainer do not compute "
-            "the same policy (weights, temperature or dtype differ). If the difference is understood, set gate.limit"
+            "the same policy (weights, temperature or dtype differ). If the difference is understood, set "
+            "logprob_check.max_mismatch"
         )

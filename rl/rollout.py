@@ -26,7 +26,7 @@ from archon.rl.workflows.results import checked_result, completed, is_one_trajec
 from archon.schema.errors import ConfigError, RolloutError, UserError
 
 if TYPE_CHECKING:
-    from archon.rl.algorithms.config import GroupsWithoutSpread
+    from archon.rl.algorithms.config import ZeroVarianceGroups
 
 FAILURES_AT_START = 16
 """So many failed episodes before the first success are no accident: the run stops without waiting for the rest."""
@@ -127,23 +127,23 @@ class Rollout:
         n_prompts: int,
         step: int,
         *,
-        groups_without_spread: GroupsWithoutSpread = "keep",
+        zero_variance_groups: ZeroVarianceGroups = "keep",
         max_refills: int = 0,
     ) -> RolloutBatch:
         """One training batch of up to `n_prompts` groups.
 
-        Groups without spread are kept, dropped, or dropped and replaced: up to `max_refills` further rounds of prompts
+        Groups of equal reward are kept, dropped, or dropped and replaced: up to `max_refills` further rounds of prompts
         are taken until the batch is full. Both the dropped and the replaced are counted.
 
         Args:
             take: gives the next n prompts of the data stream; fewer when it ends.
         """
         counts, kept, episodes = Counter[str](), list[Episode](), list[Episode]()
-        for refill in range(max_refills + 1 if groups_without_spread == "refill" else 1):
+        for refill in range(max_refills + 1 if zero_variance_groups == "resample" else 1):
             prompts = take(n_prompts - len(kept))
             counts["refills" if refill else "prompts"] += len(prompts)
             episodes += await self.run(prompts, step)
-            kept = [e for e in episodes if e.trajectories and (groups_without_spread == "keep" or e.has_spread)]
+            kept = [e for e in episodes if e.trajectories and (zero_variance_groups == "keep" or e.has_spread)]
             if len(kept) >= n_prompts or not prompts:
                 break
         return self.batch_of(kept, episodes, counts, step)

@@ -16,9 +16,7 @@ from archon.data.load import load_rows
 from archon.engine.engine import ArchonEngine
 from archon.parallel.layout import parse_layout
 from archon.parallel.world import World
-from archon.rl.algorithms.advantages import GROUP_ADVANTAGES
 from archon.rl.asynchronous import RolloutAhead
-from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
 from archon.rl.evaluation import evaluate, evaluated_workflows
 from archon.rl.export import verified_difference
@@ -90,8 +88,6 @@ class RLTrainer:
                 opened = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
                 self.runner = stack.enter_context(opened)
             runner = self.runner
-            if config.bootstrap and not ensure_checkpoint(config.bootstrap, config.actor.path, runner, config.actor):
-                return {}
             stack.enter_context(suppress(StoppedError))
             stack.enter_context(self.opened(workflow, eval_workflow))
             stack.enter_context(saved_at_the_end(self.save))
@@ -138,7 +134,7 @@ class RLTrainer:
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch, self.engine.version)
-        if self.config.algorithm.advantage in GROUP_ADVANTAGES and (warning := self._spread.see(metrics)):
+        if self.config.algorithm.advantage.compares_group and (warning := self._spread.see(metrics)):
             self._log(f"step {self.step}: {warning}")
         if batch:
             if not self._gate_passed:
@@ -182,7 +178,7 @@ class RLTrainer:
                 self.prompts.take,
                 rollout.prompts_per_step,
                 self.step,
-                groups_without_spread=algorithm.groups_without_spread,
+                zero_variance_groups=algorithm.zero_variance_groups,
                 max_refills=rollout.max_refills,
             )
         )
@@ -277,7 +273,8 @@ class RLTrainer:
                 self._await(averify_gold(reward, checked, config.rollout.gold_checked))
 
     def _open_models(self) -> None:
-        config, algorithm = self.config, self.config.algorithm
+        config, resolved = self.config, self.config.resolve()
+        algorithm = resolved.algorithm
         ranks = parse_layout(config.actor.layout).dp
         answers = config.rollout.prompts_per_step * config.gconfig.n_samples
         require_documents(answers, ranks, "rollout.prompts_per_step * gconfig.n_samples")
@@ -287,13 +284,12 @@ class RLTrainer:
         if self.runner is not None:
             self.engine.stacks = self.runner.directory.stacks
         reference = None
-        if algorithm.kl_coef > 0:
-            assert config.ref is not None
-            reference = ArchonEngine(config.ref.model_copy(update={"optimizer": None}))
+        if resolved.ref is not None:
+            reference = ArchonEngine(resolved.ref)
             reference.initialize()
         self.critic = None
-        if config.critic is not None:
-            self.critic = ArchonEngine(config.critic)
+        if resolved.critic is not None:
+            self.critic = ArchonEngine(resolved.critic)
             self.critic.initialize(steps)
         self.update = PolicyUpdate(
             self.engine,
@@ -306,7 +302,9 @@ class RLTrainer:
             shuffle_rewards=config.control.shuffle_rewards,
         )
         self._gate_passed = False
-        self._gate_limit = config.gate.limit or gate_limit(config.actor.dtype, config.gconfig.temperature)
+        self._gate_limit = config.logprob_check.max_mismatch or gate_limit(
+            config.actor.dtype, config.gconfig.temperature
+        )
 
     def _open_rollouts(
         self,
@@ -346,7 +344,7 @@ class RLTrainer:
                 batch=config.rollout.prompts_per_step,
                 staleness=config.rollout.max_staleness,
                 concurrent=config.rollout.max_concurrent,
-                groups_without_spread=config.algorithm.groups_without_spread,
+                zero_variance_groups=config.algorithm.zero_variance_groups,
                 max_refills=config.rollout.max_refills,
             )
         evaluated = evaluated_workflows(config, trained, eval_workflow) if self.held_out else {}

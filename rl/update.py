@@ -9,11 +9,11 @@ from torch import Tensor
 
 from archon.engine.engine import ArchonEngine
 from archon.generation.seeds import derive_seed
-from archon.rl.algorithms.advantages import ADVANTAGES, Outcomes
+from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.kl import kl_estimate
-from archon.rl.algorithms.losses import second_moment_mask
+from archon.rl.algorithms.losses import M2POLoss, second_moment_mask
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.shaping import overlong_penalty
 from archon.rl.replay import mean_logprob_difference
@@ -30,9 +30,9 @@ class PolicyUpdate:
 
     Args:
         engine: the policy.
-        reference: scores the same tokens for the KL term; needed exactly when `kl_coef` is positive.
+        reference: scores the same tokens for the KL term; needed exactly when `kl.coef` is positive.
         algorithm: the objective.
-        critic: estimates what is still to come; needed exactly with advantage `gae`.
+        critic: estimates what is still to come; needed exactly where the advantage has `needs_critic`.
         temperature: of the rollout, at which every logprob here is taken too.
         max_new_tokens: the limit of the answers, for the penalty of overlong ones.
         seed: of the minibatch order and of the shuffled-rewards control.
@@ -88,7 +88,7 @@ class PolicyUpdate:
             batch["policy_weights"] = self._policy_weights(batch, metrics)
         if self.critic is not None:
             batch["old_values"] = self._scored(self.critic, batch, self.critic.forward_batch)
-        outcomes = Outcomes(
+        inputs = AdvantageInputs(
             self._rewards(trajectories, step, metrics),
             trajectories["group_ids"],
             mask,
@@ -96,7 +96,7 @@ class PolicyUpdate:
             batch.get("old_values"),
             trajectories.get("trajectory_ids"),
         )
-        advantages = ADVANTAGES[config.advantage](outcomes, config)
+        advantages = ADVANTAGES[config.advantage.kind](inputs, config.advantage)
         batch["advantages"] = advantages
         if self.critic is not None:
             batch["returns"] = advantages + batch["old_values"] * mask
@@ -141,12 +141,12 @@ class PolicyUpdate:
     def _rewards(self, trajectories: Mapping[str, Tensor], step: int, metrics: dict[str, float]) -> Tensor:
         """Float [B]: what counts of the rewards."""
         rewards = trajectories["rewards"]
-        if self.algorithm.overlong_penalty > 0:
+        if self.algorithm.overlong.penalty > 0:
             lengths = trajectories["loss_mask"].sum(1)
-            buffer = round(self.algorithm.overlong_buffer * self.max_new_tokens)
+            buffer = round(self.algorithm.overlong.buffer * self.max_new_tokens)
             penalty = overlong_penalty(lengths, self.max_new_tokens, buffer)
             metrics["overlong_fraction"] = (penalty < 0).double().mean().item()
-            rewards = rewards + self.algorithm.overlong_penalty * penalty.to(rewards.dtype)
+            rewards = rewards + self.algorithm.overlong.penalty * penalty.to(rewards.dtype)
         if self.shuffle_rewards:
             rewards = rewards[torch.randperm(len(rewards), generator=_generator(self.seed, step, 1))]
         return rewards
@@ -154,23 +154,23 @@ class PolicyUpdate:
     def _token_rewards(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Float [B, S]: the KL penalty of each token, where it stands in the reward."""
         config = self.algorithm
-        if self.reference is None or config.kl_in != "reward":
+        if self.reference is None or config.kl.place != "reward":
             return None
         own = batch["prox_logprobs" if config.recomputes else "logprobs"]
-        penalty = config.kl_coef * kl_estimate(own, batch["ref_logprobs"].to(own.dtype), config.kl_kind)
+        penalty = config.kl.coef * kl_estimate(own, batch["ref_logprobs"].to(own.dtype), config.kl.kind)
         return torch.where(batch["loss_mask"] > 0, -penalty, 0.0)
 
     def _policy_weights(self, batch: Mapping[str, Tensor], metrics: dict[str, float]) -> Tensor:
         """Float [B, S]: how much a token's policy loss counts, given how far trainer and generator differ on it."""
         config, mask = self.algorithm, batch["loss_mask"]
         log_ratio = torch.where(mask > 0, batch["prox_logprobs"] - batch["logprobs"], 0.0)
-        weights, touched = CORRECTIONS[config.correction](log_ratio, mask, config)
+        weights, touched = CORRECTIONS[config.correction.kind](log_ratio, mask, config.correction)
         n_tokens = max(int(mask.sum()), 1)
-        if config.correction != "none":
+        if config.correction.kind != "none":
             metrics["correction_fraction"] = int((touched & (mask > 0)).sum()) / n_tokens
             metrics["correction_weight"] = float((weights * mask).sum()) / n_tokens
-        if config.policy_loss == "m2po":
-            kept = second_moment_mask(log_ratio, mask, config.m2_threshold)
+        if isinstance(config.policy_loss, M2POLoss):
+            kept = second_moment_mask(log_ratio, mask, config.policy_loss.max_second_moment)
             metrics["m2_masked_fraction"] = 1 - int(kept.sum()) / n_tokens
             weights = weights * kept
         return weights

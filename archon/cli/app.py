@@ -13,7 +13,21 @@ from typing import Annotated, Any
 import typer
 
 import archon
-from archon.cli import bench, convert, doctor, generate, inspect, models, plan, preference, report, rl, serve, sft
+from archon.cli import (
+    bench,
+    bootstrap,
+    convert,
+    doctor,
+    generate,
+    inspect,
+    models,
+    plan,
+    preference,
+    report,
+    rl,
+    serve,
+    sft,
+)
 from archon.schema.errors import UserError
 
 # What the file system or the network may answer to a wrong path, name or port; anything else is a defect and traced.
@@ -65,7 +79,8 @@ def every_command(
     pass
 
 
-for module in (models, inspect, plan, convert, sft, preference, rl, generate, serve, bench, report, doctor):
+COMMANDS = (models, inspect, plan, convert, bootstrap, sft, preference, rl, generate, serve, bench, report, doctor)
+for module in COMMANDS:
     app.command(**module.SETTINGS)(module.command)
 
 
@@ -113,7 +128,7 @@ def errors_told() -> Iterator[None]:
 
 
 def user_message(error: Exception) -> str | None:
-    """The one line a user should read, or None when the error is not the user's to mend."""
+    """Returns the one line a user should read, or None when the error is not the user's to fix."""
     if isinstance(error, CommandError):
         return str(error.format_message())
     if isinstance(error, UserError):

@@ -76,7 +76,8 @@ def command(
         )
     from archon.bench import SweepConfig, run_sweep
     from archon.bench.table import describe, table
-    from archon.cli.config import laid_over, read_values
+    from archon.cli.config import read_values
+    from archon.schema.config import laid_over
 
     given = {
         "model": None if model is None else str(model),

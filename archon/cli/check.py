@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from archon.cli.config import read_bootstrap, to_yaml
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,12 +24,11 @@ Config = TypeVar("Config", bound="StrictModel")
 
 
 def print_check(config: Config, check: Callable[[Config], list[str]]) -> None:
-    """Print the resolved configuration and what `check` finds, from one process."""
-    from archon.cli.config import to_yaml
-
+    """Print the resolved configuration (of a run with all fields of each model) and what `check` finds, from one
+    process."""
     main = os.environ.get("RANK", "0") == "0"
     if main:
-        print(to_yaml(config), flush=True)
+        print(to_yaml(config, getattr(config, "resolve", lambda: None)()), flush=True)
     lines = check(config)
     if main:
         print("\n".join(f"# {line}" for line in lines))
@@ -49,13 +49,14 @@ def check_rl(config: RLConfig) -> list[str]:
         parse_layout(config.actor.layout).dp,
         "rollout.prompts_per_step * gconfig.n_samples",
     )
-    with blank_checkpoint(config.bootstrap, config.actor.path) as made:
+    models = config.resolve()
+    with blank_checkpoint(read_bootstrap(config.bootstrap), config.actor.path) as made:
         steps = config.total_steps * config.algorithm.ppo_epochs * config.algorithm.minibatches
-        found = check_model("actor", config.actor, made, steps)
-        if config.ref is not None and config.algorithm.kl_coef > 0:
-            found += check_model("ref", config.ref, made)
-        if config.critic is not None:
-            found += check_model("critic", config.critic, made, steps)
+        found = check_model("actor", models.actor, made, steps)
+        if models.ref is not None:
+            found += check_model("ref", models.ref, made)
+        if models.critic is not None:
+            found += check_model("critic", models.critic, made, steps)
         tokenizer, line = check_tokenizer(config.tokenizer or config.actor.path, made)
     found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
@@ -70,8 +71,9 @@ def check_rl(config: RLConfig) -> list[str]:
 def check_preference(config: PreferenceConfig) -> list[str]:
     """Check a run on pairs of answers, as `check_rl` does."""
     found = check_sft(config, "dpo")
-    if config.ref is not None and config.ref.path != config.model.path:
-        found += check_model("ref", config.ref, {})
+    ref = config.resolve().ref
+    if ref is not None and ref.path != config.model.path:
+        found += check_model("ref", ref, {})
     return found
 
 
@@ -84,8 +86,8 @@ def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
     check_run_dir(config.run_dir, resume=config.resume)
     require_sinks(config.metrics.sinks)
     require_documents(config.batch_size, parse_layout(config.model.layout).dp, "batch_size")
-    with blank_checkpoint(config.bootstrap, config.model.path) as made:
-        found = check_model("model", config.model, made, config.total_steps)
+    with blank_checkpoint(read_bootstrap(config.bootstrap), config.model.path) as made:
+        found = check_model("model", config.resolve().model, made, config.total_steps)
         tokenizer, line = check_tokenizer(config.tokenizer or config.model.path, made)
     found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):
@@ -93,9 +95,33 @@ def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
     return found
 
 
+def check_bootstrap(config: BootstrapConfig) -> list[str]:
+    """Check the making of a checkpoint by itself, as `check_rl` does a run."""
+    from archon.rl.bootstrap import bootstrap_engine
+    from archon.rl.rewards import get_reward_fn
+
+    assert config.path is not None
+    if Path(config.path).exists():
+        return [f"{config.path} is there; it is left as it is where it was made with these values, and else refused"]
+    steps = None if config.warmup is None else config.warmup.total_steps
+    engine = bootstrap_engine(config, None, config.path)
+    with blank_checkpoint(config, config.path) as made:
+        found = check_model("model", engine, made, steps)
+        tokenizer, line = check_tokenizer(config.path, made)
+    found.append(line)
+    if config.warmup is not None:
+        found += check_data("warmup.train_data", config.warmup.train_data, "sft", tokenizer)
+        if (target := config.warmup.target) is not None:
+            found += check_data("warmup.target.eval_data", target.eval_data, "rl", tokenizer)
+            get_reward_fn(target.reward)
+            found.append(f"warmup.target.reward: {target.reward}")
+    return found
+
+
 @contextmanager
 def blank_checkpoint(bootstrap: BootstrapConfig | None, path: str) -> Iterator[dict[str, str]]:
-    """Where to read config and tokenizer of a checkpoint that a bootstrap has yet to make: {its path: a folder}."""
+    """Yields where to read config and tokenizer of a checkpoint that a bootstrap has yet to make: {its path: a
+    folder}."""
     if bootstrap is None or Path(path).exists():
         yield {}
         return
@@ -147,7 +173,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     check_layout(config, found.args, dims)
     if config.path not in made and not config.init_from_scratch:
         HFCheckpoint(config.path).close()
-    # A dry run by itself foretells the run of all; among others it must be one of so many.
+    # A dry run by itself predicts the run of all; among others it must be one of so many.
     alone = started_processes() == 1
     if not alone:
         require_processes(dims.world_size)

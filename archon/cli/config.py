@@ -6,9 +6,10 @@ import importlib
 import json
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -18,10 +19,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand
 
-from archon.schema.config import StrictModel
+from archon.schema.config import RELATIVE_TO_CONFIG, StrictModel
 from archon.schema.errors import ConfigError
 
+if TYPE_CHECKING:
+    from archon.training.bootstrap_config import BootstrapConfig
+
 Config = TypeVar("Config", bound=StrictModel)
+Alternatives = dict[type[BaseModel], list[str]]
 
 
 def load_config(
@@ -32,25 +37,49 @@ def load_config(
 ) -> Config:
     """Read `file`, lay `key=value` overrides over it, resolve `${…}` and check the result against `schema`.
 
-    `translate` is given all keys and values, and the name for messages, and gives back those of `schema`.
+    `translate` is given all keys and values, and the name for messages, and returns those of `schema`.
 
     `${oc.env:NAME}` is an environment variable and `${now:%Y%m%d-%H%M%S}` the local time. Raises `ConfigError` with one
     line for YAML that cannot be read, an override that is not `key=value`, an interpolation that leads nowhere, an
     unknown key (naming the nearest valid one) and a value of the wrong type.
     """
-    named, source = read_values(file, overrides), _source(file)
-    return schema.parse(translate(named, source) if translate else named, source=source)
+    choices = [key for key, field, _ in _fields(schema, None, "") if _alternatives(field) is not None]
+    named, source = read_values(file, overrides, choices), _source(file)
+    values = translate(named, source) if translate else named
+    _anchor_paths(schema, values, file, overrides)
+    return schema.parse(values, source=source)
 
 
-def read_values(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """What `load_config` checks: the values of `file` beneath those of `overrides`."""
+def _anchor_paths(
+    schema: type[StrictModel], values: dict[str, Any], file: Path | None, overrides: Sequence[str]
+) -> None:
+    """Make the paths absolute that are relative to the `file` they stand in, or to here in an override."""
+    overridden = {override.partition("=")[0].rpartition(".")[2] for override in overrides}
+    for name, field in schema.model_fields.items():
+        if RELATIVE_TO_CONFIG in field.metadata and isinstance(values.get(name), str):
+            folder = Path() if file is None or name in overridden else file.parent
+            values[name] = str((folder / values[name]).absolute())
+
+
+def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns what `load_config` checks: the values of `file` beneath those of `overrides`.
+
+    Args:
+        choices: dotted keys of fields that choose a method; one that `file` gives by its name alone is a section with
+            `kind`, to which overrides add settings.
+    """
     OmegaConf.register_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True, replace=True)
     for override in overrides:
         if not override.partition("=")[0].strip(" .[]") or "=" not in override:
             raise ConfigError(f"override {override!r} is not key=value; write for example actor.optimizer.lr=1e-5")
     source = _source(file)
     try:
-        merged = OmegaConf.merge(_read(file), OmegaConf.from_dotlist(list(overrides)))
+        under = _read(file)
+        for key in choices:
+            named = any(override.startswith(f"{key}.") for override in overrides) and OmegaConf.select(under, key)
+            if isinstance(named, str):
+                OmegaConf.update(under, key, {"kind": named})
+        merged = OmegaConf.merge(under, OmegaConf.from_dotlist(list(overrides)))
         data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
@@ -59,13 +88,6 @@ def read_values(file: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{source}: an override is not YAML: {_first_line(error)}") from None
     assert isinstance(data, dict)
     return {str(key): value for key, value in data.items()}
-
-
-def laid_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with what `over` says, section by section."""
-    both = {name: (values[name], over[name]) for name in values.keys() & over.keys()}
-    sections = {name: laid_over(*pair) for name, pair in both.items() if all(isinstance(x, Mapping) for x in pair)}
-    return {**values, **over, **sections}
 
 
 def _source(file: Path | None) -> str:
@@ -94,9 +116,25 @@ def _first_line(error: yaml.YAMLError) -> str:
     return f"{problem} in line {mark.line + 1}, column {mark.column + 1}" if mark else problem
 
 
-def to_yaml(config: BaseModel) -> str:
-    """The resolved configuration as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True).rstrip()
+def read_bootstrap(file: str | None) -> BootstrapConfig | None:
+    """Returns what a run's `bootstrap` says; None where the run names no file."""
+    from archon.training.bootstrap_config import BootstrapConfig
+
+    return None if file is None else load_config(BootstrapConfig, Path(file), [])
+
+
+def to_yaml(config: BaseModel, resolved: BaseModel | None = None) -> str:
+    """Returns the configuration as YAML, with the sections that `resolved` has in place of its own."""
+    values = config.model_dump(mode="json")
+    parts = {} if resolved is None else resolved.model_dump(mode="json", include=set(values))
+    return yaml.safe_dump(values | parts, sort_keys=False, allow_unicode=True).rstrip()
+
+
+def schema_of(path: str) -> type[StrictModel]:
+    """Returns the class that "module:Class" names, imported only now."""
+    module, _, name = path.partition(":")
+    found: type[StrictModel] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def config_command(schema: str) -> type[TyperCommand]:
@@ -104,20 +142,28 @@ def config_command(schema: str) -> type[TyperCommand]:
 
     class ConfigCommand(TyperCommand):
         def get_help(self, ctx: Any) -> str:
-            module, _, name = schema.partition(":")
-            table = "\n".join(field_lines(getattr(importlib.import_module(module), name)))
+            table = "\n".join(field_lines(schema_of(schema)))
             return f"{super().get_help(ctx)}\n\nConfiguration (in FILE.yaml, or key=value):\n{table}"
 
     return ConfigCommand
 
 
 def field_lines(schema: type[BaseModel]) -> Iterator[str]:
-    """`key = default`, then type and description, for every field of `schema` and of what it contains."""
+    """Yields `key = default`, then type and description, for every field of `schema` and of what it contains."""
     for key, field, default in _fields(schema, None, ""):
-        nested = _nested(field) is not None
-        kind = "" if nested else f"[{_type_name(field.annotation)}{_bounds(field)}] "
-        yield f"  {key}{_default_text(default, nested)}"
+        if (methods := _alternatives(field)) is not None:
+            names = [name for kinds in methods.values() for name in kinds]
+            kind, default = f"[{' | '.join(names)} | a dotted path] ", default.kind
+        else:
+            kind = "" if _nested(field) else f"[{_type_name(field.annotation)}{_bounds(field)}] "
+        yield f"  {key}{_default_text(default, not kind)}"
         yield f"      {kind}{field.description or ''}".rstrip()
+
+
+def leaves(schema: type[BaseModel]) -> list[str]:
+    """Returns the keys that `--help` shows with a value of their own: every section expanded once, and of a choice
+    between methods the choice and the settings of all of them."""
+    return [key for key, field, _ in _fields(schema, None, "") if _alternatives(field) or not _nested(field)]
 
 
 def _fields(schema: type[BaseModel], parent: BaseModel | None, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
@@ -128,8 +174,26 @@ def _fields(schema: type[BaseModel], parent: BaseModel | None, prefix: str) -> I
     for name, field in schema.model_fields.items():
         default = getattr(parent, name) if parent is not None else field.get_default(call_default_factory=True)
         yield prefix + name, field, default
-        if (inner := _nested(field)) is not None:
+        if (methods := _alternatives(field)) is not None:
+            yield from _settings(methods, f"{prefix}{name}.")
+        elif (inner := _nested(field)) is not None:
             yield from _fields(inner, default if isinstance(default, inner) else None, f"{prefix}{name}.")
+
+
+def _settings(methods: Alternatives, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Yields what each method can be given beside `kind`, with the names of those it is for."""
+    for settings, kinds in methods.items():
+        for name, field in settings.model_fields.items():
+            if name != "kind":
+                shown = copy(field)
+                shown.description = f"{field.description} (kind {' or '.join(kinds)})"
+                yield prefix + name, shown, field.get_default(call_default_factory=True)
+
+
+def _alternatives(field: FieldInfo) -> Alternatives | None:
+    """Returns the methods that a field chooses from: the class of their settings, and the names that have it."""
+    found = [entry.alternatives() for entry in field.metadata if hasattr(entry, "alternatives")]
+    return found[0] if found else None
 
 
 def _nested(field: FieldInfo) -> type[BaseModel] | None:
@@ -156,6 +220,8 @@ def _type_name(annotation: Any) -> str:
         return " or ".join(_type_name(argument) for argument in arguments)
     if origin is Literal:
         return " | ".join(str(value) for value in arguments)
+    if origin is dict:
+        return "mapping"
     if origin is not None:
         inner = ", ".join(_type_name(argument) for argument in arguments if argument is not Ellipsis)
         return f"{origin.__name__} of {inner}" if inner else origin.__name__

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SETTINGS: dict[str, Any] = {
     "name": "doctor",
     "help": "Check a layout: groups, placements, copies, memory.\n\n"
-    "Under torchrun every rank builds its share, takes a step and compares. With --rank this process alone foretells "
+    "Under torchrun every rank builds its share, takes a step and compares. With --rank this process alone predicts "
     "what that rank of the layout would hold and send, of any size.",
 }
 
@@ -25,7 +25,7 @@ GIB = 2**30
 def command(
     path: Annotated[Path, typer.Argument(help="checkpoint folder, or one that holds only config.json")],
     layout: Annotated[str, typer.Option(metavar="LAYOUT", help="such as d4t2")] = "d1",
-    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="foretell this rank, without others")] = None,
+    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="predict this rank, without others")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="tokens of a micro-batch")] = 4096,
     micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches of the step")] = 1,
     dtype: Annotated[str, typer.Option(help="compute dtype: float32 | bfloat16 | float64")] = "bfloat16",

@@ -22,7 +22,7 @@ def command(
     gpu: Annotated[str, typer.Option("--gpu", help="a100-80gb | h100-80gb | h200 | a FILE.yaml of your own")] = (
         "h100-80gb"
     ),
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="tokens of an optimiser step")] = 1 << 20,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="tokens of an optimizer step")] = 1 << 20,
     seq: Annotated[int, typer.Option("--seq", metavar="N", min=2, help="tokens of a document")] = 4096,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option("--dtype", help="of the computation")] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="the plan as JSON")] = False,

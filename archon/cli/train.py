@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
 
-from archon.cli.config import load_config
+from archon.cli.config import load_config, read_bootstrap
 from archon.cli.report import report_to
 
 # command: its configuration, its trainer, and the field of the model that is trained
@@ -21,8 +22,13 @@ RUNS = {
 
 def train(command: str, file: Path | None, overrides: list[str] | None, dry_run: bool) -> None:
     """Run `command` of `RUNS`, or with `dry_run` only check it; leaves with the run's exit code."""
+    leave_with(lambda: _run(command, file, overrides or [], dry_run))
+
+
+def leave_with(run: Callable[[], int]) -> None:
+    """Leave with the exit code that `run` returns, or that of a Ctrl-C outside of what it trains."""
     try:
-        exit_code = _run(command, file, overrides or [], dry_run)
+        exit_code = run()
     except KeyboardInterrupt:  # outside the run itself, where the signal is a request
         sys.stderr.write("archon: interrupted\n")
         exit_code = 128 + signal.SIGINT
@@ -40,6 +46,7 @@ def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -
         config = load_config(config_type, file, overrides, translated)
     else:
         config = load_config(config_type, file, overrides)
+    bootstrap = read_bootstrap(config.bootstrap)
     if dry_run:
         from archon.cli import check
 
@@ -50,9 +57,12 @@ def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -
     from archon.training.runner import Runner
 
     config = join(config, getattr(config, model))
+    engine = getattr(config, model)
+    bootstrap = bootstrap and join(bootstrap, engine)
     with Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics) as runner:
-        engine_config = getattr(config, model)
-        if config.bootstrap is None or ensure_checkpoint(config.bootstrap, engine_config.path, runner, engine_config):
+        if bootstrap and (number := ensure_checkpoint(bootstrap, engine.path, like=engine, log=runner.log)):
+            runner.request_stop(number)
+        else:
             getattr(rl, trainer_name)(config, runner).train()
         if runner.world.is_main:
             report_to(runner)

@@ -129,7 +129,7 @@ class ArchonEngine:
         if config.deterministic:
             use_deterministic_algorithms(self.device)
         self.adapter = spec.state_dict_adapter_class(
-            hf_config, str(config.path), is_critic=config.is_critic, init_score=config.init_score
+            hf_config, str(config.path), is_critic=config.is_critic, init_score=bool(config.init_score)
         )
         self.ranks = Ranks.of(dims)
         kind = context_parallel_kind(config.context_parallel, dims.cp, dims.tp, args.n_heads, args.n_kv_heads)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -23,6 +24,8 @@ AttnType = Literal["auto", "sdpa", "varlen", "flash"]
 ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 SinkName = Literal["tensorboard", "wandb", "trackio"]
+RELATIVE_TO_CONFIG = "a path relative to the configuration file that it stands in"
+"""Annotates a field; reading a file makes its value absolute."""
 
 
 class OneLineErrors(ModelMetaclass):
@@ -36,15 +39,22 @@ class OneLineErrors(ModelMetaclass):
 
 
 class StrictModel(BaseModel, metaclass=OneLineErrors):
-    """A pydantic model that refuses unknown keys and names the nearest valid one, as it does for values of a list."""
+    """A pydantic model that refuses unknown keys and names the nearest valid one, as it does for values of a list.
+
+    Attributes:
+        renamed: keys that this section had once, and where each is today; using one is an error that says so.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
             for key in data:
+                if key in cls.renamed:
+                    raise ValueError(f"{key} is now {cls.renamed[key]}")
                 if key not in cls.model_fields:
                     raise ValueError(f"unknown key {key!r}{nearest(str(key), list(cls.model_fields))}")
         return data
@@ -99,7 +109,7 @@ class OptimizerConfig(StrictModel):
 
 
 class SchedulerConfig(StrictModel):
-    """Learning-rate schedule, by optimiser step."""
+    """Learning-rate schedule, by optimizer step."""
 
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
@@ -161,15 +171,19 @@ class MetricsConfig(StrictModel):
 
 
 class EngineConfig(StrictModel):
-    """One model being trained: where it comes from, how it is laid out, how it is optimised."""
+    """One model being trained: where it comes from, how it is laid out, how it is optimized."""
 
     path: str = Field(description="Hugging Face checkpoint folder")
     is_critic: bool = Field(False, description="value head (`score`) in place of the language-model head")
-    init_score: bool = Field(False, description="allow a critic made from an actor: `score` starts fresh")
-    init_from_scratch: bool = Field(False, description="read config.json only and initialise the weights")
+    init_score: bool | None = Field(
+        None,
+        description="allow a critic made from an actor: `score` starts fresh; null: true for RL's critic and a reward "
+        "model, else false",
+    )
+    init_from_scratch: bool = Field(False, description="read config.json only and initialize the weights")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field(
-        "float32", description="compute dtype; masters and optimiser state are float32 at least"
+        "float32", description="compute dtype; masters and optimizer state are float32 at least"
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     context_parallel: Literal["auto"] | ContextParallelKind = Field(
@@ -229,21 +243,40 @@ class EngineConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _biases_move_with_the_optimiser(self) -> EngineConfig:
+    def _biases_move_with_the_optimizer(self) -> EngineConfig:
         if self.router_bias_update_rate and self.optimizer is None:
             raise ValueError(
-                f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases after each optimiser step, "
+                f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases after each optimizer step, "
                 "and optimizer is null; set it to 0"
             )
         return self
 
 
-def follow_model(other: EngineConfig, model: EngineConfig) -> None:
-    """Where a second model is and what it can hold is as for the first, unless it says otherwise: both are on the same
-    processes and see the same batches."""
-    for name in ("layout", "device", "dtype", "max_tokens_per_mb", "timeout_s", "stall_s"):
-        if name not in other.model_fields_set:
-            setattr(other, name, getattr(model, name))
+def laid_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `values` with what `over` says, section by section."""
+    both = {name: (values[name], over[name]) for name in values.keys() & over.keys()}
+    sections = {name: laid_over(*pair) for name, pair in both.items() if all(isinstance(x, Mapping) for x in pair)}
+    return {**values, **over, **sections}
+
+
+def derived_engine(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
+    """Returns the configuration of a model that differs from `model` in `changes` alone.
+
+    Args:
+        changes: fields of `EngineConfig`; of a section such as `optimizer` only what differs.
+        source: the section that `changes` come from, for messages.
+
+    Raises:
+        ConfigError: naming the field, for a change that `EngineConfig` does not know or accept.
+    """
+    return EngineConfig.parse(laid_over(model.model_dump(), changes), source=source)
+
+
+def derived_critic(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
+    """Returns `derived_engine` with a value head, which starts fresh unless `changes` say `init_score: false`."""
+    if changes.get("is_critic") is False:
+        raise ConfigError(f"{source}.is_critic is false, and this model is a critic; leave it out")
+    return derived_engine(model, {"init_score": True, **changes, "is_critic": True}, source)
 
 
 def require_exportable(model: EngineConfig, name: str) -> None:

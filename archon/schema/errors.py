@@ -1,4 +1,4 @@
-"""Errors a user can mend. Each message says what was given, what was expected and how to mend it, in one line.
+"""Errors a user can fix. Each message says what was given, what was expected and how to fix it, in one line.
 
 Anything else that escapes archon is a defect of archon and keeps its traceback; the command line turns a `UserError`
 into one clear line and exit code 2.

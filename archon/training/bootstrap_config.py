@@ -23,8 +23,7 @@ class TokenizerRecipe(StrictModel):
 
 
 class WarmupTarget(StrictModel):
-    """Ends a warm-up early: where reinforcement is to take over, whatever the machine's rounding made of the way
-    there."""
+    """Ends a warm-up early: where reinforcement is to take over, however many steps that took."""
 
     reward: str = Field(description="name or dotted path of the reward function")
     at_least: float = Field(description="held-out reward of one sampled answer a prompt, at which the warm-up ends")
@@ -36,17 +35,23 @@ class WarmupTarget(StrictModel):
 class WarmupConfig(StrictModel):
     """Supervised warm-up of a made checkpoint."""
 
-    total_steps: int = Field(200, ge=1, description="optimiser steps, at most")
+    total_steps: int = Field(200, ge=1, description="optimizer steps, at most")
     target: WarmupTarget | None = Field(None, description="reward that ends it early")
-    batch_size: int = Field(64, ge=1, description="rows an optimiser step")
+    batch_size: int = Field(64, ge=1, description="rows an optimizer step")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW of the warm-up")
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="schedule of the warm-up")
     train_data: DatasetConfig = Field(description="rows to warm up on")
 
 
 class BootstrapConfig(StrictModel):
-    """Makes a small checkpoint in Hugging Face form where `path` of the model does not exist yet."""
+    """A small checkpoint in Hugging Face form, made where it does not exist yet."""
 
+    path: str | None = Field(None, description="folder of the checkpoint; a run that names this file: its model's path")
+    engine: dict[str, Any] | None = Field(
+        None,
+        description="fields of the engine that makes it, such as layout and device; the others are those of the run "
+        "that names this file, or the defaults",
+    )
     model_type: str = Field("qwen3", description="family of the made model")
     hf_config: dict[str, Any] = Field(default_factory=dict, description="fields of its config.json")
     tokenizer: TokenizerRecipe = Field(default_factory=TokenizerRecipe, description="its tokenizer")

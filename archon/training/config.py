@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from archon.data.config import DatasetConfig
 from archon.schema.config import (
+    RELATIVE_TO_CONFIG,
     EngineConfig,
     MetricsConfig,
     StrictModel,
-    follow_model,
+    derived_critic,
+    derived_engine,
     require_exportable,
 )
-from archon.training.bootstrap_config import BootstrapConfig
+
+
+def _is_a_file(value: Any) -> Any:
+    if isinstance(value, dict):
+        raise ValueError(
+            f"its keys ({', '.join(map(str, value))}) now stand in a file of their own: bootstrap: FILE.yaml; "
+            "`archon bootstrap --help` lists them"
+        )
+    return value
+
+
+BootstrapFile = Annotated[str | None, BeforeValidator(_is_a_file), RELATIVE_TO_CONFIG]
 
 
 class CheckpointConfig(StrictModel):
@@ -24,15 +37,22 @@ class CheckpointConfig(StrictModel):
     keep: int = Field(2, ge=1, description="checkpoints kept")
 
 
+class ResolvedSFT(StrictModel):
+    """The models of a run, each with its whole configuration."""
+
+    model: EngineConfig = Field(description="the model")
+    ref: EngineConfig | None = Field(None, description="the reference; null where the loss has none")
+
+
 class SFTConfig(StrictModel):
     """Supervised fine-tuning of one model."""
 
     run_dir: str = Field(description="folder of the run: metrics, checkpoints, export")
     resume: bool = Field(False, description="go on from the run's newest checkpoint, if there is one")
     seed: int = Field(0, ge=0, lt=2**63, description="order of the data")
-    total_steps: int | None = Field(None, ge=1, description="optimiser steps; null: as `epochs` says")
+    total_steps: int | None = Field(None, ge=1, description="optimizer steps; null: as `epochs` says")
     epochs: int = Field(1, ge=1, description="passes over the data, where total_steps is null")
-    batch_size: int = Field(32, ge=1, description="rows an optimiser step")
+    batch_size: int = Field(32, ge=1, description="rows an optimizer step")
     model: EngineConfig = Field(description="the model")
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the model's")
     train_data: DatasetConfig = Field(description="rows to train on")
@@ -40,7 +60,13 @@ class SFTConfig(StrictModel):
     eval_every: int = Field(50, ge=0, description="steps between evaluations; 0: only after the last")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics are sent as well")
-    bootstrap: BootstrapConfig | None = Field(None, description="make the model's checkpoint first, if it is not there")
+    bootstrap: BootstrapFile = Field(
+        None, description="file of `archon bootstrap` that makes the model's checkpoint first, if it is not there"
+    )
+
+    def resolve(self) -> ResolvedSFT:
+        """Returns the models as the run uses them."""
+        return ResolvedSFT(model=self.model)
 
     @model_validator(mode="after")
     def _ends_with_an_export(self) -> SFTConfig:
@@ -55,21 +81,26 @@ class PreferenceConfig(SFTConfig):
         "dpo", description="dpo and ipo train a policy, reward a reward model"
     )
     beta: float = Field(0.1, gt=0, description="how strongly dpo and ipo hold the policy to the reference")
-    ref: EngineConfig | None = Field(None, description="the reference of dpo and ipo; null: the model as it starts")
+    ref: dict[str, Any] | None = Field(
+        None,
+        description="the reference of dpo and ipo: the fields in which it differs from the model, such as path; null: "
+        "the model as it begins",
+    )
+
+    def resolve(self) -> ResolvedSFT:
+        """Returns the models as the run uses them: with a value head for loss `reward`, else beside a reference."""
+        if self.loss == "reward":
+            given = {} if self.model.init_score is None else {"init_score": self.model.init_score}
+            return ResolvedSFT(model=derived_critic(self.model, given, "model"))
+        return ResolvedSFT(
+            model=self.model, ref=derived_engine(self.model, (self.ref or {}) | {"optimizer": None}, "ref")
+        )
 
     @model_validator(mode="after")
     def _models_agree(self) -> PreferenceConfig:
-        if self.loss == "reward":
-            if self.ref is not None:
-                raise ValueError("loss reward needs no reference model; remove `ref`")
-            self.model.is_critic = True
-            if "init_score" not in self.model.model_fields_set:
-                self.model.init_score = True
-            return self
-        if self.model.is_critic:
+        if self.loss == "reward" and self.ref is not None:
+            raise ValueError("loss reward needs no reference model; remove `ref`")
+        if self.loss != "reward" and self.model.is_critic:
             raise ValueError(f"model.is_critic is set, and loss {self.loss} trains a policy; choose loss=reward")
-        if self.ref is None:
-            self.ref = EngineConfig.model_validate({**self.model.model_dump(), "optimizer": None})
-        else:
-            follow_model(self.ref, self.model)
+        self.resolve()
         return self

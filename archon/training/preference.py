@@ -73,8 +73,8 @@ class PreferenceTrainer(SFTTrainer):
     def open(self) -> None:
         super().open()
         self.reference = None
-        if self.config.ref is not None:
-            self.reference = ArchonEngine(self.config.ref.model_copy(update={"optimizer": None}))
+        if (ref := self.config.resolve().ref) is not None:
+            self.reference = ArchonEngine(ref)
             self.reference.initialize()
         self._sum = WeightedSum()
 
@@ -114,7 +114,7 @@ class PreferenceTrainer(SFTTrainer):
             ]
             for row in rows
         )
-        if not self.config.model.is_critic:
+        if self.config.loss != "reward":
             return padded_batch(list(answers), sort=False)
         # A value speaks of what is before its token: one more token reads it behind the last.
         behind = [
@@ -143,7 +143,7 @@ class PreferenceTrainer(SFTTrainer):
         """Of each answer the sum of its trained tokens' log-probabilities, or its score; float64 [2 P]."""
 
         def score(documents: Batch) -> Tensor:
-            return engine.forward_batch(documents, only_trained=not self.config.model.is_critic)
+            return engine.forward_batch(documents, only_trained=self.config.loss != "reward")
 
         scores = score_shared(score, batch, engine.ranks.dp, engine.device)
         return (scores.double() * batch["loss_mask"]).sum(1)

@@ -130,7 +130,7 @@ class SFTTrainer:
         require_room(rows, config.model.max_tokens_per_mb)
         self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
         self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
-        self.engine = ArchonEngine(config.model)
+        self.engine = ArchonEngine(config.resolve().model)
         self.engine.initialize(self.total_steps)
         assert self.runner is not None
         self.engine.stacks = self.runner.directory.stacks

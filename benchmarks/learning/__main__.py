@@ -74,7 +74,7 @@ def preferred_by(checkpoint: Path) -> float:
     config = load_config(
         RLConfig,
         ARITHMETIC,
-        [*changes, "algorithm.kl_coef=0", "evaluation.greedy=false", "evaluation.well_formed=null", "bootstrap=null"],
+        [*changes, "algorithm.kl.coef=0", "evaluation.greedy=false", "evaluation.well_formed=null", "bootstrap=null"],
     )
     with RLTrainer(config).opened() as trainer:
         return trainer.evaluate()["eval/reward"]
@@ -86,8 +86,9 @@ TASKS = {
     "ppo": Task(
         ARITHMETIC,
         (
-            *("algorithm.preset=ppo", "algorithm.kl_coef=0.05", "algorithm.groups_without_spread=keep"),
-            *("algorithm.minibatches=2", "critic.path=${actor.path}", "critic.optimizer.lr=5.0e-4"),
+            *("algorithm.preset=ppo", "algorithm.kl.coef=0.05", "algorithm.zero_variance_groups=keep"),
+            *("algorithm.minibatches=2", "critic.optimizer={lr: 5.0e-4, weight_decay: 0.01}"),
+            "critic.scheduler={kind: constant, warmup_steps: 0}",
             *("gconfig.n_samples=1", "rollout.prompts_per_step=256", "total_steps=150"),
         ),
     ),
@@ -95,8 +96,7 @@ TASKS = {
         ARITHMETIC,
         (
             *("workflow=archon.rl.MultiTurnWorkflow", "workflow_args.retry='!'", "workflow_args.turn_discount=0.9"),
-            *("bootstrap.tokenizer.alphabet='0123456789+=!'", "bootstrap.warmup.target.at_least=0.3"),
-            *("evaluation.well_formed=null", "total_steps=700"),
+            *(f"bootstrap={HERE / 'multi_turn_bootstrap.yaml'}", "evaluation.well_formed=null", "total_steps=700"),
         ),
     ),
     "environment": Task(HERE / "walking.yaml"),

@@ -5,26 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from archon.rl.algorithms.registry import Registry
-
-if TYPE_CHECKING:
-    from archon.rl.algorithms.config import AlgorithmConfig
+from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 
 
 @dataclass(frozen=True)
-class Outcomes:
-    """What the rows of a batch have earned. Tokens that are not trained on earn nothing and have no value.
+class AdvantageInputs:
+    """Rewards and values of a batch. Tokens that are not trained on have neither.
 
     Args:
         rewards: float [B], of whole rows.
         group_ids: int [B], 0 ≤ id; rows with the same id answer the same prompt. Groups may differ in size.
         loss_mask: [B, S], 1 at trained tokens.
-        token_rewards: float [B, S], earned by single tokens beside that, such as a KL penalty; None: nothing.
+        token_rewards: float [B, S], of single tokens besides, such as a KL penalty; None: nothing.
         values: float [B, S], the critic's estimate of what is still to come before each token; None: no critic.
         trajectory_ids: int [B]; rows with the same id, of one group, are parts of one trajectory. None: no two are.
     """
@@ -38,21 +36,31 @@ class Outcomes:
 
     @property
     def totals(self) -> Tensor:
-        """Float [B]: everything a row has earned."""
+        """Float [B]: the sum of a row's rewards."""
         if self.token_rewards is None:
             return self.rewards
         return self.rewards + (self.token_rewards * self.loss_mask).sum(1).to(self.rewards.dtype)
 
     def on_tokens(self, advantages: Tensor) -> Tensor:
-        """One number a row [B], on each of its trained tokens [B, S]."""
+        """Returns one number a row [B] on each of its trained tokens [B, S]."""
         return advantages.unsqueeze(1) * self.loss_mask
 
 
-# (what was earned, configuration) -> advantages [B, S], 0 where no token is trained
-AdvantageFn = Callable[[Outcomes, "AlgorithmConfig"], Tensor]
-ADVANTAGES: Registry[AdvantageFn] = Registry("advantage")
-GROUP_ADVANTAGES = frozenset({"grpo", "dr_grpo", "rloo", "opmd", "reinforce_baseline"})
-"""Those that compare the answers to one prompt, so that a group needs two."""
+class AdvantageSettings(MethodSettings):
+    """The settings of an advantage.
+
+    Attributes:
+        compares_group: whether it compares the answers to one prompt, so that a group needs two.
+        needs_critic: whether it reads `AdvantageInputs.values`.
+    """
+
+    compares_group: ClassVar[bool] = False
+    needs_critic: ClassVar[bool] = False
+
+
+# (rewards and values, settings) -> advantages [B, S], 0 where no token is trained
+AdvantageFn = Callable[[AdvantageInputs, Any], Tensor]
+ADVANTAGES: MethodRegistry[AdvantageFn] = MethodRegistry("advantage", AdvantageSettings)
 
 
 class Groups:
@@ -61,44 +69,45 @@ class Groups:
     Args:
         rewards: float [B], of rows.
         group_ids: int [B].
-        trajectory_ids: int [B], or None, as `Outcomes` has them.
+        trajectory_ids: int [B], or None, as `AdvantageInputs` has them.
 
     Attributes:
-        rewards: float64 [B].
-        earned: float64 [T], of trajectories: the mean over its rows, exactly their reward where they have the same.
+        row_rewards: float64 [B].
+        rewards: float64 [T], of trajectories: the mean over its rows, exactly their reward where they have the same.
         count: float64 [T], trajectories in the group of each.
         mean: float64 [T], over that group.
-        spread: bool [T]: does the group hold two trajectories that earned differently? Else there is nothing to learn.
+        has_variance: bool [T]: does the group hold two trajectories with different rewards? Else there is nothing to
+            learn.
         of_row: int64 [B], the trajectory of each row.
     """
 
     def __init__(self, rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> None:
-        self.rewards = rewards.double()
+        self.row_rewards = rewards.double()
         ids = torch.arange(len(rewards)) if trajectory_ids is None else trajectory_ids
         self.of_row = ids.to(rewards.device).unique(return_inverse=True)[1]
-        low, high, mean = (_over(self.of_row, self.rewards, reduce) for reduce in ("amin", "amax", "mean"))
-        self.earned = torch.where(low == high, low, mean)
+        low, high, mean = (_over(self.of_row, self.row_rewards, reduce) for reduce in ("amin", "amax", "mean"))
+        self.rewards = torch.where(low == high, low, mean)
         self._group = _over(self.of_row, group_ids.long(), "amax")
-        self.count = self.sum(torch.ones_like(self.earned))
-        self.mean = self.sum(self.earned) / self.count
-        self.spread = self.highest(self.earned) > -self.highest(-self.earned)
+        self.count = self.sum(torch.ones_like(self.rewards))
+        self.mean = self.sum(self.rewards) / self.count
+        self.has_variance = self.highest(self.rewards) > -self.highest(-self.rewards)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over the group of each trajectory, [T]."""
+        """Returns the sum over the group of each trajectory, [T]."""
         return _over(self._group, values, "sum")[self._group]
 
     def highest(self, values: Tensor) -> Tensor:
-        """In the group of each trajectory, [T]."""
+        """Returns the highest in the group of each trajectory, [T]."""
         return _over(self._group, values, "amax")[self._group]
 
-    def ahead_of(self, baseline: Tensor) -> Tensor:
-        """Float64 [B]: each row's reward less its trajectory's `baseline` [T]; exactly 0 without spread, where rounding
-        would otherwise pass for a signal."""
-        return torch.where(self.spread[self.of_row], self.rewards - baseline[self.of_row], 0.0)
+    def minus_baseline(self, baseline: Tensor) -> Tensor:
+        """Returns each row's reward less its trajectory's `baseline` [T], float64 [B]; exactly 0 without variance,
+        where rounding would otherwise pass for a signal."""
+        return torch.where(self.has_variance[self.of_row], self.row_rewards - baseline[self.of_row], 0.0)
 
 
 def _over(index: Tensor, values: Tensor, reduce: str) -> Tensor:
-    """`sum`, `mean`, `amax` or `amin` of the values with each index, from 0 to the highest."""
+    """Returns `sum`, `mean`, `amax` or `amin` of the values with each index, from 0 to the highest."""
     size = int(index.max()) + 1 if index.numel() else 0
     return values.new_zeros(size).scatter_reduce(0, index, values, reduce, include_self=False)
 
@@ -115,28 +124,28 @@ def group_normalized_advantages(
         rewards: float [B].
         group_ids: int [B].
         eps: added to the standard deviation.
-        trajectory_ids: as `Outcomes` has them.
+        trajectory_ids: as `AdvantageInputs` has them.
 
     Returns:
         Advantages [B] in the dtype of `rewards`.
     """
     groups = Groups(rewards, group_ids, trajectory_ids)
-    centred = torch.where(groups.spread, groups.earned - groups.mean, 0.0)
-    std = (groups.sum(centred.square()) / (groups.count - 1).clamp(min=1)).sqrt()
-    return (groups.ahead_of(groups.mean) / (std + eps)[groups.of_row]).to(rewards.dtype)
+    centered = torch.where(groups.has_variance, groups.rewards - groups.mean, 0.0)
+    std = (groups.sum(centered.square()) / (groups.count - 1).clamp(min=1)).sqrt()
+    return (groups.minus_baseline(groups.mean) / (std + eps)[groups.of_row]).to(rewards.dtype)
 
 
-def group_centred_advantages(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> Tensor:
+def group_centered_advantages(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> Tensor:
     """r − mean_group, not divided by a standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2), [B]."""
     groups = Groups(rewards, group_ids, trajectory_ids)
-    return groups.ahead_of(groups.mean).to(rewards.dtype)
+    return groups.minus_baseline(groups.mean).to(rewards.dtype)
 
 
 def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> Tensor:
     """r − the mean of the group's other trajectories (RLOO, arXiv 2402.14740, section 3.3), [B]; 0 for one alone."""
     groups = Groups(rewards, group_ids, trajectory_ids)
-    others = (groups.mean * groups.count - groups.earned) / (groups.count - 1).clamp(min=1)
-    return groups.ahead_of(others).to(rewards.dtype)
+    others = (groups.mean * groups.count - groups.rewards) / (groups.count - 1).clamp(min=1)
+    return groups.minus_baseline(others).to(rewards.dtype)
 
 
 def mirror_descent_advantages(
@@ -145,9 +154,9 @@ def mirror_descent_advantages(
     """r − τ log mean_group exp(r / τ), [B]: the reward less the group's estimate of the log-partition function of
     policy mirror descent (Kimi k1.5, arXiv 2501.12599, section 2.3.2)."""
     groups = Groups(rewards, group_ids, trajectory_ids)
-    highest = groups.highest(groups.earned)
-    mean = groups.sum(((groups.earned - highest) / tau).exp()) / groups.count
-    return groups.ahead_of(highest + tau * mean.log()).to(rewards.dtype)
+    highest = groups.highest(groups.rewards)
+    mean = groups.sum(((groups.rewards - highest) / tau).exp()) / groups.count
+    return groups.minus_baseline(highest + tau * mean.log()).to(rewards.dtype)
 
 
 def batch_normalized(advantages: Tensor, loss_mask: Tensor, eps: float) -> Tensor:
@@ -184,60 +193,86 @@ def generalized_advantages(
     return advantages
 
 
-def rewards_of_tokens(outcomes: Outcomes) -> Tensor:
-    """Float [B, S]: what each token has earned, the trajectory's reward with its last trained token."""
-    trained = outcomes.loss_mask > 0
+def rewards_of_tokens(inputs: AdvantageInputs) -> Tensor:
+    """Returns the reward of each token, float [B, S], the trajectory's own with its last trained token."""
+    trained = inputs.loss_mask > 0
     place = torch.arange(trained.shape[1], device=trained.device)
     last = place == torch.where(trained, place, -1).amax(1, keepdim=True)
-    earned = torch.where(last, outcomes.rewards.unsqueeze(1), 0.0)
-    return earned if outcomes.token_rewards is None else earned + outcomes.token_rewards * trained
+    rewards = torch.where(last, inputs.rewards.unsqueeze(1), 0.0)
+    return rewards if inputs.token_rewards is None else rewards + inputs.token_rewards * trained
+
+
+class GroupSettings(AdvantageSettings):
+    """The settings of advantages `dr_grpo` and `rloo`."""
+
+    compares_group = True
+
+
+class NormalizedGroupSettings(GroupSettings):
+    """The settings of advantages `grpo`, which divides by the group's standard deviation, and `reinforce_baseline`,
+    which divides by the batch's."""
+
+    eps: float = Field(1e-6, gt=0, description="added to the standard deviation")
 
 
 @ADVANTAGES.register("grpo")
-def _grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    found = group_normalized_advantages(
-        outcomes.totals, outcomes.group_ids, config.advantage_eps, outcomes.trajectory_ids
-    )
-    return outcomes.on_tokens(found)
+def grpo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
+    found = group_normalized_advantages(inputs.totals, inputs.group_ids, settings.eps, inputs.trajectory_ids)
+    return inputs.on_tokens(found)
 
 
 @ADVANTAGES.register("dr_grpo")
-def _dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    return outcomes.on_tokens(_centred(outcomes))
+def dr_grpo(inputs: AdvantageInputs, settings: GroupSettings) -> Tensor:
+    return inputs.on_tokens(group_centered_advantages(inputs.totals, inputs.group_ids, inputs.trajectory_ids))
 
 
 @ADVANTAGES.register("rloo")
-def _rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    found = leave_one_out_advantages(outcomes.totals, outcomes.group_ids, outcomes.trajectory_ids)
-    return outcomes.on_tokens(found)
+def rloo(inputs: AdvantageInputs, settings: GroupSettings) -> Tensor:
+    return inputs.on_tokens(leave_one_out_advantages(inputs.totals, inputs.group_ids, inputs.trajectory_ids))
+
+
+class OPMDSettings(GroupSettings):
+    """The settings of advantage `opmd`."""
+
+    tau: float = Field(1.0, gt=0, description="temperature, in units of reward")
 
 
 @ADVANTAGES.register("opmd")
-def _opmd(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    found = mirror_descent_advantages(outcomes.totals, outcomes.group_ids, config.opmd_tau, outcomes.trajectory_ids)
-    return outcomes.on_tokens(found)
+def opmd(inputs: AdvantageInputs, settings: OPMDSettings) -> Tensor:
+    found = mirror_descent_advantages(inputs.totals, inputs.group_ids, settings.tau, inputs.trajectory_ids)
+    return inputs.on_tokens(found)
+
+
+class ReinforcePPSettings(AdvantageSettings):
+    """The settings of advantage `reinforce_pp`."""
+
+    eps: float = Field(1e-6, gt=0, description="added to the batch's standard deviation")
 
 
 @ADVANTAGES.register("reinforce_pp")
-def _reinforce_pp(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """What is earned from each token on, normalised over the batch (REINFORCE++, arXiv 2501.03262)."""
-    earned = rewards_of_tokens(outcomes)
-    to_go = earned.flip(1).cumsum(1).flip(1) * outcomes.loss_mask
-    return batch_normalized(to_go, outcomes.loss_mask, config.advantage_eps)
+def reinforce_pp(inputs: AdvantageInputs, settings: ReinforcePPSettings) -> Tensor:
+    """The rewards from each token on, normalized over the batch (REINFORCE++, arXiv 2501.03262)."""
+    to_go = rewards_of_tokens(inputs).flip(1).cumsum(1).flip(1) * inputs.loss_mask
+    return batch_normalized(to_go, inputs.loss_mask, settings.eps)
 
 
 @ADVANTAGES.register("reinforce_baseline")
-def _reinforce_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """r − mean_group, then normalised over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
-    return batch_normalized(outcomes.on_tokens(_centred(outcomes)), outcomes.loss_mask, config.advantage_eps)
+def reinforce_baseline(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
+    """r − mean_group, then normalized over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    centered = group_centered_advantages(inputs.totals, inputs.group_ids, inputs.trajectory_ids)
+    return batch_normalized(inputs.on_tokens(centered), inputs.loss_mask, settings.eps)
 
 
-def _centred(outcomes: Outcomes) -> Tensor:
-    return group_centred_advantages(outcomes.totals, outcomes.group_ids, outcomes.trajectory_ids)
+class GAESettings(AdvantageSettings):
+    """The settings of advantage `gae`."""
+
+    needs_critic = True
+    gamma: float = Field(1.0, gt=0, le=1, description="discount, a token")
+    lam: float = Field(0.95, ge=0, le=1, description="decay, a token")
 
 
 @ADVANTAGES.register("gae")
-def _gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    assert outcomes.values is not None, "the configuration asks for a critic"
-    earned = rewards_of_tokens(outcomes)
-    return generalized_advantages(earned, outcomes.values, outcomes.loss_mask, config.gae_gamma, config.gae_lambda)
+def gae(inputs: AdvantageInputs, settings: GAESettings) -> Tensor:
+    assert inputs.values is not None, "the configuration asks for a critic"
+    rewards = rewards_of_tokens(inputs)
+    return generalized_advantages(rewards, inputs.values, inputs.loss_mask, settings.gamma, settings.lam)

@@ -1,93 +1,124 @@
-"""The configuration of an objective: which parts it is made of, and their numbers."""
+"""The configuration of an objective: which parts it is made of, each with the settings of its method."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from archon.rl.algorithms.advantages import ADVANTAGES
-from archon.rl.algorithms.aggregation import AGGREGATIONS
-from archon.rl.algorithms.corrections import CORRECTIONS
-from archon.rl.algorithms.kl import KLKind
-from archon.rl.algorithms.losses import POLICY_LOSSES, RECOMPUTING_LOSSES
+from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageSettings
+from archon.rl.algorithms.aggregation import AGGREGATIONS, AggregationSettings
+from archon.rl.algorithms.corrections import CORRECTIONS, CorrectionSettings
+from archon.rl.algorithms.kl import KLConfig
+from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyLossSettings
 from archon.rl.algorithms.presets import PRESETS
+from archon.rl.algorithms.registry import MethodRegistry
+from archon.rl.algorithms.shaping import OverlongConfig
 from archon.schema.config import StrictModel
 
-GroupsWithoutSpread = Literal["keep", "drop", "refill"]
+METHODS: dict[str, MethodRegistry[Any]] = {
+    "advantage": ADVANTAGES,
+    "policy_loss": POLICY_LOSSES,
+    "correction": CORRECTIONS,
+    "aggregation": AGGREGATIONS,
+}
+"""The fields of an objective that choose a method, and from where."""
+
+ZeroVarianceGroups = Literal["keep", "drop", "resample"]
+"""What becomes of groups whose answers all have the same reward."""
+
+
+def _parsed_by(methods: MethodRegistry[Any]) -> tuple[BeforeValidator, MethodRegistry[Any]]:
+    """What a field that holds the settings of one of `methods` is annotated with; `--help` lists them from there."""
+    return BeforeValidator(methods.parse), methods
 
 
 class AlgorithmConfig(StrictModel):
-    """The objective. `preset` fills every field that is not given; the defaults shown are those of `grpo`."""
+    """The objective. `preset` fills whatever is not given; the defaults shown are those of `grpo`.
+
+    A method is given by its name alone, or by `kind` and its settings; settings without `kind` are laid over those of
+    the preset's method.
+    """
 
     preset: str = Field("grpo", description="named algorithm whose parts fill whatever is not set here")
-    advantage: str = Field("grpo", description="how rewards become advantages")
-    advantage_eps: float = Field(1e-6, gt=0, description="added to the standard deviation that advantages are over")
-    gae_gamma: float = Field(1.0, gt=0, le=1, description="discount of advantage gae, a token")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="decay of advantage gae, a token")
-    opmd_tau: float = Field(1.0, gt=0, description="temperature of advantage opmd, in units of reward")
-    overlong_penalty: float = Field(0.0, ge=0, description="taken off the reward of an answer as long as allowed")
-    overlong_buffer: float = Field(
-        0.2, gt=0, le=1, description="last part of max_new_tokens over which that penalty grows from 0"
+    advantage: Annotated[SerializeAsAny[AdvantageSettings], *_parsed_by(ADVANTAGES)] = Field(
+        default_factory=lambda: ADVANTAGES.parse("grpo"), description="how rewards become advantages"
     )
-    policy_loss: str = Field("ppo", description="per-token policy loss")
-    clip_eps_low: float = Field(0.2, gt=0, le=1, description="the ratio is clipped below 1 - clip_eps_low")
-    clip_eps_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_eps_high")
-    dual_clip: float | None = Field(
-        None, gt=1, description="a negative advantage weighs at most so many times; null: without bound"
+    policy_loss: Annotated[SerializeAsAny[PolicyLossSettings], *_parsed_by(POLICY_LOSSES)] = Field(
+        default_factory=lambda: POLICY_LOSSES.parse("ppo"), description="per-token policy loss"
     )
-    sapo_tau_positive: float = Field(1.0, gt=0, description="temperature of sapo's gate for positive advantages")
-    sapo_tau_negative: float = Field(1.05, gt=0, description="temperature of sapo's gate for negative advantages")
-    m2_threshold: float = Field(0.04, gt=0, description="largest mean of (log ratio)² over the tokens m2po keeps")
-    correction: str = Field(
-        "none", description="for what trainer and generator disagree in: none | tis | icepop | sequence_tis"
+    kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference model")
+    correction: Annotated[SerializeAsAny[CorrectionSettings], *_parsed_by(CORRECTIONS)] = Field(
+        default_factory=lambda: CORRECTIONS.parse("none"),
+        description="weight of a token by how far trainer and generator differ on it",
     )
-    correction_low: float = Field(0.5, ge=0, description="icepop leaves tokens out whose ratio is below")
-    correction_high: float = Field(2.0, gt=0, description="bound of the corrected ratio from above")
-    aggregation: str = Field("seq_mean_token_mean", description="how token losses become one number")
-    length_budget: int | None = Field(
-        None, ge=1, description="tokens that aggregation dr_grpo divides by; null: gconfig.max_new_tokens"
+    aggregation: Annotated[SerializeAsAny[AggregationSettings], *_parsed_by(AGGREGATIONS)] = Field(
+        default_factory=lambda: AGGREGATIONS.parse("seq_mean_token_mean"),
+        description="how token losses become one number",
     )
-    kl_kind: KLKind = Field("k3", description="estimator of the KL to the reference model")
-    kl_coef: float = Field(0.04, ge=0, description="weight of that KL; positive needs `ref`")
-    kl_in: Literal["loss", "reward"] = Field("loss", description="where the KL stands: in the loss or in the reward")
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty of answers near the limit")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     value_clip: float | None = Field(
         None, gt=0, description="how far the critic's loss lets a value move in a step; null: any far"
     )
-    groups_without_spread: GroupsWithoutSpread = Field(
-        "keep", description="groups of equal reward: keep, drop, or drop and refill with other prompts"
+    zero_variance_groups: ZeroVarianceGroups = Field(
+        "keep", description="groups of equal reward: keep, drop, or drop and resample from other prompts"
     )
     ppo_epochs: int = Field(1, ge=1, description="passes over each batch of trajectories")
-    minibatches: int = Field(1, ge=1, description="optimiser steps a pass")
+    minibatches: int = Field(1, ge=1, description="optimizer steps a pass")
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "advantage_eps": "algorithm.advantage.eps",
+        "gae_gamma": "algorithm.advantage.gamma, of kind gae",
+        "gae_lambda": "algorithm.advantage.lam, of kind gae",
+        "opmd_tau": "algorithm.advantage.tau, of kind opmd",
+        "overlong_penalty": "algorithm.overlong.penalty",
+        "overlong_buffer": "algorithm.overlong.buffer",
+        "clip_eps_low": "algorithm.policy_loss.clip_low",
+        "clip_eps_high": "algorithm.policy_loss.clip_high",
+        "dual_clip": "algorithm.policy_loss.dual_clip",
+        "sapo_tau_positive": "algorithm.policy_loss.tau_positive, of kind sapo",
+        "sapo_tau_negative": "algorithm.policy_loss.tau_negative, of kind sapo",
+        "m2_threshold": "algorithm.policy_loss.max_second_moment, of kind m2po",
+        "correction_low": "algorithm.correction.min_ratio, of kind icepop",
+        "correction_high": "algorithm.correction.max_ratio",
+        "length_budget": "algorithm.aggregation.max_tokens, of kind dr_grpo",
+        "kl_kind": "algorithm.kl.kind",
+        "kl_coef": "algorithm.kl.coef",
+        "kl_in": "algorithm.kl.place",
+        "groups_without_spread": "algorithm.zero_variance_groups (keep, drop or, in place of refill, resample)",
+    }
 
     @property
     def recomputes(self) -> bool:
         """Whether the policy scores the batch before it is updated: the ratio is then to those logprobs."""
-        return self.policy_loss in RECOMPUTING_LOSSES or self.correction != "none"
+        return self.policy_loss.recomputes or self.correction.kind != "none"
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(preset := data.get("preset", "grpo"), str):
-            return {**PRESETS[preset], **data}
+            return PRESETS[preset] | {
+                name: _over_preset(name, PRESETS[preset].get(name), given) for name, given in data.items()
+            }
         return data
 
     @model_validator(mode="after")
-    def _parts_are_known(self) -> AlgorithmConfig:
-        for table, name in (
-            (ADVANTAGES, self.advantage),
-            (POLICY_LOSSES, self.policy_loss),
-            (AGGREGATIONS, self.aggregation),
-            (CORRECTIONS, self.correction),
-        ):
-            table[name]
-        if self.correction_low >= self.correction_high:
-            raise ValueError(
-                f"correction_low {self.correction_low} is not below correction_high {self.correction_high}"
-            )
-        if self.policy_loss == "decoupled" and self.correction == "none":
+    def _decoupled_loss_has_a_correction(self) -> AlgorithmConfig:
+        if self.policy_loss.kind == "decoupled" and self.correction.kind == "none":
             raise ValueError(
                 "policy_loss decoupled is weighted by a correction; set correction=tis, or policy_loss=ppo"
             )
         return self
+
+
+def _over_preset(name: str, filled: Any, given: Any) -> Any:
+    """Returns the value of field `name`: a section completes the preset's, unless it names another method."""
+    if name in METHODS and isinstance(given, str):
+        given = {"kind": given}
+    if not isinstance(filled, dict) or not isinstance(given, dict):
+        return given
+    if name in METHODS and given.get("kind", filled["kind"]) != filled["kind"]:
+        return given
+    return filled | given

@@ -7,44 +7,69 @@ update over the one that generated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from archon.rl.algorithms.registry import Registry
+from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 
-if TYPE_CHECKING:
-    from archon.rl.algorithms.config import AlgorithmConfig
 
-# (log ratio [B, S], loss_mask [B, S], configuration) -> (weights [B, S], touched [B, S] bool)
-CorrectionFn = Callable[[Tensor, Tensor, "AlgorithmConfig"], tuple[Tensor, Tensor]]
-CORRECTIONS: Registry[CorrectionFn] = Registry("mismatch correction")
+class CorrectionSettings(MethodSettings):
+    """The settings of a correction."""
+
+
+# (log ratio [B, S], loss_mask [B, S], settings) -> (weights [B, S], touched [B, S] bool)
+CorrectionFn = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+CORRECTIONS: MethodRegistry[CorrectionFn] = MethodRegistry("mismatch correction", CorrectionSettings)
 
 
 @CORRECTIONS.register("none")
-def _none(log_ratio: Tensor, loss_mask: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def no_correction(log_ratio: Tensor, loss_mask: Tensor, settings: CorrectionSettings) -> tuple[Tensor, Tensor]:
+    """Every token weighs 1; the policy is not scored before the update."""
     return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
+class TruncatedImportanceSampling(CorrectionSettings):
+    """The settings of corrections `tis` and `sequence_tis`."""
+
+    max_ratio: float = Field(2.0, gt=0, description="a larger ratio counts as this one")
+
+
 @CORRECTIONS.register("tis")
-def _truncated(log_ratio: Tensor, loss_mask: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def truncated(log_ratio: Tensor, loss_mask: Tensor, settings: TruncatedImportanceSampling) -> tuple[Tensor, Tensor]:
     """min(ρ, C): truncated importance sampling (Ionides 2008; for rollouts Yao et al. 2025)."""
     ratio = log_ratio.exp()
-    return ratio.clamp(max=config.correction_high), ratio > config.correction_high
+    return ratio.clamp(max=settings.max_ratio), ratio > settings.max_ratio
+
+
+class IcePop(CorrectionSettings):
+    """The settings of correction `icepop`."""
+
+    min_ratio: float = Field(0.5, ge=0, description="a token whose ratio is below is left out")
+    max_ratio: float = Field(2.0, gt=0, description="a token whose ratio is above is left out")
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> IcePop:
+        if self.min_ratio >= self.max_ratio:
+            raise ValueError(f"min_ratio {self.min_ratio} is not below max_ratio {self.max_ratio}")
+        return self
 
 
 @CORRECTIONS.register("icepop")
-def _masked(log_ratio: Tensor, loss_mask: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """ρ between two bounds, else 0: a token that strays is left out (IcePop, Ling team 2025, arXiv 2510.18855)."""
+def masked(log_ratio: Tensor, loss_mask: Tensor, settings: IcePop) -> tuple[Tensor, Tensor]:
+    """ρ between two bounds, else 0: a token outside of them is left out (IcePop, Ling team 2025, arXiv 2510.18855)."""
     ratio = log_ratio.exp()
-    outside = (ratio < config.correction_low) | (ratio > config.correction_high)
+    outside = (ratio < settings.min_ratio) | (ratio > settings.max_ratio)
     return torch.where(outside, 0.0, ratio), outside
 
 
 @CORRECTIONS.register("sequence_tis")
-def _sequence(log_ratio: Tensor, loss_mask: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def sequence_truncated(
+    log_ratio: Tensor, loss_mask: Tensor, settings: TruncatedImportanceSampling
+) -> tuple[Tensor, Tensor]:
     """min(Π ρ, C) of the whole answer, on each of its tokens."""
     trained = loss_mask > 0
     ratio = torch.where(trained, log_ratio, 0.0).sum(1, keepdim=True).exp().expand_as(log_ratio)
-    return ratio.clamp(max=config.correction_high), ratio > config.correction_high
+    return ratio.clamp(max=settings.max_ratio), ratio > settings.max_ratio

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
 from torch import Tensor
 
+from archon.schema.config import StrictModel
+
 KLKind = Literal["k1", "k2", "k3"]
+
+
+class KLConfig(StrictModel):
+    """The KL to the reference model."""
+
+    kind: KLKind = Field("k3", description="estimator")
+    coef: float = Field(0.04, ge=0, description="weight; positive needs `ref`")
+    place: Literal["loss", "reward"] = Field("loss", description="where it stands: in the loss or in the reward")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:

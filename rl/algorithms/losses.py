@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from archon.rl.algorithms.aggregation import sums_by_document
-from archon.rl.algorithms.registry import Registry
-
-if TYPE_CHECKING:
-    from archon.rl.algorithms.config import AlgorithmConfig
+from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 
 
 @dataclass(frozen=True)
@@ -49,29 +47,36 @@ class TokenLoss(NamedTuple):
     clipped: Tensor
 
 
-PolicyLossFn = Callable[[PolicyTerms, "AlgorithmConfig"], TokenLoss]
-POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss")
+class PolicyLossSettings(MethodSettings):
+    """The settings of a policy loss.
 
-RECOMPUTING_LOSSES = frozenset({"decoupled", "m2po"})
-"""Losses that need the policy's logprobs from before the update, besides those of generation."""
+    Attributes:
+        recomputes: whether it needs the policy's logprobs from before the update, besides those of generation.
+    """
+
+    recomputes: ClassVar[bool] = False
+
+
+PolicyLossFn = Callable[[PolicyTerms, Any], TokenLoss]
+POLICY_LOSSES: MethodRegistry[PolicyLossFn] = MethodRegistry("policy loss", PolicyLossSettings)
 
 
 def mean_by_document(values: Tensor, mask: Tensor, documents: Tensor, n_documents: int) -> Tensor:
-    """The mean over each trajectory's trained tokens, [n_documents]; 0 for one without any."""
+    """Returns the mean over each trajectory's trained tokens, [n_documents]; 0 for one without any."""
     total, count = (sums_by_document(x, documents, n_documents) for x in (values * mask, mask))
     return total / count.clamp(min=1)
 
 
 def clipped_loss(
-    ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual_clip: float | None = None
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> TokenLoss:
-    """max(−A·ρ, −A·clip(ρ, 1 − eps_low, 1 + eps_high)) (PPO, arXiv 1707.06347, equation 7, negated).
+    """max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)) (PPO, arXiv 1707.06347, equation 7, negated).
 
     Two bounds as DAPO has them (arXiv 2503.14476, equation 10); equal bounds are PPO's. `dual_clip` c bounds it by
     −c·A where A is negative (arXiv 1912.09729, equation 7).
     """
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss, decided = torch.maximum(unclipped, clipped), clipped > unclipped
     if dual_clip is not None:
         bound = -advantages * dual_clip
@@ -80,64 +85,107 @@ def clipped_loss(
     return TokenLoss(loss, ratio, decided)
 
 
-@POLICY_LOSSES.register("ppo")
-def _ppo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
-    return clipped_loss(terms.ratio, terms.advantages, config.clip_eps_low, config.clip_eps_high, config.dual_clip)
+class PPOLoss(PolicyLossSettings):
+    """The settings of policy losses `ppo` and `decoupled`."""
+
+    clip_low: float = Field(0.2, gt=0, le=1, description="the ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_high")
+    dual_clip: float | None = Field(
+        None, gt=1, description="a negative advantage weighs at most so many times; null: without bound"
+    )
 
 
 @POLICY_LOSSES.register("decoupled")
-def _decoupled(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
-    """PPO's, to the policy from before the update in place of the one that generated (AReaL, arXiv 2505.24298, section
-    5.2); the weight π_prox / π_behave is the correction's."""
-    return _ppo(terms, config)
+@POLICY_LOSSES.register("ppo")
+def ppo(terms: PolicyTerms, settings: PPOLoss) -> TokenLoss:
+    """`clipped_loss`; `decoupled` (AReaL, arXiv 2505.24298, section 5.2) has a correction, whose weight is π_prox /
+    π_behave, and its ratio is to the policy from before the update in place of the one that generated."""
+    return clipped_loss(terms.ratio, terms.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
+
+
+class GSPOLoss(PPOLoss):
+    """The settings of policy loss `gspo`, with its paper's defaults (arXiv 2507.18071, section 5.1)."""
+
+    clip_low: float = Field(3e-4, gt=0, le=1, description="the sequence's ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(4e-4, gt=0, description="the sequence's ratio is clipped above 1 + clip_high")
 
 
 @POLICY_LOSSES.register("gspo")
-def _gspo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+def gspo(terms: PolicyTerms, settings: GSPOLoss) -> TokenLoss:
     """PPO's with the sequence's ratio, s = exp(mean_t log ρ_t), for each of its tokens (GSPO, arXiv 2507.18071, with
     the gradient through every token as its GSPO-token has it)."""
     log_ratio = terms.logprobs - terms.old_logprobs
     mean = mean_by_document(log_ratio.detach(), terms.mask, terms.documents, terms.n_documents)
     ratio = (mean[terms.documents] + terms.logprobs - terms.logprobs.detach()).exp()
-    return clipped_loss(ratio, terms.advantages, config.clip_eps_low, config.clip_eps_high, config.dual_clip)
+    return clipped_loss(ratio, terms.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
+
+
+class CISPOLoss(PolicyLossSettings):
+    """The settings of policy loss `cispo`.
+
+    Its paper has no bound below, and tunes the bound above without naming it; 4 lies where ScaleRL (arXiv 2510.13786)
+    finds the choice to matter little.
+    """
+
+    clip_low: float = Field(1.0, gt=0, le=1, description="the ratio's weight is clipped below 1 - clip_low")
+    clip_high: float = Field(4.0, gt=0, description="the ratio's weight is clipped above 1 + clip_high")
 
 
 @POLICY_LOSSES.register("cispo")
-def _cispo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
-    """−sg[clip(ρ, 1 − eps_low, 1 + eps_high)]·A·log π (MiniMax-M1, arXiv 2506.13585, section 3.1)."""
+def cispo(terms: PolicyTerms, settings: CISPOLoss) -> TokenLoss:
+    """−sg[clip(ρ, 1 − clip_low, 1 + clip_high)]·A·log π (MiniMax-M1, arXiv 2506.13585, section 3.1)."""
     ratio = terms.ratio.detach()
-    weight = ratio.clamp(1 - config.clip_eps_low, 1 + config.clip_eps_high)
+    weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return TokenLoss(-weight * terms.advantages * terms.logprobs, ratio, weight != ratio)
 
 
+class SAPOLoss(PolicyLossSettings):
+    """The settings of policy loss `sapo`, with its paper's defaults."""
+
+    tau_positive: float = Field(1.0, gt=0, description="temperature of the gate for positive advantages")
+    tau_negative: float = Field(1.05, gt=0, description="temperature of the gate for negative advantages")
+
+
 @POLICY_LOSSES.register("sapo")
-def _sapo(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+def sapo(terms: PolicyTerms, settings: SAPOLoss) -> TokenLoss:
     """−A·(4/τ)·σ(τ(ρ − 1)), τ by the sign of A (SAPO, arXiv 2511.20347); nothing is clipped."""
     ratio = terms.ratio
-    positive, negative = (ratio.new_tensor(tau) for tau in (config.sapo_tau_positive, config.sapo_tau_negative))
+    positive, negative = (ratio.new_tensor(tau) for tau in (settings.tau_positive, settings.tau_negative))
     tau = torch.where(terms.advantages > 0, positive, negative)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return TokenLoss(-terms.advantages * gate, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 
-@POLICY_LOSSES.register("m2po")
 @POLICY_LOSSES.register("importance")
-def _importance(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
-    """−A·ρ without a bound; for `m2po` (arXiv 2510.01161) the tokens that strayed furthest have been left
-    out of the mask by `second_moment_mask`."""
+def importance(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLoss:
+    """−A·ρ without a bound."""
     return TokenLoss(-terms.advantages * terms.ratio, terms.ratio, torch.zeros_like(terms.ratio, dtype=torch.bool))
 
 
+class M2POLoss(PolicyLossSettings):
+    """The settings of policy loss `m2po`, with its paper's default."""
+
+    recomputes = True
+    max_second_moment: float = Field(0.04, gt=0, description="largest mean of (log ratio)² over the tokens it keeps")
+
+
+@POLICY_LOSSES.register("m2po")
+def m2po(terms: PolicyTerms, settings: M2POLoss) -> TokenLoss:
+    """−A·ρ (M2PO, arXiv 2510.01161): the tokens with the largest ratios have been left out of the mask by
+    `second_moment_mask`."""
+    return importance(terms, settings)
+
+
 @POLICY_LOSSES.register("reinforce")
-def _reinforce(terms: PolicyTerms, config: AlgorithmConfig) -> TokenLoss:
+def reinforce(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLoss:
     """−A·log π (Williams 1992); the ratio is only reported."""
     ratio = terms.ratio.detach()
     return TokenLoss(-terms.advantages * terms.logprobs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, threshold: float) -> Tensor:
-    """The trained tokens that M2PO keeps, bool [B, S]: of the whole batch those with the largest (log ρ)² are left out
-    until the mean of the rest is at most `threshold` (arXiv 2510.01161).
+    """Returns the trained tokens that M2PO keeps, bool [B, S]: of the whole batch those with the largest (log ρ)² are
+    left out until the mean of the rest is at most `threshold` (arXiv 2510.01161).
 
     Args:
         log_ratio: float [B, S], log π_prox − log π_behave.

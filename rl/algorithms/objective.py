@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,16 +10,14 @@ from torch import Tensor
 from archon.engine.batch import PackedBatch
 from archon.engine.loss import Metrics, document_ids, masked_sum
 from archon.rl.algorithms.aggregation import AGGREGATIONS
+from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms
-
-if TYPE_CHECKING:
-    from archon.rl.algorithms.config import AlgorithmConfig
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """policy loss + kl_coef · KL(π ‖ π_ref) − entropy_coef · H, aggregated over tokens as the configuration says.
+    """policy loss + kl.coef · KL(π ‖ π_ref) − entropy_coef · H, aggregated over tokens as the configuration says.
 
     The micro-batch carries, per token: `loss_mask`, `advantages`, `logprobs` (of the policy that generated), and where
     the configuration asks for them `ref_logprobs`, `prox_logprobs` (of the policy before the update, to which the ratio
@@ -30,7 +27,7 @@ class PolicyObjective:
     config: AlgorithmConfig
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
-        """The sum over units, with gradient, and metrics as (sum, count) pairs without.
+        """Returns the sum over units, with gradient, and metrics as (sum, count) pairs without.
 
         Args:
             logprobs: [T], of the policy being trained, at the temperature of the rollout.
@@ -48,7 +45,7 @@ class PolicyObjective:
         generated = given("logprobs")
         old = given("prox_logprobs") if config.recomputes else generated
         terms = PolicyTerms(logprobs, old, mb["advantages"], mask, document_ids(mb), mb.n_documents)
-        policy = POLICY_LOSSES[config.policy_loss](terms, config)
+        policy = POLICY_LOSSES[config.policy_loss.kind](terms, config.policy_loss)
         log_ratio = (logprobs - generated).detach()
         policy_weights = weights * mb["policy_weights"].to(weights.dtype) if config.recomputes else weights
         loss = (policy.loss * policy_weights).sum()
@@ -63,21 +60,22 @@ class PolicyObjective:
             "logprob_diff": masked_sum(log_ratio.abs(), mask),
             "entropy": masked_sum(entropy.detach(), mask),
         }
-        if config.kl_coef > 0:
-            kl = kl_estimate(logprobs, given("ref_logprobs"), config.kl_kind)
+        if config.kl.coef > 0:
+            kl = kl_estimate(logprobs, given("ref_logprobs"), config.kl.kind)
             metrics["kl_ref"] = masked_sum(kl.detach(), mask)
-            if config.kl_in == "loss":
-                loss = loss + config.kl_coef * (kl * weights).sum()
+            if config.kl.place == "loss":
+                loss = loss + config.kl.coef * (kl * weights).sum()
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * (entropy * weights).sum()
         return loss, metrics
 
     def units(self, mb: PackedBatch) -> Tensor:
-        """The number of units in the micro-batch: loss tokens, or answers that have one."""
+        """Returns the number of units in the micro-batch: loss tokens, or answers that have one."""
         return self._weights(mb["loss_mask"].float(), mb)[1]
 
     def _weights(self, mask: Tensor, mb: PackedBatch) -> tuple[Tensor, Tensor]:
-        return AGGREGATIONS[self.config.aggregation](mask, document_ids(mb), mb.n_documents, self.config)
+        settings = self.config.aggregation
+        return AGGREGATIONS[settings.kind](mask, document_ids(mb), mb.n_documents, settings)
 
 
 @dataclass(frozen=True)
@@ -107,5 +105,5 @@ class ValueObjective:
         }
 
     def units(self, mb: PackedBatch) -> Tensor:
-        """The number of trained tokens in the micro-batch."""
+        """Returns the number of trained tokens in the micro-batch."""
         return mb["loss_mask"].sum()

@@ -9,125 +9,95 @@ from archon.rl.algorithms.registry import Registry
 PRESETS: Registry[dict[str, Any]] = Registry("preset")
 
 # DeepSeekMath (arXiv 2402.03300), equation 3: clipped ratio, mean over each answer's own tokens and then over answers,
-# KL to the reference in the loss (equation 4, the k3 estimator) with beta 0.04, advantages normalised by the group's
+# KL to the reference in the loss (equation 4, the k3 estimator) with beta 0.04, advantages normalized by the group's
 # mean and standard deviation (section 4.1.2), one update per batch of answers (section 4.2). The paper gives no epsilon
 # for the clip and none beside the standard deviation: 0.2 is that of PPO (arXiv 1707.06347), on which it builds, and
 # 1e-6 only keeps a division by zero away. Groups whose answers all score the same are kept, as there.
 GRPO: dict[str, Any] = {
-    "advantage": "grpo",
-    "advantage_eps": 1e-6,
-    "policy_loss": "ppo",
-    "clip_eps_low": 0.2,
-    "clip_eps_high": 0.2,
-    "aggregation": "seq_mean_token_mean",
-    "kl_kind": "k3",
-    "kl_coef": 0.04,
-    "kl_in": "loss",
+    "advantage": {"kind": "grpo", "eps": 1e-6},
+    "policy_loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2},
+    "kl": {"kind": "k3", "coef": 0.04, "place": "loss"},
+    "correction": {"kind": "none"},
+    "aggregation": {"kind": "seq_mean_token_mean"},
+    "overlong": {"penalty": 0.0},
     "entropy_coef": 0.0,
-    "overlong_penalty": 0.0,
-    "correction": "none",
-    "groups_without_spread": "keep",
+    "zero_variance_groups": "keep",
     "ppo_epochs": 1,
     "minibatches": 1,
 }
 PRESETS.register("grpo")(GRPO)
+NO_KL: dict[str, Any] = {"kl": {"coef": 0.0}}
+TOKEN_MEAN: dict[str, Any] = {"aggregation": {"kind": "token_mean"}}
 
 # Dr. GRPO (arXiv 2503.20783), section 3.2: no division by the standard deviation, none by an answer's own length, and,
 # as its experiments (section 3.3), no KL.
-PRESETS.register("dr_grpo")(GRPO | {"advantage": "dr_grpo", "aggregation": "dr_grpo", "kl_coef": 0.0})
+PRESETS.register("dr_grpo")(GRPO | NO_KL | {"advantage": {"kind": "dr_grpo"}, "aggregation": {"kind": "dr_grpo"}})
 
 # RLOO (arXiv 2402.14740): REINFORCE on whole answers, the mean of the others as baseline, the KL in the reward, with
 # beta 0.03 as in its experiments on summaries.
 PRESETS.register("rloo")(
     GRPO
     | {
-        "advantage": "rloo",
-        "policy_loss": "reinforce",
-        "aggregation": "seq_mean_token_sum",
-        "kl_kind": "k1",
-        "kl_coef": 0.03,
-        "kl_in": "reward",
+        "advantage": {"kind": "rloo"},
+        "policy_loss": {"kind": "reinforce"},
+        "aggregation": {"kind": "seq_mean_token_sum"},
+        "kl": {"kind": "k1", "coef": 0.03, "place": "reward"},
     }
 )
 
-# REINFORCE++ (arXiv 2501.03262): clipped ratio, every token's reward to go normalised over the batch, the KL token by
+# REINFORCE++ (arXiv 2501.03262): clipped ratio, every token's reward to go normalized over the batch, the KL token by
 # token in the reward, with 0.01 as in its experiments.
 PRESETS.register("reinforce_pp")(
     GRPO
+    | TOKEN_MEAN
     | {
-        "advantage": "reinforce_pp",
-        "aggregation": "token_mean",
-        "kl_kind": "k1",
-        "kl_coef": 0.01,
-        "kl_in": "reward",
+        "advantage": {"kind": "reinforce_pp", "eps": 1e-6},
+        "kl": {"kind": "k1", "coef": 0.01, "place": "reward"},
     }
 )
 
 # PPO (arXiv 1707.06347) as InstructGPT runs it (arXiv 2203.02155, appendix C.4): clip 0.2 for ratio and value, no
 # discount, KL 0.02 in the reward, one pass of 8 minibatches; lambda 0.95 as in Ziegler et al. (arXiv 1909.08593,
-# section 2.2). Advantages are not normalised a second time.
+# section 2.2). Advantages are not normalized a second time.
 PRESETS.register("ppo")(
     GRPO
+    | TOKEN_MEAN
     | {
-        "advantage": "gae",
-        "gae_gamma": 1.0,
-        "gae_lambda": 0.95,
-        "aggregation": "token_mean",
+        "advantage": {"kind": "gae", "gamma": 1.0, "lam": 0.95},
         "value_clip": 0.2,
-        "kl_kind": "k1",
-        "kl_coef": 0.02,
-        "kl_in": "reward",
+        "kl": {"kind": "k1", "coef": 0.02, "place": "reward"},
         "minibatches": 8,
     }
 )
 
-# DAPO (arXiv 2503.14476), section 4.1: clip 0.2 below and 0.28 above, every token of the batch alike, groups without
-# spread replaced by others, no KL, and the soft penalty of answers in the last fifth of the length allowed (4,096 of
-# 20,480 tokens); 16 optimiser steps a batch of answers.
+# DAPO (arXiv 2503.14476), section 4.1: clip 0.2 below and 0.28 above, every token of the batch alike, groups of equal
+# reward replaced by others, no KL, and the soft penalty of answers in the last fifth of the length allowed (4,096 of
+# 20,480 tokens); 16 optimizer steps a batch of answers.
 PRESETS.register("dapo")(
     GRPO
+    | NO_KL
+    | TOKEN_MEAN
     | {
-        "clip_eps_high": 0.28,
-        "aggregation": "token_mean",
-        "kl_coef": 0.0,
-        "overlong_penalty": 1.0,
-        "overlong_buffer": 0.2,
-        "groups_without_spread": "refill",
+        "policy_loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28},
+        "overlong": {"penalty": 1.0, "buffer": 0.2},
+        "zero_variance_groups": "resample",
         "minibatches": 16,
     }
 )
 
 # GSPO (arXiv 2507.18071), section 5.1: the sequence's ratio, clipped by 3e-4 below and 4e-4 above, four minibatches.
 PRESETS.register("gspo")(
-    GRPO
-    | {
-        "policy_loss": "gspo",
-        "clip_eps_low": 3e-4,
-        "clip_eps_high": 4e-4,
-        "kl_coef": 0.0,
-        "minibatches": 4,
-    }
+    GRPO | NO_KL | {"policy_loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "minibatches": 4}
 )
 
 # CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1): no bound below, no KL, every token of the batch alike. The paper
 # tunes the bound above without naming it; 4 lies where ScaleRL (arXiv 2510.13786) finds the choice to matter little.
 PRESETS.register("cispo")(
-    GRPO
-    | {
-        "policy_loss": "cispo",
-        "clip_eps_low": 1.0,
-        "clip_eps_high": 4.0,
-        "aggregation": "token_mean",
-        "kl_coef": 0.0,
-    }
+    GRPO | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "cispo", "clip_low": 1.0, "clip_high": 4.0}}
 )
 
 # SAPO (arXiv 2511.20347): the soft gate in place of the clip, 1.0 and 1.05, mean over tokens and then over answers.
-PRESETS.register("sapo")(
-    GRPO | {"policy_loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05, "kl_coef": 0.0}
-)
+PRESETS.register("sapo")(GRPO | NO_KL | {"policy_loss": {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}})
 
 # M2PO (arXiv 2510.01161): the ratio without a clip, tokens left out until its second moment is 0.04, every token alike.
-PRESETS.register("m2po")(
-    GRPO | {"policy_loss": "m2po", "m2_threshold": 0.04, "aggregation": "token_mean", "kl_coef": 0.0}
-)
+PRESETS.register("m2po")(GRPO | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "m2po", "max_second_moment": 0.04}})

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pydantic import Field
 from torch import Tensor
+
+from archon.schema.config import StrictModel
+
+
+class OverlongConfig(StrictModel):
+    """The penalty of answers near the limit of generation."""
+
+    penalty: float = Field(0.0, ge=0, description="taken off the reward of an answer as long as allowed")
+    buffer: float = Field(0.2, gt=0, le=1, description="last part of max_new_tokens over which it grows from 0")
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
-    """DAPO's soft punishment of answers near the limit (arXiv 2503.14476, equation 13), float [B], 0 to −1.
+    """Returns DAPO's soft punishment of answers near the limit (arXiv 2503.14476, equation 13): float [B], 0 to −1.
 
     Up to `max_tokens − buffer` tokens nothing, then linearly to −1 at `max_tokens`, and −1 beyond.
 

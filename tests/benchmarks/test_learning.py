@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from archon.cli.config import load_config
+from archon.cli.config import load_config, read_values
 from archon.rl.config import RLConfig
 from archon.training.config import PreferenceConfig
 from archon.training.metrics import read_jsonl
@@ -101,8 +102,10 @@ def test_a_soak_sees_what_grows() -> None:
 
 @pytest.mark.slow
 def test_the_agent_runs_from_its_warm_up_to_its_export(tmp_path: Path) -> None:
-    short = ("bootstrap.warmup.total_steps=3", "bootstrap.warmup.scheduler.warmup_steps=1", "total_steps=2")
-    changes = (*short, "eval_data.limit=8", "gconfig.n_samples=2")
+    short = ["warmup.total_steps=3", "warmup.scheduler.warmup_steps=1"]
+    bootstrap = read_values(TASKS["calculator"].config.with_name("calculator_bootstrap.yaml"), short)
+    (tmp_path / "bootstrap.yaml").write_text(yaml.safe_dump(bootstrap))
+    changes = (f"bootstrap={tmp_path / 'bootstrap.yaml'}", "total_steps=2", "eval_data.limit=8", "gconfig.n_samples=2")
     found = run("calculator", TASKS["calculator"], tmp_path, changes, control=False)
     assert found["code"] == 0 and found["steps"] == 2 and not found["reached"]
     assert all(row["rollout/episodes"] == 16 for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"])

@@ -115,7 +115,7 @@ def rl_overrides(checkpoint, dataset, tmp_path) -> list[str]:
         "train_data.prompt_key=prompt",
         "train_data.response_key=response",
         "reward=exact_match",
-        "algorithm.kl_coef=0",
+        "algorithm.kl.coef=0",
         "total_steps=2",
         "rollout.prompts_per_step=4",
         "rollout.reward_workers=1",

@@ -65,15 +65,39 @@ def test_model_larger_than_the_memory(archon, checkpoint, sft_overrides, command
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("{hidden_size: wide}", "bootstrap.hf_config is not a config of qwen3"),
-        ("{num_attention_heads: 3, num_key_value_heads: 2}", "bootstrap.hf_config: n_kv_heads is 2"),
-        ("{hidden_sise: 32}", "bootstrap.hf_config: config field 'hidden_sise' is 32"),
+        ("{hidden_size: wide}", "bootstrap: hf_config is not a config of qwen3"),
+        ("{num_attention_heads: 3, num_key_value_heads: 2}", "bootstrap: hf_config: n_kv_heads is 2"),
+        ("{hidden_sise: 32}", "bootstrap: hf_config: config field 'hidden_sise' is 32"),
     ],
 )
 def test_bootstrap_config_that_cannot_be_made(archon, sft_overrides, tmp_path, value, reason):
-    changes = [f"model.path={tmp_path / 'made'}", f"bootstrap.hf_config={value}"]
+    (tmp_path / "bootstrap.yaml").write_text(f"hf_config: {value}\n")
+    changes = [f"model.path={tmp_path / 'made'}", f"bootstrap={tmp_path / 'bootstrap.yaml'}"]
     assert reason in archon("sft", *sft_overrides, *changes).complaint
-    assert not list(tmp_path.glob("made*")), "nothing is left that the mended run would stumble over"
+    assert reason in archon("bootstrap", f"hf_config={value}", f"path={tmp_path / 'made'}").complaint
+    assert not list(tmp_path.glob("made*")), "nothing is left that the fixed run would stumble over"
+
+
+def test_a_bootstrap_that_says_nowhere_and_one_that_is_not_there(archon, sft_overrides):
+    assert "where should the checkpoint be made? give path=FOLDER" in archon("bootstrap").complaint
+    assert "nowhere.yaml" in archon("sft", *sft_overrides, "bootstrap=nowhere.yaml").complaint
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("algorithm.clip_eps_low=0.1", "algorithm: clip_eps_low is now algorithm.policy_loss.clip_low"),
+        ("algorithm.groups_without_spread=drop", "groups_without_spread is now algorithm.zero_variance_groups"),
+        ("gate.limit=0.1", "gate is now logprob_check, and gate.limit logprob_check.max_mismatch"),
+        (
+            "bootstrap.warmup.total_steps=3",
+            "bootstrap: its keys (warmup) now stand in a file of their own: bootstrap: FILE.yaml",
+        ),
+        ("ref.optimiser.lr=1", "ref: unknown key 'optimiser', did you mean 'optimizer'?"),
+    ],
+)
+def test_an_old_key_is_one_line_that_names_the_new_one(archon, rl_overrides, old, new):
+    assert new in archon("rl", *rl_overrides, old).complaint
 
 
 def test_weights_that_are_not_finite(archon, checkpoint):
@@ -187,7 +211,7 @@ def test_value_of_the_wrong_type(archon, sft_overrides):
         ("actor.seed=-1", "actor.seed: got -1, input should be greater than or equal to 0"),
         ("actor.optimizer.lr=inf", "actor.optimizer.lr: got 'inf', input should be a finite number"),
         ("generator.memory_gib=inf", "generator.memory_gib: got 'inf', input should be a finite number"),
-        ("gate.limit=inf", "gate.limit: got 'inf', input should be a finite number"),
+        ("logprob_check.max_mismatch=inf", "logprob_check.max_mismatch: got 'inf', input should be a finite number"),
         ("gconfig.temperature=1e-30", "gconfig.temperature: got 1e-30, input should be greater than or equal to 0.001"),
         ("algorithm.preset=[1]", "algorithm.preset: got [1], input should be a valid string"),
         ("algorithm.preset=null", "algorithm.preset: got None, input should be a valid string"),

@@ -23,6 +23,7 @@ def test_help_lists_the_commands(archon):
     done = archon("--help")
     assert done.code == 0
     commands = ("models", "inspect", "plan", "convert", "sft", "rl", "generate", "serve", "bench", "report", "doctor")
+    commands += ("bootstrap", "preference")
     for command in commands:
         assert f"  {command} " in done.out
 
@@ -161,6 +162,31 @@ def test_a_dry_run_of_the_demo_checks_what_its_bootstrap_would_make(archon, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_prints_what_the_run_resolves_to_which_is_a_configuration_too(archon, rl_overrides, tmp_path):
+    changes = ["actor.dtype=float64", "algorithm={preset: ppo, kl: {coef: 0.1}, aggregation: dr_grpo}"]
+    changes += ["ref.seed=3", "critic.optimizer.lr=1e-2", "critic.init_score=true"]
+    done = archon("rl", *rl_overrides, *changes, "--dry-run")
+    assert done.code == 0, done.err
+    resolved = yaml.safe_load(done.out)
+    actor, ref, critic = (resolved[name] for name in ("actor", "ref", "critic"))
+    assert ref == actor | {"seed": 3, "optimizer": None}
+    head = {"is_critic": True, "init_score": True}
+    assert critic == actor | head | {"optimizer": actor["optimizer"] | {"lr": 1e-2}}
+    assert resolved["algorithm"]["aggregation"] == {"kind": "dr_grpo", "max_tokens": 4}
+    assert "# ref: qwen3" in done.out and "# critic: qwen3" in done.out
+    (tmp_path / "resolved.yaml").write_text(done.out)
+    assert archon("rl", "--config", tmp_path / "resolved.yaml", "--dry-run").out == done.out
+
+
+def test_a_dry_run_of_a_bootstrap_by_itself_makes_nothing(archon, tmp_path):
+    made = tmp_path / "made"
+    done = archon("bootstrap", "--config", RECIPES / "arithmetic_bootstrap.yaml", f"path={made}", "--dry-run")
+    assert done.code == 0, done.err
+    assert "# model: qwen3, 789,888 parameters, to be made by the bootstrap" in done.out
+    assert "# warmup.train_data: 9,000 rows" in done.out and "# warmup.target.reward: exact_match" in done.out
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -222,12 +248,14 @@ def test_sigterm_saves_and_leaves_and_the_run_goes_on(archon, rl_overrides, tmp_
 
 @pytest.mark.slow
 @pytest.mark.data
-@pytest.mark.parametrize(
-    ("command", "recipe", "override"),
-    [("sft", "gsm8k_sft_cpu.yaml", "eval_every=10"), ("rl", "gsm8k_rl_cpu.yaml", "bootstrap.warmup.total_steps=20")],
-)
-def test_the_recipes_on_real_data_run_their_twenty_steps(archon, data_dir, tmp_path, command, recipe, override):
-    done = archon(command, "--config", RECIPES / recipe, f"run_dir={tmp_path / 'run'}", override)
+@pytest.mark.parametrize(("command", "recipe"), [("sft", "gsm8k_sft"), ("rl", "gsm8k_rl")])
+def test_the_recipes_on_real_data_run_their_twenty_steps(archon, data_dir, tmp_path, command, recipe):
+    bootstrap = yaml.safe_load((RECIPES / f"{recipe}_bootstrap.yaml").read_text())
+    if command == "rl":
+        bootstrap["warmup"]["total_steps"] = 20
+    (tmp_path / "bootstrap.yaml").write_text(yaml.safe_dump(bootstrap))
+    overrides = (f"run_dir={tmp_path / 'run'}", f"bootstrap={tmp_path / 'bootstrap.yaml'}")
+    done = archon(command, "--config", RECIPES / f"{recipe}_cpu.yaml", *overrides)
     assert done.code == 0, done.err
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows][-1] == 20

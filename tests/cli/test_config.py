@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import Field
 
-from archon.cli.config import field_lines, laid_over, load_config
-from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel
+from archon.cli.config import field_lines, leaves, load_config, schema_of
+from archon.cli.config_leaves import SCHEMAS, count, main
+from archon.rl.algorithms.config import AlgorithmConfig
+from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel, laid_over
 from archon.schema.errors import ConfigError
 
 
@@ -87,11 +89,39 @@ def test_help_shows_every_field_with_its_default_and_meaning():
     ]
     assert "  optimizer.lr = 0.5" in table, "the default of the whole comes before the part's own"
     assert "  reference = null" in table and "  reference.lr = 1e-05" in table
+    assert "reference" not in leaves(Small) and {"name", "reference.lr", "tags"} <= set(leaves(Small))
     assert "  tags = []" in table
 
 
-def test_every_field_of_the_engine_is_described():
-    table = list(field_lines(EngineConfig))
+@pytest.mark.parametrize(("command", "most"), [("rl", 160), ("sft", 90), ("preference", 90), ("bootstrap", 62)])
+def test_a_configuration_has_at_most_so_many_leaves(command, most):
+    assert count(command) <= most
+
+
+def test_the_leaves_of_every_command_are_counted_by_section(capsys):
+    main()
+    counted = dict(line.split(maxsplit=2)[:2] for line in capsys.readouterr().out.splitlines())
+    assert counted == {command: str(count(command)) for command in SCHEMAS}
+
+
+def test_help_shows_each_choice_and_the_settings_of_all():
+    table = list(field_lines(AlgorithmConfig))
+    shown = dict(zip(table[::2], table[1::2], strict=True))
+    assert shown["  policy_loss = ppo"].startswith("      [ppo | decoupled | gspo | ")
+    assert "(kind gspo)" in shown["  policy_loss.clip_low = 0.0003"]
+    assert "(kind tis or sequence_tis)" in table[table.index("  correction.max_ratio = 2.0") + 1]
+
+
+def test_settings_in_an_override_are_laid_over_a_method_that_the_file_names_alone(tmp_path):
+    file = write(tmp_path, "policy_loss: cispo\nkl: {coef: 0.0}\n")
+    found = load_config(AlgorithmConfig, file, ["policy_loss.clip_high=2.0"]).policy_loss
+    assert found.model_dump() == {"kind": "cispo", "clip_low": 1.0, "clip_high": 2.0}
+    assert load_config(AlgorithmConfig, file, ["policy_loss=gspo"]).policy_loss.kind == "gspo"
+
+
+@pytest.mark.parametrize("schema", [EngineConfig, *map(schema_of, SCHEMAS.values())])
+def test_every_field_is_described(schema):
+    table = list(field_lines(schema))
     for key, text in zip(table[::2], table[1::2], strict=True):
         assert text.strip().rpartition("]")[2].strip(), f"{key.strip()} has no description"
 

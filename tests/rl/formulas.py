@@ -6,13 +6,15 @@ import math
 import statistics
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
-from archon.rl.algorithms.advantages import Outcomes
+from archon.rl.algorithms.advantages import AdvantageInputs, GAESettings
+from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig
 
 
@@ -54,18 +56,18 @@ def plain_penalty(length: int, most: int, buffer: int) -> float:
     return (most - buffer - length) / buffer if length <= most else -1.0
 
 
-def plain_correction(log_ratios: Sequence[float], config: AlgorithmConfig) -> list[tuple[float, bool]]:
+def plain_correction(log_ratios: Sequence[float], settings: Any) -> list[tuple[float, bool]]:
     """Of the trained tokens of one answer: the weight of each, and whether a bound touched it."""
-    low, high = config.correction_low, config.correction_high
-    if config.correction == "none":
+    if settings.kind == "none":
         return [(1.0, False)] * len(log_ratios)
-    if config.correction == "sequence_tis":
+    high = settings.max_ratio
+    if settings.kind == "sequence_tis":
         whole = math.exp(math.fsum(log_ratios))
         return [(min(whole, high), whole > high)] * len(log_ratios)
     ratios = [math.exp(x) for x in log_ratios]
-    if config.correction == "tis":
+    if settings.kind == "tis":
         return [(min(ratio, high), ratio > high) for ratio in ratios]
-    return [(ratio, False) if low <= ratio <= high else (0.0, True) for ratio in ratios]
+    return [(ratio, False) if settings.min_ratio <= ratio <= high else (0.0, True) for ratio in ratios]
 
 
 def plain_kept(log_ratios: Sequence[float], threshold: float) -> list[bool]:
@@ -77,9 +79,10 @@ def plain_kept(log_ratios: Sequence[float], threshold: float) -> list[bool]:
     return [i in kept for i in range(len(log_ratios))]
 
 
-def plain_advantages(kind: str, of: Outcomes, config: AlgorithmConfig) -> list[list[float]]:
+def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
     """Each formula as its paper writes it, from lists."""
     assert of.token_rewards is not None and of.values is not None
+    kind = settings.kind
     steps = [[t for t, m in enumerate(row) if m] for row in of.loss_mask.tolist()]
     extra, values, groups = of.token_rewards.tolist(), of.values.tolist(), of.group_ids.tolist()
     earned = []
@@ -94,29 +97,30 @@ def plain_advantages(kind: str, of: Outcomes, config: AlgorithmConfig) -> list[l
         others = [total[i] for i in range(len(total)) if groups[i] == groups[row] and i != row]
         if kind == "grpo":
             std = statistics.stdev(members) if len(members) > 1 else 0.0
-            a = [(total[row] - statistics.fmean(members)) / (std + config.advantage_eps)] * len(per_step)
+            a = [(total[row] - statistics.fmean(members)) / (std + settings.eps)] * len(per_step)
         elif kind in ("dr_grpo", "reinforce_baseline"):
             a = [total[row] - statistics.fmean(members)] * len(per_step)
         elif kind == "rloo":
             a = [total[row] - statistics.fmean(others) if others else 0.0] * len(per_step)
         elif kind == "opmd":
-            tau = config.opmd_tau
+            tau = settings.tau
             partition = tau * math.log(statistics.fmean([math.exp(r / tau) for r in members]))
             a = [total[row] - partition] * len(per_step)
         elif kind == "reinforce_pp":
             a = [sum(per_step[k:]) for k in range(len(per_step))]
         else:
+            assert isinstance(settings, GAESettings)
             a, following = [0.0] * len(per_step), (0.0, 0.0)
             for k in range(len(per_step) - 1, -1, -1):
                 v = values[row][steps[row][k]]
-                delta = per_step[k] + config.gae_gamma * following[0] - v
-                a[k] = delta + config.gae_gamma * config.gae_lambda * following[1]
+                delta = per_step[k] + settings.gamma * following[0] - v
+                a[k] = delta + settings.gamma * settings.lam * following[1]
                 following = (v, a[k])
         found.append(a)
     if kind in ("reinforce_pp", "reinforce_baseline"):
         every = [x for a in found for x in a]
         mean, std = statistics.fmean(every), statistics.pstdev(every)
-        found = [[(x - mean) / (std + config.advantage_eps) for x in a] for a in found]
+        found = [[(x - mean) / (std + settings.eps) for x in a] for a in found]
     placed = []
     for row, a in enumerate(found):
         line = [0.0] * of.loss_mask.shape[1]
@@ -126,20 +130,20 @@ def plain_advantages(kind: str, of: Outcomes, config: AlgorithmConfig) -> list[l
     return placed
 
 
-def plain_loss(logprob: float, ratio: float, advantage: float, config: AlgorithmConfig) -> float:
+def plain_loss(logprob: float, ratio: float, advantage: float, settings: Any) -> float:
     """Of one token."""
-    clipped = min(max(ratio, 1 - config.clip_eps_low), 1 + config.clip_eps_high)
-    if config.policy_loss in ("ppo", "decoupled", "gspo"):
+    if settings.kind in ("ppo", "decoupled", "gspo", "cispo"):
+        clipped = min(max(ratio, 1 - settings.clip_low), 1 + settings.clip_high)
+        if settings.kind == "cispo":
+            return -clipped * advantage * logprob
         value = min(advantage * ratio, advantage * clipped)
-        if config.dual_clip is not None and advantage < 0:
-            value = max(value, advantage * config.dual_clip)
+        if settings.dual_clip is not None and advantage < 0:
+            value = max(value, advantage * settings.dual_clip)
         return -value
-    if config.policy_loss == "cispo":
-        return -clipped * advantage * logprob
-    if config.policy_loss == "sapo":
-        tau = config.sapo_tau_positive if advantage > 0 else config.sapo_tau_negative
+    if settings.kind == "sapo":
+        tau = settings.tau_positive if advantage > 0 else settings.tau_negative
         return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
-    if config.policy_loss == "reinforce":
+    if settings.kind == "reinforce":
         return -advantage * logprob
     return -advantage * ratio
 
@@ -160,19 +164,24 @@ def plain_objective(
         logs = [(logprobs[t] - batch[name][t]).item() for t in tokens]
         values = []
         for t, log_ratio in zip(tokens, logs, strict=True):
-            if config.policy_loss == "gspo":
+            if config.policy_loss.kind == "gspo":
                 log_ratio = sum(logs) / len(logs)
-            value = plain_loss(logprobs[t].item(), math.exp(log_ratio), batch["advantages"][t].item(), config)
+            value = plain_loss(
+                logprobs[t].item(), math.exp(log_ratio), batch["advantages"][t].item(), config.policy_loss
+            )
             if not next(left):
                 value = 0.0
             elif config.recomputes:
                 value *= batch["policy_weights"][t].item()
-            value += config.kl_coef * plain_kl((logprobs[t] - batch["ref_logprobs"][t]).item(), config.kl_kind)
+            value += config.kl.coef * plain_kl((logprobs[t] - batch["ref_logprobs"][t]).item(), config.kl.kind)
             values.append(value - config.entropy_coef * entropy[t].item())
         per_document.append(values)
-    if config.aggregation == "token_mean":
+    if config.aggregation.kind == "token_mean":
         return sum(map(sum, per_document)) / sum(map(len, per_document))
-    if config.aggregation == "seq_mean_token_mean":
+    if config.aggregation.kind == "seq_mean_token_mean":
         return sum(sum(values) / len(values) for values in per_document) / len(per_document)
     mean = sum(map(sum, per_document)) / len(per_document)
-    return mean / config.length_budget if config.aggregation == "dr_grpo" and config.length_budget else mean
+    if isinstance(config.aggregation, DrGRPOAggregation):
+        assert config.aggregation.max_tokens is not None
+        return mean / config.aggregation.max_tokens
+    return mean

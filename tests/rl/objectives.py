@@ -28,24 +28,36 @@ from archon.training.preference import PreferenceTrainer
 from tests.engine.tiny import full_tensor
 from tests.tolerances import INVARIANCE_FP64
 
-ALGORITHM = {"kl_coef": 0.1, "entropy_coef": 0.01, "clip_eps_low": 0.05, "clip_eps_high": 0.05, "length_budget": 8}
-NEEDED: dict[str, dict[str, Any]] = {
-    "decoupled": {"correction": "tis", "correction_high": 1.1},
-    "m2po": {"m2_threshold": 0.3},
+KL = {"coef": 0.1}
+CLIP = {"clip_low": 0.05, "clip_high": 0.05}
+ALGORITHM: dict[str, Any] = {"kl": KL, "entropy_coef": 0.01, "policy_loss": CLIP}
+LOSSES: dict[str, dict[str, Any]] = {name: {"kind": name} for name in POLICY_LOSSES}
+LOSSES |= {name: {"kind": name, **CLIP} for name in ("ppo", "decoupled", "gspo", "cispo")}
+LOSSES["m2po"] = {"kind": "m2po", "max_second_moment": 0.3}
+AVERAGES: dict[str, dict[str, Any]] = {name: {"kind": name} for name in AGGREGATIONS}
+AVERAGES["dr_grpo"] = {"kind": "dr_grpo", "max_tokens": 8}
+NEEDED: dict[str, dict[str, Any]] = {"decoupled": {"correction": {"kind": "tis", "max_ratio": 1.1}}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "dr_grpo-dr_grpo": {"aggregation": AVERAGES["dr_grpo"], "advantage": "dr_grpo"},
+    "cispo-opmd": {"policy_loss": LOSSES["cispo"], "advantage": "opmd"},
+    "sapo-reinforce_baseline": {"policy_loss": "sapo", "advantage": "reinforce_baseline"},
+    "reinforce-rloo-reward-k1": {
+        "policy_loss": "reinforce",
+        "advantage": "rloo",
+        "kl": {**KL, "place": "reward", "kind": "k1"},
+    },
+    "reinforce_pp-reward-1.0-0.5": {
+        "advantage": "reinforce_pp",
+        "kl": {**KL, "place": "reward"},
+        "overlong": {"penalty": 1.0, "buffer": 0.5},
+    },
+    "gae-0.1-icepop": {"advantage": "gae", "value_clip": 0.1, "correction": "icepop"},
+    "gae-sequence_tis": {"advantage": "gae", "correction": "sequence_tis"},
 }
-OTHERS: list[dict[str, Any]] = [
-    {"aggregation": "dr_grpo", "advantage": "dr_grpo"},
-    {"policy_loss": "cispo", "advantage": "opmd"},
-    {"policy_loss": "sapo", "advantage": "reinforce_baseline"},
-    {"policy_loss": "reinforce", "advantage": "rloo", "kl_in": "reward", "kl_kind": "k1"},
-    {"advantage": "reinforce_pp", "kl_in": "reward", "overlong_penalty": 1.0, "overlong_buffer": 0.5},
-    {"advantage": "gae", "value_clip": 0.1, "correction": "icepop"},
-    {"advantage": "gae", "correction": "sequence_tis"},
-]
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    f"{loss}-{aggregation}": {"policy_loss": loss, "aggregation": aggregation, **NEEDED.get(loss, {})}
+    f"{loss}-{aggregation}": {"policy_loss": LOSSES[loss], "aggregation": AVERAGES[aggregation], **NEEDED.get(loss, {})}
     for loss, aggregation in product(POLICY_LOSSES, AGGREGATIONS)
-} | {"-".join(map(str, of.values())): of for of in OTHERS}
+} | OTHERS
 """Every policy loss with every aggregation; every advantage, correction and place of the KL; `gae` with a critic."""
 
 PREFERENCES = ("dpo", "ipo", "reward")
@@ -116,7 +128,7 @@ def of_objective(
 ) -> tuple[dict[str, float], Found]:
     """Metrics of one update with an objective, and the gradients of all parameters."""
     config = AlgorithmConfig.parse(ALGORITHM | algorithm)
-    used = critic if config.advantage == "gae" else None
+    used = critic if config.advantage.needs_critic else None
     update = PolicyUpdate(engine, engine, config, critic=used, temperature=0.8, max_new_tokens=6)
     with steps_undone(policy=engine, critic=used) as found:
         prepared, measured = update.prepare(batch, step=0)

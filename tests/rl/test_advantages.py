@@ -10,13 +10,12 @@ from torch import Tensor
 
 from archon.rl.algorithms.advantages import (
     ADVANTAGES,
-    GROUP_ADVANTAGES,
+    AdvantageInputs,
+    AdvantageSettings,
     Groups,
-    Outcomes,
     generalized_advantages,
     group_normalized_advantages,
 )
-from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.presets import PRESETS
 from archon.rl.algorithms.shaping import overlong_penalty
 from archon.schema.errors import ConfigError
@@ -24,7 +23,20 @@ from tests.rl.formulas import plain_advantages, plain_penalty
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
 
-def outcomes(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True) -> Outcomes:
+def settings_of(kind: str, **given: float) -> AdvantageSettings:
+    settings: AdvantageSettings = ADVANTAGES.parse({"kind": kind, **given})
+    return settings
+
+
+GROUP_ADVANTAGES = {kind for kind in ADVANTAGES if settings_of(kind).compares_group}
+
+
+def test_the_advantages_that_compare_a_group_and_those_that_need_a_critic() -> None:
+    assert {"grpo", "dr_grpo", "rloo", "opmd", "reinforce_baseline"} == GROUP_ADVANTAGES
+    assert {kind for kind in ADVANTAGES if settings_of(kind).needs_critic} == {"gae"}
+
+
+def inputs(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True) -> AdvantageInputs:
     """Interleaved groups of uneven sizes, answers of one to `width` tokens with gaps between turns, float64."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -33,7 +45,7 @@ def outcomes(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True)
 
     mask = torch.randint(0, 2, (n, width), generator=generator)
     mask[:, 3] = 1  # at least one token each
-    return Outcomes(
+    return AdvantageInputs(
         rewards=torch.randint(0, 3, (n,), generator=generator).double(),
         group_ids=torch.randint(0, 5, (n,), generator=generator),
         loss_mask=mask,
@@ -44,36 +56,36 @@ def outcomes(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True)
 
 @pytest.mark.parametrize("kind", sorted(ADVANTAGES))
 def test_advantage_equals_plain_loop(kind: str) -> None:
-    config = AlgorithmConfig(advantage=kind, gae_gamma=0.97, gae_lambda=0.9, opmd_tau=0.7)
-    of = outcomes()
-    expected = torch.tensor(plain_advantages(kind, of, config), dtype=torch.float64)
-    torch.testing.assert_close(ADVANTAGES[kind](of, config), expected, rtol=FORMULA_FP64, atol=FORMULA_FP64)
+    given = {"gae": {"gamma": 0.97, "lam": 0.9}, "opmd": {"tau": 0.7}}
+    of, settings = inputs(), settings_of(kind, **given.get(kind, {}))
+    expected = torch.tensor(plain_advantages(of, settings), dtype=torch.float64)
+    torch.testing.assert_close(ADVANTAGES[kind](of, settings), expected, rtol=FORMULA_FP64, atol=FORMULA_FP64)
 
 
 @pytest.mark.parametrize("kind", sorted(ADVANTAGES))
 def test_padding_changes_no_advantage(kind: str) -> None:
-    of, config = outcomes(), AlgorithmConfig(advantage=kind)
+    of, settings = inputs(), settings_of(kind)
 
     def wider(x: Tensor | None) -> Tensor | None:
         return None if x is None else torch.nn.functional.pad(x, (0, 4))
 
     mask = wider(of.loss_mask)
     assert mask is not None
-    padded = Outcomes(of.rewards, of.group_ids, mask, wider(of.token_rewards), wider(of.values))
-    assert ADVANTAGES[kind](padded, config)[:, :-4].equal(ADVANTAGES[kind](of, config))
+    padded = AdvantageInputs(of.rewards, of.group_ids, mask, wider(of.token_rewards), wider(of.values))
+    assert ADVANTAGES[kind](padded, settings)[:, :-4].equal(ADVANTAGES[kind](of, settings))
 
 
 @pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
 def test_group_of_equal_rewards_has_exactly_zero_advantage(kind: str) -> None:
     """0.1 is not representable: the mean of seven of them is off by an ulp, which over eps would look like a signal."""
-    of = Outcomes(torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int), torch.ones(7, 3))
-    assert ADVANTAGES[kind](of, AlgorithmConfig(advantage=kind)).abs().max() == 0
+    of = AdvantageInputs(torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int), torch.ones(7, 3))
+    assert ADVANTAGES[kind](of, settings_of(kind)).abs().max() == 0
 
 
 @pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
 def test_group_of_one_is_no_signal(kind: str) -> None:
-    of = Outcomes(torch.tensor([3.0]), torch.tensor([0]), torch.ones(1, 2))
-    assert ADVANTAGES[kind](of, AlgorithmConfig(advantage=kind)).tolist() == [[0.0, 0.0]]
+    of = AdvantageInputs(torch.tensor([3.0]), torch.tensor([0]), torch.ones(1, 2))
+    assert ADVANTAGES[kind](of, settings_of(kind)).tolist() == [[0.0, 0.0]]
 
 
 def test_grpo_advantage_worked_by_hand() -> None:
@@ -102,8 +114,8 @@ def test_grpo_advantage_worked_by_hand() -> None:
     ],
 )
 def test_advantage_worked_by_hand(kind: str, expected: list[float]) -> None:
-    of = Outcomes(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int), torch.ones(3, 1))
-    found = ADVANTAGES[kind](of, AlgorithmConfig(advantage=kind))
+    of = AdvantageInputs(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int), torch.ones(3, 1))
+    found = ADVANTAGES[kind](of, settings_of(kind))
     torch.testing.assert_close(found, torch.tensor(expected).unsqueeze(1), rtol=0, atol=5e-6)
 
 
@@ -111,13 +123,13 @@ def test_reinforce_pp_worked_by_hand_on_several_tokens() -> None:
     # The first answer's trained tokens earn -0.5, and 0 with the reward of 1: to go from each 0.5 and 1; between them
     # stands one that is not trained. The second's one token earns -0.25 and a reward of 0.25: 0. Mean of 0.5, 1 and 0:
     # 0.5, variance (0 + 0.25 + 0.25) / 3 = 1/6, std 0.408248, so 0, 0.5 / 0.408248 = 1.224745 and -1.224745.
-    of = Outcomes(
+    of = AdvantageInputs(
         torch.tensor([1.0, 0.25]),
         torch.tensor([0, 1]),
         torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0]]),
         torch.tensor([[9.0, -0.5, 9.0, 0.0], [-0.25, 9.0, 9.0, 9.0]]),
     )
-    found = ADVANTAGES["reinforce_pp"](of, AlgorithmConfig(advantage="reinforce_pp"))
+    found = ADVANTAGES["reinforce_pp"](of, settings_of("reinforce_pp"))
     expected = torch.tensor([[0.0, 0.0, 0.0, 1.224745], [-1.224745, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
 
@@ -150,9 +162,9 @@ def test_overlong_penalty_equals_plain_loop(most: int, buffer: int) -> None:
     assert found.tolist() == pytest.approx(expected, rel=FORMULA_FP32)
 
 
-def test_groups_with_spread_marks_every_member() -> None:
+def test_groups_with_variance_marks_every_member() -> None:
     rewards = torch.tensor([1.0, 1.0, 0.0, 2.0, 1.0])
-    assert Groups(rewards, torch.tensor([0, 1, 1, 2, 0])).spread.tolist() == [False, True, True, False, False]
+    assert Groups(rewards, torch.tensor([0, 1, 1, 2, 0])).has_variance.tolist() == [False, True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -172,25 +184,25 @@ def test_group_statistics_are_per_trajectory_never_per_turn(kind: str, expected:
     """Three answers of one trajectory, trained as three rows, weigh as much as the one answer of another."""
     rewards, rows = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.75, 0.25]), torch.tensor([7, 2, 2, 2, 9, 9])
     group, mask = torch.zeros(6, dtype=torch.int64), torch.ones(6, 1)
-    found = ADVANTAGES[kind](Outcomes(rewards, group, mask, trajectory_ids=rows), AlgorithmConfig(advantage=kind))
+    found = ADVANTAGES[kind](AdvantageInputs(rewards, group, mask, trajectory_ids=rows), settings_of(kind))
     torch.testing.assert_close(found, torch.tensor(expected).unsqueeze(1), rtol=0, atol=5e-6)
-    per_turn = ADVANTAGES[kind](Outcomes(rewards, group, mask), AlgorithmConfig(advantage=kind))
+    per_turn = ADVANTAGES[kind](AdvantageInputs(rewards, group, mask), settings_of(kind))
     assert (found - per_turn).abs().max() > 0.05  # what counting turns would come to is another number, not rounding
 
 
 @pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
 def test_trajectories_that_earned_the_same_are_no_signal_whatever_their_rows(kind: str) -> None:
     # The mean of three rewards of 0.1 is not 0.1 in floating point.
-    of = Outcomes(torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64), torch.ones(4, 1))
+    of = AdvantageInputs(torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64), torch.ones(4, 1))
     parts = replace(of, trajectory_ids=torch.tensor([0, 1, 1, 1]))
-    assert ADVANTAGES[kind](parts, AlgorithmConfig(advantage=kind)).abs().max() == 0
+    assert ADVANTAGES[kind](parts, settings_of(kind)).abs().max() == 0
 
 
 def test_advantage_table_has_every_presets_and_names_the_nearest_on_a_typo() -> None:
-    of = Outcomes(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.ones(2, 1))
-    found = ADVANTAGES["grpo"](of, AlgorithmConfig())
+    of = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.ones(2, 1))
+    found = ADVANTAGES["grpo"](of, settings_of("grpo"))
     assert found.squeeze(1).equal(group_normalized_advantages(of.rewards, of.group_ids, 1e-6))
     torch.testing.assert_close(found.abs(), torch.full((2, 1), 0.7071058), rtol=FORMULA_FP32, atol=FORMULA_FP32)
-    assert {preset["advantage"] for preset in PRESETS.values()} <= set(ADVANTAGES)
+    assert {preset["advantage"]["kind"] for preset in PRESETS.values()} <= set(ADVANTAGES)
     with pytest.raises(ConfigError, match="unknown advantage 'gpro', did you mean 'grpo'"):
         ADVANTAGES["gpro"]

@@ -183,17 +183,17 @@ async def test_a_workflow_that_always_fails_ends_the_run(engine: InProcessEngine
     await rollouts.close()
 
 
-@pytest.mark.parametrize("spread", ["drop", "refill"])
+@pytest.mark.parametrize("spread", ["drop", "resample"])
 async def test_groups_without_spread(engine: InProcessEngine, tokenizer: Any, spread: Any) -> None:
     class Alike(Delayed):
         def change(self, result: Any, index: int) -> Any:
             result["rewards"] = torch.tensor([1.0, float(index % 2)])
             return result
 
-    rollouts = ahead(engine, Alike(tokenizer), Stream(), groups_without_spread=spread)
+    rollouts = ahead(engine, Alike(tokenizer), Stream(), zero_variance_groups=spread)
     batch = await rollouts.collect(0)
     assert all(prompt.index % 2 == 0 for prompt in batch.prompts)
-    if spread == "refill":
+    if spread == "resample":
         assert len(batch.prompts) == B
         assert batch.counts["refills"] == batch.counts["groups_without_spread"] > 0
     else:
@@ -210,7 +210,7 @@ async def test_batches_with_nothing_to_train_on_do_not_stop_the_flow(engine: InP
             result["rewards"] = torch.ones(2)
             return result
 
-    rollouts = ahead(engine, Alike(tokenizer), Stream(), groups_without_spread="drop", staleness=1)
+    rollouts = ahead(engine, Alike(tokenizer), Stream(), zero_variance_groups="drop", staleness=1)
     for step in range(5):
         assert not await asyncio.wait_for(rollouts.collect(step), 60)
     await rollouts.close()

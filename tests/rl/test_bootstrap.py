@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.cli import main
+from archon.cli.config import load_config, read_bootstrap
 from archon.data import encode_prompt, get_custom_dataset
 from archon.rl import RLTrainer, SFTTrainer
-from archon.rl.bootstrap import ensure_checkpoint, make_tokenizer, warm_up, write_blank
+from archon.rl.bootstrap import bootstrap_engine, ensure_checkpoint, make_tokenizer, warm_up, write_blank
 from archon.rl.config import RLConfig
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
-from archon.schema.config import EngineConfig
+from archon.schema.config import EngineConfig, StrictModel
 from archon.schema.errors import ConfigError
 from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe
-from archon.training.config import SFTConfig
 from archon.training.metrics import read_jsonl
-from archon.training.runner import Runner
 
 MakeConfig = Callable[..., RLConfig]
 
@@ -57,10 +58,21 @@ def bootstrap(tmp_path: Path) -> Callable[..., BootstrapConfig]:
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Any:
-    config = SFTConfig.parse({"run_dir": "x", "model": {"path": "x"}, "train_data": {"path": "x"}})
-    with Runner(tmp_path / "run", config) as opened:
-        yield opened
+def archon() -> Callable[..., int]:
+    """Runs `archon ARGUMENTS…` in this process; gives its exit code."""
+
+    def run(*arguments: str | Path) -> int:
+        with pytest.raises(SystemExit) as left:
+            main(list(map(str, arguments)))
+        assert isinstance(left.value.code, int)
+        return left.value.code
+
+    return run
+
+
+def written(config: StrictModel, path: Path) -> Path:
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return path
 
 
 def test_character_tokenizer_is_one_token_a_character_and_refuses_others() -> None:
@@ -101,30 +113,29 @@ def test_prompt_of_rl_is_the_beginning_of_the_sft_example() -> None:
 
 
 def test_made_checkpoint_is_warmed_up_recorded_and_made_once(
-    bootstrap: Callable[..., BootstrapConfig], runner: Runner, tmp_path: Path
+    bootstrap: Callable[..., BootstrapConfig], tmp_path: Path
 ) -> None:
     target = tmp_path / "model"
-    assert ensure_checkpoint(bootstrap(), target, runner)
+    assert ensure_checkpoint(bootstrap(), target) == 0
     made = load_model(target)
     names = {file.name for file in target.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not (tmp_path / "model.making").exists()
     stamp = (target / "model.safetensors").stat().st_mtime_ns
-    assert ensure_checkpoint(bootstrap(), target, runner)
+    assert ensure_checkpoint(bootstrap(), target) == 0
     assert (target / "model.safetensors").stat().st_mtime_ns == stamp
     again = tmp_path / "again"
-    assert ensure_checkpoint(bootstrap(), again, runner)
+    assert ensure_checkpoint(bootstrap(), again) == 0
     for a, b in zip(made.parameters(), load_model(again).parameters(), strict=True):
         assert a.equal(b)
     cold = tmp_path / "cold"
-    assert ensure_checkpoint(bootstrap(warmup=None), cold, runner)
+    assert ensure_checkpoint(bootstrap(warmup=None), cold) == 0
     assert any(not a.equal(b) for a, b in zip(made.parameters(), load_model(cold).parameters(), strict=True))
 
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_kill_before_the_last_rename_does_not_stop_the_next_attempt(
     bootstrap: Callable[..., BootstrapConfig],
-    runner: Runner,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     warm: bool,
@@ -139,24 +150,24 @@ def test_a_kill_before_the_last_rename_does_not_stop_the_next_attempt(
 
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(OSError, match="as if killed"):
-        ensure_checkpoint(config, target, runner)
+        ensure_checkpoint(config, target)
     monkeypatch.undo()
     assert not target.exists()
-    assert ensure_checkpoint(config, target, runner)
+    assert ensure_checkpoint(config, target) == 0
     assert load_model(target)
 
 
 def test_checkpoint_that_bootstrap_did_not_make_is_left_alone(
-    bootstrap: Callable[..., BootstrapConfig], runner: Runner, tmp_path: Path
+    bootstrap: Callable[..., BootstrapConfig], tmp_path: Path
 ) -> None:
     target = tmp_path / "model"
     target.mkdir()
-    with pytest.raises(ConfigError, match="exists and was not made by `bootstrap`"):
-        ensure_checkpoint(bootstrap(), target, runner)
+    with pytest.raises(ConfigError, match="exists and was not made by a bootstrap"):
+        ensure_checkpoint(bootstrap(), target)
     target.rmdir()
-    ensure_checkpoint(bootstrap(warmup=None), target, runner)
-    with pytest.raises(ConfigError, match="was made with other `bootstrap` values"):
-        ensure_checkpoint(bootstrap(warmup=None, seed=1), target, runner)
+    ensure_checkpoint(bootstrap(warmup=None), target)
+    with pytest.raises(ConfigError, match="was made with other bootstrap values"):
+        ensure_checkpoint(bootstrap(warmup=None, seed=1), target)
 
 
 def test_run_from_nothing_ends_with_an_export_that_transformers_computes_alike(
@@ -164,10 +175,10 @@ def test_run_from_nothing_ends_with_an_export_that_transformers_computes_alike(
 ) -> None:
     config = rl_config(
         actor={"path": str(tmp_path / "model"), "optimizer": {"lr": 1e-3}},
-        bootstrap=bootstrap().model_dump(),
         verify_export=True,
         total_steps=2,
     )
+    assert ensure_checkpoint(bootstrap(), config.actor.path, like=config.actor) == 0
     trainer = RLTrainer(config)
     trainer.train()
     export = tmp_path / "run" / "export"
@@ -179,14 +190,14 @@ def test_run_from_nothing_ends_with_an_export_that_transformers_computes_alike(
     assert export_difference(trainer.engine.model, export, documents) > LOGIT_TOLERANCE
 
 
-def test_bpe_without_a_dataset_names_the_missing_field(runner: Runner, tmp_path: Path) -> None:
+def test_bpe_without_a_dataset_names_the_missing_field(tmp_path: Path) -> None:
     config = BootstrapConfig.parse({"tokenizer": {"kind": "bpe"}})
-    with pytest.raises(ConfigError, match=r"bootstrap.tokenizer.train_data is not set"):
-        ensure_checkpoint(config, tmp_path / "model", runner)
+    with pytest.raises(ConfigError, match=r"bootstrap: tokenizer.train_data is not set"):
+        ensure_checkpoint(config, tmp_path / "model")
 
 
 def test_warm_up_ends_where_the_target_reward_is_reached(
-    bootstrap: Callable[..., BootstrapConfig], runner: Runner, tmp_path: Path
+    bootstrap: Callable[..., BootstrapConfig], tmp_path: Path
 ) -> None:
     """`constant` pays 1.0 for anything: reached at the first measurement, at step 2 of 5; 1.5 is never reached."""
     for at_least, steps in ((1.0, 2), (1.5, 5)):
@@ -211,14 +222,20 @@ def test_warm_up_ends_where_the_target_reward_is_reached(
         assert read_jsonl(run / "metrics.jsonl") == rows
 
 
-def test_signal_in_the_warm_up_ends_the_run_and_the_next_one_goes_on(
-    bootstrap: Callable[..., BootstrapConfig], rl_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["rl", "bootstrap"])
+def test_signal_in_the_warm_up_ends_the_command_and_the_next_one_goes_on(
+    bootstrap: Callable[..., BootstrapConfig],
+    rl_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    archon: Callable[..., int],
+    command: str,
 ) -> None:
-    config = rl_config(
-        actor={"path": str(tmp_path / "model"), "optimizer": {"lr": 1e-3}},
-        bootstrap=bootstrap().model_dump(),
-        total_steps=1,
-    )
+    """The same of a run that begins with a bootstrap and of the bootstrap by itself."""
+    file = written(bootstrap(path=str(tmp_path / "model")), tmp_path / "bootstrap.yaml")
+    if command == "rl":
+        actor = {"path": str(tmp_path / "model"), "optimizer": {"lr": 1e-3}}
+        file = written(rl_config(actor=actor, bootstrap=file.name, total_steps=1), tmp_path / "run.yaml")
     train_step, taken = SFTTrainer.train_step, []
 
     def signalled(trainer: SFTTrainer) -> dict[str, float]:
@@ -228,10 +245,38 @@ def test_signal_in_the_warm_up_ends_the_run_and_the_next_one_goes_on(
         return train_step(trainer)
 
     monkeypatch.setattr(SFTTrainer, "train_step", signalled)
-    with Runner(config.run_dir, config) as outer:
-        assert RLTrainer(config, outer).train() == {}
-        assert outer.exit_code == 128 + signal.SIGTERM
+    assert archon(command, "--config", file) == 128 + signal.SIGTERM
     assert not (tmp_path / "model").exists()
-    RLTrainer(config).train()
+    assert archon(command, "--config", file) == 0
     assert taken == [0, 1, 2, 3, 4]
     assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "export").exists() == (command == "rl")
+
+
+def test_the_file_of_a_bootstrap_is_found_beside_the_configuration_that_names_it(
+    bootstrap: Callable[..., BootstrapConfig], rl_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    written(bootstrap(), tmp_path / "recipes" / "mine.yaml")
+    run = written(rl_config(bootstrap="mine.yaml"), tmp_path / "recipes" / "run.yaml")
+    monkeypatch.chdir(tmp_path)
+    relative = Path("recipes") / run.name
+    assert load_config(RLConfig, relative, []).bootstrap == str(tmp_path / "recipes" / "mine.yaml")
+    assert load_config(RLConfig, relative, ["bootstrap=recipes/mine.yaml"]).bootstrap == str(
+        tmp_path / "recipes" / "mine.yaml"
+    )
+    assert read_bootstrap(load_config(RLConfig, relative, []).bootstrap) == bootstrap()
+    assert load_config(RLConfig, relative, ["bootstrap=null"]).bootstrap is None
+    with pytest.raises(ConfigError, match=r"bootstrap: its keys \(model_type, seed\) now stand in a file of their own"):
+        rl_config(bootstrap={"model_type": "qwen3", "seed": 1})
+
+
+def test_the_engine_of_a_bootstrap_is_the_runs_but_for_what_it_says(
+    bootstrap: Callable[..., BootstrapConfig],
+) -> None:
+    run = EngineConfig(path="actor", layout="d2", dtype="bfloat16", max_tokens_per_mb=512)
+    made = bootstrap_engine(bootstrap(engine={"dtype": "float32"}, seed=7), run, "blank")
+    assert (made.path, made.layout, made.dtype, made.max_tokens_per_mb) == ("blank", "d2", "float32", 512)
+    assert made.init_from_scratch and made.seed == 7
+    with pytest.raises(ConfigError, match="bootstrap: engine: unknown key 'layuot', did you mean 'layout'"):
+        bootstrap_engine(bootstrap(engine={"layuot": "d2"}), run, "blank")

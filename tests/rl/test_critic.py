@@ -18,7 +18,7 @@ from archon.training.metrics import read_jsonl
 
 MakeConfig = Callable[..., RLConfig]
 
-PPO: dict[str, Any] = {"preset": "ppo", "kl_coef": 0.0, "minibatches": 2, "value_clip": None}
+PPO: dict[str, Any] = {"preset": "ppo", "kl": {"coef": 0.0}, "minibatches": 2, "value_clip": None}
 
 
 def ppo(blank: Path, **changes: Any) -> dict[str, Any]:
@@ -75,12 +75,12 @@ def test_a_checkpoint_without_a_critic_does_not_resume_ppo(rl_config: MakeConfig
 
 
 def test_advantage_and_critic_must_agree(rl_config: MakeConfig, blank: Path) -> None:
-    alone = ppo(blank)["algorithm"] | {"groups_without_spread": "drop"}
+    alone = ppo(blank)["algorithm"] | {"zero_variance_groups": "drop"}
     with pytest.raises(ConfigError, match="drop would leave nothing, as a group is one answer"):
         rl_config(**ppo(blank, algorithm=alone))
     with pytest.raises(ConfigError, match=r"algorithm\.advantage is gae, which needs a critic: set `critic`"):
         rl_config(algorithm=PPO)
     with pytest.raises(ConfigError, match=r"a critic is set, and algorithm\.advantage 'grpo' has no use for it"):
         rl_config(critic={"path": str(blank)})
-    critic = rl_config(**ppo(blank)).critic
+    critic = rl_config(**ppo(blank)).resolve().critic
     assert critic is not None and critic.is_critic and critic.init_score

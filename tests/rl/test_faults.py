@@ -93,7 +93,7 @@ def test_groups_that_are_all_dropped_are_dumped_and_marked(rl_config: MakeConfig
     config = rl_config(
         total_steps=1,
         reward="tests.rl.rewards_for_tests.constant",
-        algorithm={"kl_coef": 0.0, "groups_without_spread": "drop"},
+        algorithm={"kl": {"coef": 0.0}, "zero_variance_groups": "drop"},
     )
     RLTrainer(config).train()
     rows = read_jsonl(Path(config.run_dir) / "trajectories.jsonl")

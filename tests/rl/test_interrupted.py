@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from archon.cli import main
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.training.config import PreferenceConfig
@@ -84,7 +86,7 @@ def test_a_signal_ends_the_run_and_the_resumed_one_is_bitwise_the_whole(
     assert_bitwise_equal_runs(config, whole)
 
 
-SCORED = {"algorithm": {"kl_coef": 0.05, "policy_loss": "decoupled", "correction": "tis"}}
+SCORED = {"algorithm": {"kl": {"coef": 0.05}, "policy_loss": "decoupled", "correction": "tis"}}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,7 @@ def test_a_signal_while_a_batch_is_scored_lets_its_step_end(
     rl_config: MakeConfig, tmp_path: Path, whole_scored: RLConfig, point: str
 ) -> None:
     assert whole_scored.ref is not None
-    config = rl_config(**common(tmp_path, **SCORED, ref=whole_scored.ref.model_dump(mode="json")))
+    config = rl_config(**common(tmp_path, **SCORED, ref=whole_scored.ref))
     assert_ended_well(Ended(config, point), signal.SIGINT)
     assert assert_checkpoints_whole(tmp_path / "run" / "checkpoints") == 3
     RLTrainer(config).train()
@@ -194,10 +196,14 @@ def test_a_signal_in_the_warm_up_ends_the_run_in_one_line(rl_config: MakeConfig,
     config = rl_config(
         **common(tmp_path, total_steps=1),
         actor={"path": str(tmp_path / "model"), "optimizer": {"lr": 1e-3}},
-        bootstrap={"hf_config": SMALL_QWEN3, "tokenizer": tokenizer, "warmup": warmup},
+        bootstrap=str(tmp_path / "bootstrap.yaml"),
     )
+    made = {"hf_config": SMALL_QWEN3, "tokenizer": tokenizer, "warmup": warmup}
+    (tmp_path / "bootstrap.yaml").write_text(yaml.safe_dump(made))
     assert_ended_well(Ended(config, "warm-up"), signal.SIGINT)
-    RLTrainer(config).train()
+    with pytest.raises(SystemExit) as left:
+        main(["rl", "--config", str(tmp_path / "run.yaml")])
+    assert left.value.code == 0
     assert_each_prompt_trained_once(config)
 
 

@@ -11,11 +11,13 @@ from torch import Tensor
 from archon.engine.batch import PackedBatch
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.config import AlgorithmConfig
-from archon.rl.algorithms.losses import POLICY_LOSSES, second_moment_mask
+from archon.rl.algorithms.losses import POLICY_LOSSES, M2POLoss, second_moment_mask
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.schema.errors import ConfigError
 from tests.rl.formulas import documents, plain_kept, plain_objective
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
+
+NONE = {"coef": 0.0}
 
 
 def random_batch(seed: int = 0) -> tuple[Tensor, Tensor, PackedBatch]:
@@ -47,22 +49,18 @@ def test_policy_loss_equals_plain_loop(policy_loss: str, correction: str, dual_c
         with pytest.raises(ConfigError, match="policy_loss decoupled is weighted by a correction"):
             AlgorithmConfig.parse({"policy_loss": policy_loss})
         return
-    config = AlgorithmConfig(
-        policy_loss=policy_loss,
-        correction=correction,
-        dual_clip=dual_clip,
-        clip_eps_low=0.1,
-        clip_eps_high=0.4,
-        sapo_tau_positive=0.8,
-        sapo_tau_negative=1.3,
-        m2_threshold=0.3,
-    )
+    settings = {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": dual_clip, "tau_positive": 0.8, "tau_negative": 1.3}
+    settings["max_second_moment"] = 0.3
+    known = POLICY_LOSSES.settings_class(policy_loss).model_fields
+    given = {name: value for name, value in settings.items() if name in known}
+    config = AlgorithmConfig.parse({"policy_loss": {"kind": policy_loss, **given}, "correction": correction})
     logprobs, entropy, batch = random_batch()
     kept = None
-    if policy_loss == "m2po":
+    if isinstance(config.policy_loss, M2POLoss):
+        threshold = config.policy_loss.max_second_moment
         log_ratio, trained = batch["prox_logprobs"] - batch["logprobs"], batch["loss_mask"] == 1
-        batch.fields["policy_weights"] *= second_moment_mask(log_ratio, batch["loss_mask"], config.m2_threshold)
-        kept = plain_kept(log_ratio[trained].tolist(), config.m2_threshold)
+        batch.fields["policy_weights"] *= second_moment_mask(log_ratio, batch["loss_mask"], threshold)
+        kept = plain_kept(log_ratio[trained].tolist(), threshold)
         assert 0 < sum(kept) < len(kept)
     expected = plain_objective(logprobs, entropy, batch, config, kept)
     assert math.isclose(objective_of(config, logprobs, entropy, batch), expected, rel_tol=FORMULA_FP64)
@@ -71,14 +69,13 @@ def test_policy_loss_equals_plain_loop(policy_loss: str, correction: str, dual_c
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
 @pytest.mark.parametrize("kl_kind", ["k1", "k2", "k3"])
 def test_objective_equals_plain_loop(aggregation: str, kl_kind: str) -> None:
-    config = AlgorithmConfig(
-        aggregation=aggregation,
-        length_budget=11,
-        kl_kind=kl_kind,
-        kl_coef=0.3,
-        entropy_coef=0.05,
-        clip_eps_low=0.1,
-        clip_eps_high=0.4,
+    config = AlgorithmConfig.parse(
+        {
+            "aggregation": {"kind": aggregation, **({"max_tokens": 11} if aggregation == "dr_grpo" else {})},
+            "kl": {"kind": kl_kind, "coef": 0.3},
+            "entropy_coef": 0.05,
+            "policy_loss": {"clip_low": 0.1, "clip_high": 0.4},
+        }
     )
     logprobs, entropy, batch = random_batch()
     objective = PolicyObjective(config)
@@ -91,7 +88,7 @@ def test_objective_equals_plain_loop(aggregation: str, kl_kind: str) -> None:
 def test_objective_metrics_are_sums_and_counts_over_loss_tokens() -> None:
     logprobs, entropy, batch = random_batch(1)
     loss_tokens = batch["loss_mask"].nonzero().flatten().tolist()
-    _, metrics = PolicyObjective(AlgorithmConfig(kl_coef=0))(logprobs, entropy, batch)
+    _, metrics = PolicyObjective(AlgorithmConfig.parse({"kl": NONE}))(logprobs, entropy, batch)
     log_ratio = [(logprobs[t] - batch["logprobs"][t]).item() for t in loss_tokens]
     expected = {
         "ratio": sum(math.exp(x) for x in log_ratio),
@@ -131,7 +128,7 @@ def test_clip_fractions_by_the_side_that_was_clipped() -> None:
         "advantages": torch.tensor([2.0, 2.0, -1.0, -1.0, 2.0, 2.0], dtype=torch.float64),
         "logprobs": torch.zeros(6, dtype=torch.float64),
     }
-    config = AlgorithmConfig(kl_coef=0, clip_eps_low=0.2, clip_eps_high=0.2)
+    config = AlgorithmConfig.parse({"kl": NONE, "policy_loss": {"clip_low": 0.2, "clip_high": 0.2}})
     _, metrics = PolicyObjective(config)(logprobs, torch.zeros_like(logprobs), documents((6,), **fields))
     found = {name: [x.item() for x in metrics[name]] for name in metrics if name.startswith("clip_fraction")}
     assert found == {"clip_fraction": [2, 5], "clip_fraction_low": [1, 5], "clip_fraction_high": [1, 5]}
@@ -149,7 +146,8 @@ def test_decoupled_loss_worked_by_hand() -> None:
         "prox_logprobs": torch.full((3,), 0.5, dtype=torch.float64).log(),
         "policy_weights": torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64),
     }
-    config = AlgorithmConfig(policy_loss="decoupled", correction="tis", kl_coef=0, clip_eps_low=0.2, clip_eps_high=0.2)
+    decoupled = {"kind": "decoupled", "clip_low": 0.2, "clip_high": 0.2}
+    config = AlgorithmConfig.parse({"policy_loss": decoupled, "correction": "tis", "kl": NONE})
     found = objective_of(config, logprobs, torch.zeros(3), documents((3,), **fields))
     assert found == pytest.approx(-1.6, rel=FORMULA_FP64)
 
@@ -178,7 +176,7 @@ def test_entropy_bonus_worked_by_hand() -> None:
     batch = documents((3, 2), loss_mask=mask, advantages=zeros, logprobs=zeros)
     entropy = torch.tensor([9.0, 2.0, 1.0, 9.0, 4.0], dtype=torch.float64)
     for aggregation, expected in (("seq_mean_token_mean", -0.275), ("token_mean", -0.7 / 3)):
-        config = AlgorithmConfig(kl_coef=0, entropy_coef=0.1, aggregation=aggregation)
+        config = AlgorithmConfig.parse({"kl": NONE, "entropy_coef": 0.1, "aggregation": aggregation})
         assert objective_of(config, zeros, entropy, batch) == pytest.approx(expected, rel=FORMULA_FP64)
 
 
@@ -191,8 +189,9 @@ def test_aggregations_worked_by_hand() -> None:
     owners = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     expected = {"token_mean": 14 / 3, "seq_mean_token_mean": 6.0, "seq_mean_token_sum": 7.0, "dr_grpo": 1.75}
     assert set(AGGREGATIONS) == set(expected)
+    limit = {"dr_grpo": {"max_tokens": 4}}
     for name, value in expected.items():
-        weights, units = AGGREGATIONS[name](mask, owners, 3, AlgorithmConfig(length_budget=4))
+        weights, units = AGGREGATIONS[name](mask, owners, 3, AGGREGATIONS.parse({"kind": name, **limit.get(name, {})}))
         assert math.isclose(((weights * losses).sum() / units).item(), value, rel_tol=FORMULA_FP32)
 
 
@@ -215,6 +214,6 @@ def test_no_hidden_second_normalisation() -> None:
     advantages = torch.tensor([3.0, 3, -1, -1, -1, -1, -1], dtype=torch.float64)
     logprobs = torch.full((7,), -0.5, dtype=torch.float64)
     batch = documents(lengths, loss_mask=mask, advantages=advantages, logprobs=logprobs)
-    objective = PolicyObjective(AlgorithmConfig(kl_coef=0))
+    objective = PolicyObjective(AlgorithmConfig.parse({"kl": NONE}))
     loss, _ = objective(logprobs, torch.zeros(7), batch)
     assert (loss / objective.units(batch)).item() == -(3.0 - 1.0) / 2

@@ -36,11 +36,12 @@ def test_value_loss_equals_plain_loop(clip: float | None) -> None:
 def test_correction_equals_plain_loop(correction: str) -> None:
     log_ratio = torch.randn(6, 9, dtype=torch.float64)
     mask = torch.randint(0, 2, (6, 9))
-    config = AlgorithmConfig(correction=correction, correction_low=0.6, correction_high=1.4)
-    weights, touched = CORRECTIONS[correction](log_ratio, mask, config)
+    bounds = {"max_ratio": 1.4} | ({"min_ratio": 0.6} if correction == "icepop" else {})
+    settings = CORRECTIONS.parse({"kind": correction, **({} if correction == "none" else bounds)})
+    weights, touched = CORRECTIONS[correction](log_ratio, mask, settings)
     for row in range(6):
         trained = mask[row] == 1
-        expected = plain_correction(log_ratio[row][trained].tolist(), config)
+        expected = plain_correction(log_ratio[row][trained].tolist(), settings)
         assert weights[row][trained].tolist() == pytest.approx([weight for weight, _ in expected], rel=FORMULA_FP64)
         assert touched[row][trained].tolist() == [beyond for _, beyond in expected]
 

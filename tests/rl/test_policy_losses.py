@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
-from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms, clipped_loss, second_moment_mask
@@ -24,9 +24,9 @@ def terms(logprobs: list[float], advantages: list[float], documents: list[int] |
     )
 
 
-def assert_loss(of: PolicyTerms, config: AlgorithmConfig, loss: list[float], gradient: list[float]) -> list[bool]:
+def assert_loss(of: PolicyTerms, settings: Any, loss: list[float], gradient: list[float]) -> list[bool]:
     """Each token's loss, and its derivative by the token's logprob; gives back which a bound decided."""
-    found = POLICY_LOSSES[config.policy_loss](of, config)
+    found = POLICY_LOSSES[settings.kind](of, settings)
     torch.testing.assert_close(found.loss, torch.tensor(loss, dtype=torch.float64), rtol=0, atol=1e-6)
     found.loss.sum().backward()
     assert of.logprobs.grad is not None
@@ -77,48 +77,48 @@ def test_dual_clip_worked_by_hand() -> None:
 def test_gspo_worked_by_hand() -> None:
     # Log-ratios 0.1, 0.3 | −0.2: s = e^0.2 = 1.221403 for both tokens of the first answer, e^−0.2 = 0.818731. With
     # A = 1 and bounds far away the loss is −s, and its gradient −s at every token, though only their mean enters s.
-    config = AlgorithmConfig(policy_loss="gspo", clip_eps_low=0.9, clip_eps_high=0.9)
+    settings = POLICY_LOSSES.parse({"kind": "gspo", "clip_low": 0.9, "clip_high": 0.9})
     of = terms([0.1, 0.3, -0.2], [1.0, 1.0, 1.0], [0, 0, 1])
     expected = [-1.221403, -1.221403, -0.818731]
-    assert assert_loss(of, config, expected, expected) == [False, False, False]
+    assert assert_loss(of, settings, expected, expected) == [False, False, False]
 
 
 def test_cispo_worked_by_hand() -> None:
     # A = 2, ρ = e^0.2 = 1.221403 within the bound of 1.5: loss −1.221403 · 2 · 0.2 = −0.488561, gradient −ρA =
     # −2.442806. ρ = e^1 is bounded: loss −1.5 · 2 · 1, gradient −1.5 · 2, where PPO's would be 0. There is no bound
     # below: A = −1, ρ = e^−3 = 0.049787: loss 0.049787 · −3 = −0.149361, gradient 0.049787.
-    config = AlgorithmConfig(policy_loss="cispo", clip_eps_low=1.0, clip_eps_high=0.5)
+    settings = POLICY_LOSSES.parse({"kind": "cispo", "clip_low": 1.0, "clip_high": 0.5})
     of = terms([0.2, 1.0, -3.0], [2.0, 2.0, -1.0])
-    clipped = assert_loss(of, config, [-0.488561, -3.0, -0.149361], [-2.442806, -3.0, 0.049787])
+    clipped = assert_loss(of, settings, [-0.488561, -3.0, -0.149361], [-2.442806, -3.0, 0.049787])
     assert clipped == [False, True, False]
 
 
 def test_sapo_worked_by_hand_on_policy() -> None:
     # ρ = 1: the gate is 4/τ · σ(0) = 2/τ, and its slope 4/τ · τ · 1/4 = 1, the plain policy gradient's.
-    config = AlgorithmConfig(policy_loss="sapo", sapo_tau_positive=1.0, sapo_tau_negative=2.0)
-    assert assert_loss(terms([0.0, 0.0], [3.0, -3.0]), config, [-6.0, 3.0], [-3.0, 3.0]) == [False, False]
+    settings = POLICY_LOSSES.parse({"kind": "sapo", "tau_positive": 1.0, "tau_negative": 2.0})
+    assert assert_loss(terms([0.0, 0.0], [3.0, -3.0]), settings, [-6.0, 3.0], [-3.0, 3.0]) == [False, False]
 
 
 def test_sapo_worked_by_hand_away_from_ratio_1() -> None:
     # A = 3, ρ = 2, τ = 1: σ(1) = 0.731059, loss −3 · 4 · 0.731059 = −8.772703; its slope by ρ is 4/τ · τσ(1 − σ) = 4 ·
     # 0.196612, times −A · ρ: −4.718686. A = −3, ρ = 0.5, τ = 2: σ(−1) = 0.268941, loss 3 · 2 · 0.268941 = 1.613649,
     # gradient 3 · 4 · 0.196612 · 0.5 = 1.179672.
-    config = AlgorithmConfig(policy_loss="sapo", sapo_tau_positive=1.0, sapo_tau_negative=2.0)
+    settings = POLICY_LOSSES.parse({"kind": "sapo", "tau_positive": 1.0, "tau_negative": 2.0})
     of = terms([math.log(2), math.log(0.5)], [3.0, -3.0])
-    assert assert_loss(of, config, [-8.772703, 1.613649], [-4.718686, 1.179672]) == [False, False]
+    assert assert_loss(of, settings, [-8.772703, 1.613649], [-4.718686, 1.179672]) == [False, False]
 
 
 def test_importance_worked_by_hand() -> None:
     # −Aρ whatever the ratio: −2 · 5 = −10 and 1 · 0.1; its gradient by log π is itself.
-    config = AlgorithmConfig(policy_loss="importance", clip_eps_low=0.2, clip_eps_high=0.2)
+    settings = POLICY_LOSSES.parse("importance")
     of = terms([math.log(5), math.log(0.1)], [2.0, -1.0])
-    assert assert_loss(of, config, [-10.0, 0.1], [-10.0, 0.1]) == [False, False]
+    assert assert_loss(of, settings, [-10.0, 0.1], [-10.0, 0.1]) == [False, False]
 
 
 def test_reinforce_worked_by_hand() -> None:
     # −A log π: −2 · −0.5 = 1 and 3 · −0.25 = −0.75, gradients −A; the ratios e^−0.5 and e^−0.25 have no part in it.
-    config = AlgorithmConfig(policy_loss="reinforce", clip_eps_low=0.1, clip_eps_high=0.1)
-    assert assert_loss(terms([-0.5, -0.25], [2.0, -3.0]), config, [1.0, -0.75], [-2.0, 3.0]) == [False, False]
+    settings = POLICY_LOSSES.parse("reinforce")
+    assert assert_loss(terms([-0.5, -0.25], [2.0, -3.0]), settings, [1.0, -0.75], [-2.0, 3.0]) == [False, False]
 
 
 def test_second_moment_mask_worked_by_hand() -> None:
@@ -141,7 +141,8 @@ def test_second_moment_mask_equals_plain_loop() -> None:
 def test_corrections_worked_by_hand() -> None:
     # ρ = 3, 0.4, 1 in the first answer and 3 off the mask; its product is 1.2.
     log_ratio, mask = torch.tensor([[3.0, 0.4, 1.0, 3.0]]).log(), torch.tensor([[1, 1, 1, 0]])
-    config = AlgorithmConfig(correction_low=0.5, correction_high=2.0)
+    bounds = {"tis": {"max_ratio": 2.0}, "icepop": {"min_ratio": 0.5, "max_ratio": 2.0}}
+    bounds["sequence_tis"] = bounds["tis"]
     expected = {
         "none": ([1, 1, 1], [False, False, False]),
         "tis": ([2, 0.4, 1], [True, False, False]),
@@ -150,7 +151,8 @@ def test_corrections_worked_by_hand() -> None:
     }
     assert set(CORRECTIONS) == set(expected)
     for name, (weights, touched) in expected.items():
-        found = CORRECTIONS[name](log_ratio, mask, config)
+        settings = CORRECTIONS.parse({"kind": name, **bounds.get(name, {})})
+        found = CORRECTIONS[name](log_ratio, mask, settings)
         torch.testing.assert_close(found[0][0, :3], torch.tensor(weights).float(), rtol=1e-5, atol=1e-6)
         assert found[1][0, :3].tolist() == touched, name
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from archon.engine.engine import ArchonEngine
-from archon.rl.algorithms.advantages import Outcomes
+from archon.rl.algorithms.advantages import AdvantageInputs
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.trajectories import concat_padded_tensors
 from archon.rl.update import PolicyUpdate
@@ -92,9 +92,9 @@ def prepared(
     models: Models, batch: dict[str, Tensor], temperature: float = TEMPERATURE, limit: int = 10, **algorithm: Any
 ) -> tuple[dict[str, Tensor], dict[str, float], float]:
     """What was prepared, its metrics, and the policy loss of the step that follows."""
-    config = AlgorithmConfig.parse({"kl_coef": 0.0, "aggregation": "token_mean"} | algorithm)
-    critic = models.critic if config.advantage == "gae" else None
-    reference = models.reference if config.kl_coef else None
+    config = AlgorithmConfig.parse({"kl": {"coef": 0.0}, "aggregation": "token_mean"} | algorithm)
+    critic = models.critic if config.advantage.needs_critic else None
+    reference = models.reference if config.kl.coef else None
     update = PolicyUpdate(
         models.policy, reference, config, critic=critic, temperature=temperature, max_new_tokens=limit
     )
@@ -111,7 +111,13 @@ def earned(found: dict[str, Tensor]) -> list[float]:
     return (advantages - following + values).tolist()
 
 
-EARNED: dict[str, Any] = {"advantage": "gae", "gae_gamma": 1.0, "gae_lambda": 0.0}
+EARNED: dict[str, Any] = {"advantage": {"kind": "gae", "gamma": 1.0, "lam": 0.0}}
+
+IN_REWARD = {"place": "reward", "coef": 0.3}
+
+
+def m2po(max_second_moment: float) -> dict[str, Any]:
+    return {"kind": "m2po", "max_second_moment": max_second_moment}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,8 @@ EARNED: dict[str, Any] = {"advantage": "gae", "gae_gamma": 1.0, "gae_lambda": 0.
 )
 def test_kl_in_the_reward_worked_by_hand(known: Models, recomputed: bool, kind: str, expected: list[float]) -> None:
     correction = {"correction": "tis"} if recomputed else {}
-    found, _, _ = prepared(known, one_answer(), kl_in="reward", kl_kind=kind, kl_coef=0.5, **EARNED, **correction)
+    kl = {"place": "reward", "kind": kind, "coef": 0.5}
+    found, _, _ = prepared(known, one_answer(), kl=kl, **EARNED, **correction)
     assert earned(found) == pytest.approx(expected, abs=1e-6)
     assert found["advantages"][found["loss_mask"] == 0].abs().max() == 0
 
@@ -144,19 +151,19 @@ def test_kl_in_the_reward_worked_by_hand(known: Models, recomputed: bool, kind: 
     ("algorithm", "weights", "touched"),
     [
         # π_prox = 8/15, 1/30, 8/15 over π_behave = 4/15, 2/15, 8/15: ρ = 2, 1/4 and 1.
-        ({"correction": "tis", "correction_high": 1.5}, [1.5, 0.25, 1.0], 1 / 3),
-        ({"correction": "tis", "correction_high": 3.0}, [2.0, 0.25, 1.0], 0.0),
-        ({"correction": "icepop", "correction_low": 0.5, "correction_high": 3.0}, [2.0, 0.0, 1.0], 1 / 3),
-        ({"correction": "icepop", "correction_low": 0.2, "correction_high": 1.5}, [0.0, 0.25, 1.0], 1 / 3),
+        ({"correction": {"kind": "tis", "max_ratio": 1.5}}, [1.5, 0.25, 1.0], 1 / 3),
+        ({"correction": {"kind": "tis", "max_ratio": 3.0}}, [2.0, 0.25, 1.0], 0.0),
+        ({"correction": {"kind": "icepop", "min_ratio": 0.5, "max_ratio": 3.0}}, [2.0, 0.0, 1.0], 1 / 3),
+        ({"correction": {"kind": "icepop", "min_ratio": 0.2, "max_ratio": 1.5}}, [0.0, 0.25, 1.0], 1 / 3),
         # Their product is 1/2.
-        ({"correction": "sequence_tis", "correction_high": 2.0}, [0.5, 0.5, 0.5], 0.0),
-        ({"correction": "sequence_tis", "correction_low": 0.1, "correction_high": 0.4}, [0.4, 0.4, 0.4], 1.0),
-        ({"policy_loss": "decoupled", "correction": "tis", "correction_high": 1.5}, [1.5, 0.25, 1.0], 1 / 3),
+        ({"correction": {"kind": "sequence_tis", "max_ratio": 2.0}}, [0.5, 0.5, 0.5], 0.0),
+        ({"correction": {"kind": "sequence_tis", "max_ratio": 0.4}}, [0.4, 0.4, 0.4], 1.0),
+        ({"policy_loss": "decoupled", "correction": {"kind": "tis", "max_ratio": 1.5}}, [1.5, 0.25, 1.0], 1 / 3),
         # (log ρ)² = 0.480453, 1.921812 and 0: the mean of all is 0.80, without the second 0.24 <= 0.5.
-        ({"policy_loss": "m2po", "m2_threshold": 0.5}, [1.0, 0.0, 1.0], None),
-        ({"policy_loss": "m2po", "m2_threshold": 0.9}, [1.0, 1.0, 1.0], None),
+        ({"policy_loss": m2po(0.5)}, [1.0, 0.0, 1.0], None),
+        ({"policy_loss": m2po(0.9)}, [1.0, 1.0, 1.0], None),
         (
-            {"policy_loss": "m2po", "m2_threshold": 0.5, "correction": "tis", "correction_high": 1.5},
+            {"policy_loss": m2po(0.5), "correction": {"kind": "tis", "max_ratio": 1.5}},
             [1.5, 0.0, 1.0],
             1 / 3,
         ),
@@ -166,12 +173,12 @@ def test_policy_weights_worked_by_hand(
     known: Models, algorithm: dict[str, Any], weights: list[float], touched: float | None
 ) -> None:
     """They are what the loss of the step is weighted by, whose ratio to π_prox is 1."""
-    kl = {"kl_in": "reward", "kl_kind": "k1", "kl_coef": 0.5}
-    found, metrics, policy_loss = prepared(known, one_answer(), **EARNED, **kl, **algorithm)
+    kl = {"place": "reward", "kind": "k1", "coef": 0.5}
+    found, metrics, policy_loss = prepared(known, one_answer(), kl=kl, **EARNED, **algorithm)
     trained = found["loss_mask"] == 1
     assert found["policy_weights"][trained].tolist() == pytest.approx(weights, abs=1e-6)
     assert metrics.get("correction_fraction") == (None if touched is None else pytest.approx(touched))
-    if algorithm.get("policy_loss") == "m2po":
+    if isinstance(algorithm.get("policy_loss"), dict):
         assert metrics["m2_masked_fraction"] == pytest.approx(weights.count(0.0) / 3)
     elif touched is not None:
         assert metrics["correction_weight"] == pytest.approx(sum(weights) / 3, abs=1e-6)
@@ -185,11 +192,12 @@ def test_overlong_penalty_is_taken_off_the_reward_worked_by_hand(known: Models) 
     # penalty of 2. Rewards 1, 0.5 and 0 become 1, 0 and −2; the other tokens earn nothing.
     rows = [answer([5] * (1 + n), [0] + [1] * n, [0.5] * n, r) for n, r in ((6, 1.0), (7, 0.5), (10, 0.0))]
     batch = concat_padded_tensors(rows) | {"group_ids": torch.tensor([0, 0, 1])}
-    plain, metrics, _ = prepared(known, batch, advantage="dr_grpo", overlong_penalty=2.0, overlong_buffer=0.4)
+    overlong = {"penalty": 2.0, "buffer": 0.4}
+    plain, metrics, _ = prepared(known, batch, advantage="dr_grpo", overlong=overlong)
     # Group 0: 1 and 0 about their mean of 1/2; group 1 is one answer, which tells nothing.
     assert plain["advantages"][:, 1].tolist() == pytest.approx([0.5, -0.5, 0.0])
     assert metrics["overlong_fraction"] == pytest.approx(2 / 3)
-    found, _, _ = prepared(known, batch, overlong_penalty=2.0, overlong_buffer=0.4, **EARNED)
+    found, _, _ = prepared(known, batch, overlong=overlong, **EARNED)
     for row, (length, reward) in enumerate(((6, 1.0), (7, 0.0), (10, -2.0))):
         of_row = {name: value[row : row + 1] for name, value in found.items()}
         assert earned(of_row) == pytest.approx([0.0] * (length - 1) + [reward], abs=1e-6)
@@ -201,7 +209,7 @@ def test_returns_worked_by_hand(known: Models) -> None:
     # 0.675 and 2. They vary by (1.325/2)² = 0.438906, their errors 0.175 and 1.3 by (1.125/2)² = 0.316406: the critic
     # explains 1 − 0.316406 / 0.438906 = 0.279103 of them.
     batch = answer([5, 7, 9], [0, 1, 1], [0.5, 0.5], reward=2.0) | {"group_ids": torch.tensor([0])}
-    found, metrics, _ = prepared(known, batch, advantage="gae", gae_gamma=0.5, gae_lambda=0.5)
+    found, metrics, _ = prepared(known, batch, advantage={"kind": "gae", "gamma": 0.5, "lam": 0.5})
     assert found["old_values"][0, 1:].tolist() == pytest.approx([0.5, 0.7], abs=1e-6)
     assert found["advantages"].tolist()[0] == pytest.approx([0.0, 0.175, 1.3], abs=1e-6)
     assert found["returns"].tolist()[0] == pytest.approx([0.0, 0.675, 2.0], abs=1e-6)
@@ -212,22 +220,22 @@ def test_returns_worked_by_hand(known: Models) -> None:
     "algorithm",
     [
         {},
-        {"kl_kind": "k1", "correction": "tis", "correction_high": 1.1},
-        {"correction": "icepop", "correction_low": 0.6, "correction_high": 1.4},
-        {"correction": "sequence_tis"},
-        {"policy_loss": "decoupled", "correction": "tis"},
-        {"policy_loss": "m2po", "m2_threshold": 0.3},
-        {"policy_loss": "m2po", "m2_threshold": 0.3, "correction": "tis", "correction_high": 1.1},
+        {"kl": {"kind": "k1", **IN_REWARD}, "correction": {"kind": "tis", "max_ratio": 1.1}},
+        {"correction": {"kind": "icepop", "min_ratio": 0.6, "max_ratio": 1.4}},
+        {"correction": {"kind": "sequence_tis"}},
+        {"policy_loss": {"kind": "decoupled"}, "correction": {"kind": "tis"}},
+        {"policy_loss": m2po(0.3)},
+        {"policy_loss": m2po(0.3), "correction": {"kind": "tis", "max_ratio": 1.1}},
     ],
-    ids=lambda algorithm: "-".join(map(str, algorithm.values())) or "none",
+    ids=lambda algorithm: "-".join(str(part["kind"]) for part in algorithm.values()) or "none",
 )
 def test_prepare_equals_plain_loops(random_models: Models, algorithm: dict[str, Any]) -> None:
     """Nine answers of odd lengths, one of them in two turns: everything from the logprobs of plain logits."""
     batch = trajectories()
     batch["loss_mask"][8, 5] = 0
     # A buffer of 4 tokens: quarters are exact in the penalty's float32.
-    algorithm = {"kl_in": "reward", "kl_coef": 0.3, "overlong_penalty": 0.7, "overlong_buffer": 0.7} | algorithm
-    gae = {"advantage": "gae", "gae_gamma": 0.97, "gae_lambda": 0.9}
+    algorithm = {"kl": IN_REWARD, "overlong": {"penalty": 0.7, "buffer": 0.7}} | algorithm
+    gae: dict[str, Any] = {"advantage": {"kind": "gae", "gamma": 0.97, "lam": 0.9}}
     found, metrics, policy_loss = prepared(random_models, batch, temperature=0.8, limit=6, **gae, **algorithm)
 
     config = AlgorithmConfig.parse(gae | algorithm)
@@ -241,19 +249,19 @@ def test_prepare_equals_plain_loops(random_models: Models, algorithm: dict[str, 
         generated = batch["logprobs"][row, trained]
         own = prox if config.recomputes else generated
         for t, d in zip(trained.tolist(), (own - ref).tolist(), strict=True):
-            token_rewards[row, t] = -0.3 * plain_kl(d, config.kl_kind)
-        weights += [weight for weight, _ in plain_correction((prox - generated).tolist(), config)]
+            token_rewards[row, t] = -0.3 * plain_kl(d, config.kl.kind)
+        weights += [weight for weight, _ in plain_correction((prox - generated).tolist(), config.correction)]
         log_ratios += (prox - generated).tolist()
         penalties.append(plain_penalty(len(trained), 6, 4))
     rewards = batch["rewards"] + 0.7 * torch.tensor(penalties, dtype=torch.float64)
-    if config.policy_loss == "m2po":
+    if config.policy_loss.kind == "m2po":
         kept = plain_kept(log_ratios, 0.3)
         assert 0 < sum(kept) < len(kept)
         weights = [weight * keeps for weight, keeps in zip(weights, kept, strict=True)]
         assert metrics["m2_masked_fraction"] == pytest.approx(1 - sum(kept) / len(kept))
 
-    of = Outcomes(rewards, batch["group_ids"], batch["loss_mask"], token_rewards, values)
-    advantages = torch.tensor(plain_advantages("gae", of, config), dtype=torch.float64)
+    of = AdvantageInputs(rewards, batch["group_ids"], batch["loss_mask"], token_rewards, values)
+    advantages = torch.tensor(plain_advantages(of, config.advantage), dtype=torch.float64)
     exactly = {"rtol": INVARIANCE_FP64, "atol": INVARIANCE_FP64}
     torch.testing.assert_close(found["advantages"], advantages, **exactly)
     torch.testing.assert_close(found["returns"], advantages + values, **exactly)

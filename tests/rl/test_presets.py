@@ -2,76 +2,90 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+import torch
+from pydantic import Field
+
+from archon.cli.config import leaves
+from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs, AdvantageSettings
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.presets import PRESETS
 from archon.schema.errors import ConfigError
 
 GROUP = {
-    "advantage": "grpo",
-    "advantage_eps": 1e-6,
-    "aggregation": "seq_mean_token_mean",
+    "advantage": {"kind": "grpo", "eps": 1e-6},
+    "aggregation": {"kind": "seq_mean_token_mean"},
     "ppo_epochs": 1,
     "minibatches": 1,
     "entropy_coef": 0.0,
 }
-CLIP = {"policy_loss": "ppo", "clip_eps_low": 0.2, "clip_eps_high": 0.2, "dual_clip": None}
-NO_KL = {"kl_coef": 0.0}
+CLIP = {"policy_loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}}
+TOKEN_MEAN = {"aggregation": {"kind": "token_mean"}}
+NO_KL = {"kl": {"kind": "k3", "coef": 0.0, "place": "loss"}}
 
 
 @pytest.mark.parametrize(
     ("preset", "parts"),
     [
-        ("grpo", GROUP | CLIP | {"kl_kind": "k3", "kl_coef": 0.04, "kl_in": "loss"}),
-        ("dr_grpo", GROUP | CLIP | NO_KL | {"advantage": "dr_grpo", "aggregation": "dr_grpo"}),
+        ("grpo", GROUP | CLIP | {"kl": {"kind": "k3", "coef": 0.04, "place": "loss"}}),
+        (
+            "dr_grpo",
+            GROUP
+            | CLIP
+            | NO_KL
+            | {"advantage": {"kind": "dr_grpo"}, "aggregation": {"kind": "dr_grpo", "max_tokens": None}},
+        ),
         (
             "rloo",
-            {"advantage": "rloo", "policy_loss": "reinforce", "aggregation": "seq_mean_token_sum"}
-            | {"kl_in": "reward", "kl_kind": "k1", "kl_coef": 0.03, "ppo_epochs": 1, "minibatches": 1},
+            {"advantage": {"kind": "rloo"}, "policy_loss": {"kind": "reinforce"}}
+            | {"aggregation": {"kind": "seq_mean_token_sum"}}
+            | {"kl": {"kind": "k1", "coef": 0.03, "place": "reward"}, "ppo_epochs": 1, "minibatches": 1},
         ),
         (
             "reinforce_pp",
             CLIP
-            | {"advantage": "reinforce_pp", "advantage_eps": 1e-6, "aggregation": "token_mean", "minibatches": 1}
-            | {"kl_in": "reward", "kl_kind": "k1", "kl_coef": 0.01},
+            | TOKEN_MEAN
+            | {"advantage": {"kind": "reinforce_pp", "eps": 1e-6}, "minibatches": 1}
+            | {"kl": {"kind": "k1", "coef": 0.01, "place": "reward"}},
         ),
         (
             "ppo",
             CLIP
-            | {"advantage": "gae", "gae_gamma": 1.0, "gae_lambda": 0.95, "value_clip": 0.2, "aggregation": "token_mean"}
-            | {"kl_in": "reward", "kl_kind": "k1", "kl_coef": 0.02, "ppo_epochs": 1, "minibatches": 8},
+            | TOKEN_MEAN
+            | {"advantage": {"kind": "gae", "gamma": 1.0, "lam": 0.95}, "value_clip": 0.2}
+            | {"kl": {"kind": "k1", "coef": 0.02, "place": "reward"}, "ppo_epochs": 1, "minibatches": 8},
         ),
         (
             "dapo",
             GROUP
-            | CLIP
             | NO_KL
-            | {"clip_eps_high": 0.28, "aggregation": "token_mean", "groups_without_spread": "refill"}
-            | {"overlong_penalty": 1.0, "overlong_buffer": 0.2, "minibatches": 16},
+            | TOKEN_MEAN
+            | {"policy_loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}}
+            | {"zero_variance_groups": "resample", "overlong": {"penalty": 1.0, "buffer": 0.2}, "minibatches": 16},
         ),
         (
             "gspo",
             GROUP
             | NO_KL
-            | {"policy_loss": "gspo", "clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "dual_clip": None, "minibatches": 4},
+            | {"policy_loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}}
+            | {"minibatches": 4},
         ),
         (
             "cispo",
-            GROUP
-            | NO_KL
-            | {"policy_loss": "cispo", "clip_eps_low": 1.0, "clip_eps_high": 4.0, "aggregation": "token_mean"},
+            GROUP | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
         ),
-        ("sapo", GROUP | NO_KL | {"policy_loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}),
-        ("m2po", GROUP | NO_KL | {"policy_loss": "m2po", "m2_threshold": 0.04, "aggregation": "token_mean"}),
+        ("sapo", GROUP | NO_KL | {"policy_loss": {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}}),
+        ("m2po", GROUP | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "m2po", "max_second_moment": 0.04}}),
     ],
 )
 def test_preset_means_exactly_its_paper(preset: str, parts: dict[str, object]) -> None:
     config = AlgorithmConfig(preset=preset).model_dump()
     assert {name: config[name] for name in parts} == parts
     if preset not in ("dapo",):
-        assert config["overlong_penalty"] == 0 and config["groups_without_spread"] == "keep"
-    assert config["correction"] == "none"
+        assert config["overlong"]["penalty"] == 0 and config["zero_variance_groups"] == "keep"
+    assert config["correction"] == {"kind": "none"}
 
 
 def test_every_preset_is_checked_above() -> None:
@@ -81,8 +95,77 @@ def test_every_preset_is_checked_above() -> None:
 
 
 def test_every_part_of_a_preset_can_be_overridden_and_unknown_ones_are_named() -> None:
-    assert AlgorithmConfig(preset="grpo", kl_coef=0.0, aggregation="token_mean").kl_coef == 0.0
+    changed = AlgorithmConfig.parse({"preset": "grpo", "kl": {"coef": 0.0}, "aggregation": "token_mean"})
+    assert changed.kl.model_dump() == {"kind": "k3", "coef": 0.0, "place": "loss"}
+    assert changed.aggregation.kind == "token_mean"
     with pytest.raises(ConfigError, match="unknown preset 'grop', did you mean 'grpo'"):
         AlgorithmConfig.parse({"preset": "grop"})
     with pytest.raises(ConfigError, match="preset: got 5, input should be a valid string"):
         AlgorithmConfig.parse({"preset": 5})
+
+
+@pytest.mark.parametrize(
+    ("given", "policy_loss"),
+    [
+        ({"clip_low": 0.1}, {"kind": "ppo", "clip_low": 0.1, "clip_high": 0.28, "dual_clip": None}),
+        ("ppo", {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}),
+        # Another method has its own paper's values, not those of the preset's.
+        ("gspo", {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}),
+        ({"kind": "cispo", "clip_high": 2.0}, {"kind": "cispo", "clip_low": 1.0, "clip_high": 2.0}),
+        ("reinforce", {"kind": "reinforce"}),
+    ],
+)
+def test_settings_complete_the_presets_method_and_another_method_replaces_it(
+    given: object, policy_loss: dict[str, object]
+) -> None:
+    config = AlgorithmConfig.parse({"preset": "dapo", "policy_loss": given})
+    assert config.model_dump()["policy_loss"] == policy_loss
+    assert AlgorithmConfig.parse(config.model_dump(mode="json")).model_dump() == config.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"policy_loss": {"tau_positive": 2.0}}, "policy_loss: unknown key 'tau_positive'"),
+        ({"policy_loss": {"kind": "sapo", "tau_positiv": 2.0}}, "policy_loss: .* did you mean 'tau_positive'"),
+        ({"policy_loss": {"kind": "ppo", "clip_low": 2.0}}, "policy_loss.clip_low: got 2.0, input should be less than"),
+        ({"advantage": "gpro"}, "advantage: unknown advantage 'gpro', did you mean 'grpo'"),
+        ({"advantage": 3}, "advantage: got 3, expected the name of one, or a mapping with `kind`"),
+        ({"advantage": {"kind": "math.pi"}}, "advantage 'math.pi' is 3.14.*, expected a function"),
+        ({"correction": {"kind": "icepop", "min_ratio": 3}}, "correction: min_ratio 3.0 is not below max_ratio 2.0"),
+    ],
+)
+def test_a_method_that_cannot_be_is_named_in_one_line(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        AlgorithmConfig.parse(given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("old", AlgorithmConfig.renamed)
+def test_an_old_key_is_an_error_that_names_the_new_one(old: str) -> None:
+    """And the new one exists."""
+    new = re.match(r"[\w.]+", AlgorithmConfig.renamed[old])
+    assert new is not None
+    assert new[0].removeprefix("algorithm.") in leaves(AlgorithmConfig)
+    with pytest.raises(ConfigError, match=re.escape(f"{old} is now {new[0]}")):
+        AlgorithmConfig.parse({old: 0.5})
+
+
+class Margin(AdvantageSettings):
+    compares_group = True
+    margin: float = Field(0.1, ge=0, description="lead that counts")
+
+
+def own_advantage(inputs: AdvantageInputs, settings: Margin) -> torch.Tensor:
+    return inputs.on_tokens(inputs.totals - settings.margin)
+
+
+def test_an_advantage_of_ones_own_has_settings_of_its_own() -> None:
+    path = f"{__name__}.own_advantage"
+    given = AlgorithmConfig.parse({"advantage": {"kind": path, "margin": 0.25}})
+    assert isinstance(given.advantage, Margin) and given.advantage.compares_group
+    inputs = AdvantageInputs(torch.tensor([1.0]), torch.tensor([0]), torch.ones(1, 2))
+    assert ADVANTAGES[path](inputs, given.advantage).tolist() == [[0.75, 0.75]]
+    assert AlgorithmConfig.parse({"advantage": path}).model_dump()["advantage"] == {"kind": path, "margin": 0.1}
+    with pytest.raises(ConfigError, match="advantage: unknown key 'margn', did you mean 'margin'"):
+        AlgorithmConfig.parse({"advantage": {"kind": path, "margn": 0.25}})

@@ -86,7 +86,7 @@ def test_gate_limit_grows_below_temperature_one_and_a_nan_never_passes() -> None
 
 
 def test_positive_kl_coefficient_without_reference_model_is_an_error(rl_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match=r"kl_coef is 0.04, which needs a reference model: set `ref`"):
+    with pytest.raises(ConfigError, match=r"kl\.coef is 0.04, which needs a reference model: set `ref`"):
         rl_config(algorithm={"preset": "grpo"})
 
 
@@ -227,7 +227,7 @@ def test_a_workflow_to_evaluate_without_held_out_prompts_has_nothing_to_do(rl_co
 
 
 def test_batch_without_spread_skips_the_update_and_says_so(rl_config: MakeConfig) -> None:
-    algorithm = {"kl_coef": 0.0, "groups_without_spread": "refill"}
+    algorithm = {"kl": {"coef": 0.0}, "zero_variance_groups": "resample"}
     rollout = {"prompts_per_step": 3, "max_refills": 1}
     trainer = RLTrainer(rl_config(reward="tests.rl.rewards_for_tests.constant", algorithm=algorithm, rollout=rollout))
     with trainer.opened():

@@ -16,7 +16,7 @@ from archon.engine.engine import ArchonEngine
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.update import PolicyUpdate
 from tests.rl.formulas import plain_logprobs
-from tests.rl.objectives import OBJECTIVES, assert_same, float64_engine, of_objective, padded, trajectories
+from tests.rl.objectives import ALGORITHM, OBJECTIVES, assert_same, float64_engine, of_objective, padded, trajectories
 from tests.tolerances import INVARIANCE_FP64
 
 
@@ -47,7 +47,8 @@ def test_loss_and_gradients_do_not_change_under_padding_packing_and_micro_batch_
 ) -> None:
     batch, algorithm = trajectories(), OBJECTIVES[objective]
     expected = of_objective(*engines.whole, batch, algorithm)
-    if algorithm.get("policy_loss", "ppo") in ("ppo", "gspo", "cispo") and "correction" not in algorithm:
+    loss = AlgorithmConfig.parse(ALGORITHM | algorithm).policy_loss.kind
+    if loss in ("ppo", "gspo", "cispo") and "correction" not in algorithm:
         assert expected[0]["clip_fraction"] > 0
     assert any(name.startswith("critic.") for name in expected[1]) == (algorithm.get("advantage") == "gae")
 
@@ -95,7 +96,7 @@ def test_minibatches_use_every_trajectory_once_an_epoch(make_engine: Callable[..
         return train_batch(minibatch, *arguments)
 
     engine.train_batch = record  # type: ignore[method-assign]
-    algorithm = AlgorithmConfig(kl_coef=0, ppo_epochs=2, minibatches=3)
+    algorithm = AlgorithmConfig.parse({"kl": {"coef": 0}, "ppo_epochs": 2, "minibatches": 3})
     update = PolicyUpdate(engine, None, algorithm, temperature=1.0, seed=5)
     metrics = update.train(update.prepare(batch, 0)[0], step=0)
     assert engine.step == 6
@@ -109,8 +110,9 @@ def test_shuffled_rewards_control_permutes_the_batch_and_nothing_else() -> None:
     batch = trajectories(n=24)
     arguments: dict[str, Any] = {"temperature": 1.0, "seed": 3}
     engine: Any = None  # advantages need no model
-    plain = PolicyUpdate(engine, None, AlgorithmConfig(kl_coef=0), **arguments)
-    control = PolicyUpdate(engine, None, AlgorithmConfig(kl_coef=0), shuffle_rewards=True, **arguments)
+    algorithm = AlgorithmConfig.parse({"kl": {"coef": 0}})
+    plain = PolicyUpdate(engine, None, algorithm, **arguments)
+    control = PolicyUpdate(engine, None, algorithm, shuffle_rewards=True, **arguments)
 
     def advantages(update: PolicyUpdate, step: int) -> Tensor:
         found = update.prepare(batch, step)[0]["advantages"]

@@ -12,7 +12,7 @@ from archon.rl.compat.trinity.adapter import TrinityWorkflow
 from archon.rl.compat.trinity.builtin import MathWorkflow
 from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS
 from archon.rl.rewards import get_reward_fn
-from archon.schema.config import nearest
+from archon.schema.config import laid_over, nearest
 from archon.schema.errors import ConfigError, RewardError
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,16 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "algorithm.optimizer.lr_scheduler_type": ("actor.scheduler.kind",),
     "algorithm.optimizer.warmup_style": ("actor.scheduler.kind",),
     "algorithm.optimizer.lr_warmup_steps": ("actor.scheduler.warmup_steps",),
-    "algorithm.policy_loss_fn_args.clip_range": ("algorithm.clip_eps_low", "algorithm.clip_eps_high"),
-    "algorithm.policy_loss_fn_args.clip_range_low": ("algorithm.clip_eps_low",),
-    "algorithm.policy_loss_fn_args.clip_range_high": ("algorithm.clip_eps_high",),
-    "algorithm.kl_loss_fn": ("algorithm.kl_kind",),
-    "algorithm.kl_loss_fn_args.kl_coef": ("algorithm.kl_coef",),
+    "algorithm.policy_loss_fn_args.clip_range": (
+        "algorithm.policy_loss.clip_low",
+        "algorithm.policy_loss.clip_high",
+    ),
+    "algorithm.policy_loss_fn_args.clip_range_low": ("algorithm.policy_loss.clip_low",),
+    "algorithm.policy_loss_fn_args.clip_range_high": ("algorithm.policy_loss.clip_high",),
+    "algorithm.kl_loss_fn": ("algorithm.kl.kind",),
+    "algorithm.kl_loss_fn_args.kl_coef": ("algorithm.kl.coef",),
     "algorithm.entropy_loss_fn_args.entropy_coef": ("algorithm.entropy_coef",),
-    "model.model_path": ("actor.path", "ref.path"),
+    "model.model_path": ("actor.path",),
     "model.max_prompt_tokens": ("train_data.max_length",),
     "model.max_response_tokens": ("gconfig.max_new_tokens",),
     "model.max_model_len": ("generator.max_seq_len",),
@@ -70,7 +73,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     _EVAL + "rollout_args.n": ("evaluation.n_samples",),
     _EVAL + "rollout_args.temperature": ("evaluation.temperature",),
     "explorer.eval_interval": ("evaluation.every",),
-    _MODEL + "dtype": ("actor.dtype", "ref.dtype"),
+    _MODEL + "dtype": ("actor.dtype",),
     _MODEL + "seed": ("seed",),
     _MODEL + "enable_openai_api": ("workflow_args.enable_openai_api",),
     "trainer.total_steps": ("total_steps",),
@@ -90,7 +93,7 @@ _OTHERS |= {_EVAL + name for name in ("workflow_args", "reward_fn_args")}
 # What may be said, as it is so here; anything else is refused for the reason given.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "mode": (("both", "colocate"), "archon generates and trains in one run"),
-    "algorithm.kl_penalty_fn": (("none",), "write kl_in: reward under `archon: {algorithm: …}`"),
+    "algorithm.kl_penalty_fn": (("none",), "write `archon: {algorithm: {kl: {place: reward}}}`"),
     "algorithm.sample_strategy": (("default",), "every batch is trained once it is whole"),
     "model.min_response_tokens": ((1,), "the trainer cannot replay a lower limit"),
     "model.repetition_penalty": ((1,), "the trainer cannot replay a penalty"),
@@ -164,7 +167,7 @@ def translated(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     own = data.get("archon") or {}
     if not isinstance(own, dict):
         raise ConfigError(f"{source}: archon is {own!r}, expected a mapping of archon's own keys")
-    config = _laid_over(config, own)
+    config = laid_over(config, own)
     if "total_steps" not in config:
         config["total_steps"] = _steps(config, given.get("buffer.total_epochs") or 1)
     return config
@@ -192,10 +195,11 @@ def _finish(config: dict[str, Any], given: Mapping[str, Any], source: str) -> No
     names = [str(given[key]) for key in ("project", "group", "name") if given.get(key)]
     config["run_dir"] = str(Path(given.get("checkpoint_root_dir") or "checkpoints", *names))
     config.setdefault("resume", True)  # the guide's default
+    config["ref"] = {}  # the actor as it begins
     if given.get("algorithm.kl_loss_fn") == "none":
-        _put(config, "algorithm.kl_coef", 0.0)
+        _put(config, "algorithm.kl.coef", 0.0)
     preset = config.get("algorithm", {}).get("preset", "grpo")
-    if preset in PRESETS and PRESETS[preset]["advantage"] == "gae":
+    if preset in PRESETS and PRESETS[preset]["advantage"]["kind"] == "gae":
         _put(config, "critic.path", given.get("model.critic_model_path") or config["actor"]["path"])
     _put(config, "train_data.raw", True)
     if "eval_data" in config:
@@ -260,11 +264,3 @@ def _put(config: dict[str, Any], path: str, value: Any) -> None:
     for parent in parents:
         config = config.setdefault(parent, {})
     config[last] = value
-
-
-def _laid_over(config: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(config)
-    for key, value in own.items():
-        below = merged.get(key)
-        merged[key] = _laid_over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return merged

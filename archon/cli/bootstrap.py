@@ -1,0 +1,41 @@
+"""`archon bootstrap`: a small checkpoint from nothing, by itself or at the beginning of a run that names its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from archon.cli.config import config_command, load_config
+from archon.cli.options import ConfigFile, DryRun, Overrides
+from archon.cli.train import leave_with
+from archon.schema.errors import ConfigError
+
+SETTINGS: dict[str, Any] = {
+    "name": "bootstrap",
+    "help": "Make a small checkpoint from nothing: config, tokenizer, weights and a warm-up by SFT.",
+    "cls": config_command("archon.training.bootstrap_config:BootstrapConfig"),
+}
+
+
+def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    leave_with(lambda: _run(config, overrides or [], dry_run))
+
+
+def _run(file: Path | None, overrides: list[str], dry_run: bool) -> int:
+    from archon.training.bootstrap_config import BootstrapConfig
+
+    config = load_config(BootstrapConfig, file, overrides)
+    if config.path is None:
+        raise ConfigError("where should the checkpoint be made? give path=FOLDER")
+    if dry_run:
+        from archon.cli.check import check_bootstrap, print_check
+
+        print_check(config, check_bootstrap)
+        return 0
+    from archon.rl.bootstrap import bootstrap_engine, ensure_checkpoint
+    from archon.training.loop import join
+
+    config = join(config, bootstrap_engine(config, None, config.path))
+    assert config.path is not None
+    number = ensure_checkpoint(config, config.path)
+    return 128 + number if number else 0

@@ -1,0 +1,36 @@
+"""How many leaves the configuration of each training command has, as its `--help` shows them:
+
+    python -m archon.cli.config_leaves
+
+Every section is expanded once; a choice between methods counts as the choice and the settings of all methods; a mapping
+over another section's fields, such as `ref`, counts as one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from archon.cli.config import leaves, schema_of
+
+SCHEMAS = {
+    "rl": "archon.rl.config:RLConfig",
+    "sft": "archon.training.config:SFTConfig",
+    "preference": "archon.training.config:PreferenceConfig",
+    "bootstrap": "archon.training.bootstrap_config:BootstrapConfig",
+}
+
+
+def count(command: str) -> int:
+    """Returns how many leaves the configuration of `archon COMMAND` has."""
+    return len(leaves(schema_of(SCHEMAS[command])))
+
+
+def main() -> None:
+    for command, schema in SCHEMAS.items():
+        keys = leaves(schema_of(schema))
+        sections = Counter(key.partition(".")[0] if "." in key else "alone" for key in keys)
+        print(f"{command:<11}{len(keys):>4}  " + ", ".join(f"{name} {n}" for name, n in sections.most_common()))
+
+
+if __name__ == "__main__":
+    main()
