@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+import torch
 
+from archon.cli.config import leaves
 from archon.data.config import DatasetConfig
 from archon.data.load import load_rows
 from archon.rl import AsyncRewardWrapper, GenerationHyperparameters, InProcessEngine, RLTrainer, get_custom_dataset
+from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.bootstrap import make_tokenizer
 from archon.rl.config import RLConfig
 from archon.rl.rewards import RewardRaised
@@ -55,7 +58,7 @@ def test_a_run_trains_with_the_advantage_and_the_dataset_of_the_guide(
     columns = {"prompt_key": "question", "response_key": "solution"}
     config = rl_config(
         total_steps=1,
-        algorithm={"kl_coef": 0.0, "advantage": f"{my_package('advantage')}.best_of_group"},
+        algorithm={"kl": {"coef": 0.0}, "advantage": f"{my_package('advantage')}.best_of_group"},
         train_data={"path": path, **columns},
         eval_data={"path": path, "split": "test", **columns},
         evaluation={"max_prompts": 4},
@@ -67,6 +70,16 @@ def test_a_run_trains_with_the_advantage_and_the_dataset_of_the_guide(
         answers = [row for row in rows if row["group"] == group]
         best = max(row["reward"] for row in answers)
         assert [row["advantage"] for row in answers] == [1.0 if row["reward"] == best else -1.0 for row in answers]
+
+
+def test_the_advantage_with_settings_of_the_guide_is_checked_and_given_them(my_package: Callable[[str], str]) -> None:
+    path = f"{my_package('settings')}.best_with_margin"
+    settings = AlgorithmConfig.parse({"advantage": {"kind": path, "margin": 0.6}}).advantage
+    inputs = AdvantageInputs(torch.tensor([1.0, 0.0, 3.0, 1.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, 2))
+    assert settings.compares_group
+    assert ADVANTAGES[path](inputs, settings).tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    with pytest.raises(ConfigError, match=r"advantage\.margin: got -1, input should be greater than or equal to 0"):
+        AlgorithmConfig.parse({"advantage": {"kind": path, "margin": -1}})
 
 
 def test_rows_of_a_function_keep_their_columns_and_their_splits(my_package: Callable[[str], str]) -> None:
@@ -148,7 +161,4 @@ def test_every_name_to_move_over_to_exists(name: str) -> None:
     if name.startswith("archon."):
         import_dotted(name, "name")
         return
-    model: Any = RLConfig
-    for part in name.split("."):
-        assert issubclass(model, BaseModel) and part in model.model_fields, name
-        model = model.model_fields[part].annotation
+    assert any(f"{leaf}.".startswith(f"{name}.") for leaf in leaves(RLConfig)), name
