@@ -2,9 +2,10 @@
 
     feat(rl): skip groups whose rewards are all equal
 
-    The body says why.
+    They add nothing to the gradient, yet cost a forward and a backward pass.
 
-Installed by `pre-commit install --hook-type commit-msg`; also `python .ci/check_commit_message.py FILE`.
+The body says why; those of feat, fix and perf need one. Installed by `pre-commit install --hook-type commit-msg`; also
+`python .ci/check_commit_message.py FILE`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 TYPES = ("feat", "fix", "perf", "refactor", "test", "docs", "build", "ci", "chore", "revert")
 SCOPES = ("engine", "models", "parallel", "rl", "cli", "bench", "ci", "docs", "tests")
+NEEDS_A_BODY = ("feat", "fix", "perf")
 SUBJECT_LENGTH = 100
 
 SUBJECT = re.compile(r"(?P<type>[a-z]+)(\((?P<scope>[^)]*)\))?!?: (?P<text>\S.*)")
@@ -44,6 +46,8 @@ def problem(message: str) -> str | None:
         return "the subject ends with a full stop"
     if len(lines) > 1 and lines[1].strip():
         return "an empty line stands between subject and body"
+    if match["type"] in NEEDS_A_BODY and not any(line.strip() for line in lines[2:]):
+        return f"a commit of type {match['type']} needs a body that says why"
     return None
 
 

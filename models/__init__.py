@@ -1,4 +1,4 @@
-"""The zoo: one folder a family, shared layers beside them. Import it as `archon.models`.
+"""The zoo: one file a family, shared layers beside them. Import it as `archon.models`.
 
 Public names are loaded on first use, so that `archon models` can list families without building anything.
 """

@@ -21,7 +21,7 @@ ParallelizeFn = Callable[..., Any]
 PipeliningFn = Callable[..., Any]
 
 ENTRY_POINT_GROUP = "archon.models"
-# A new family adds its name here; nothing else outside its folder changes.
+# A new family adds its name here; nothing else outside its file changes.
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 
 
@@ -48,6 +48,19 @@ class ModelSpec:
     pipelining_fn: PipeliningFn | None = None
 
 
+def family_spec(
+    name: str,
+    adapter: type[BaseStateDictAdapter],
+    parallelize_fn: ParallelizeFn,
+    pipelining_fn: PipeliningFn | None = None,
+) -> ModelSpec:
+    """Returns the spec of a family whose adapter names its model, whose model names its arguments, and whose arguments
+    name the Hugging Face `model_type`s they read."""
+    model = adapter.model_class
+    args = model.args_class
+    return ModelSpec(name, model, args, adapter, parallelize_fn, args.model_types, pipelining_fn)
+
+
 class _Registry:
     """Specs by `model_type`; the built-in families and the entry points are read on first use, by one thread while
     others wait."""
@@ -72,7 +85,7 @@ class _Registry:
         with self._lock:
             if not self._discovered:
                 self._discovered = True
-                self.add(importlib.import_module(f"archon.models.{family}.spec").SPEC for family in FAMILIES)
+                self.add(importlib.import_module(f"archon.models.{family}").SPEC for family in FAMILIES)
                 self.add(entry.load() for entry in metadata.entry_points(group=ENTRY_POINT_GROUP))
         return self._specs
 

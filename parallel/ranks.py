@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.dims import ArchonParallelDims
+from archon.parallel.world import World
+from archon.schema.errors import BatchError, UserError
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 SOLO = Group("", 1, 0)
 
@@ -51,3 +56,23 @@ class Ranks:
         if self.dp.size == 1:
             return number
         return int(all_reduce(torch.tensor(number, device=device), self.dp, "max"))
+
+    def require_on_all(self, prepare: Callable[[], Result], device: torch.device) -> Result:
+        """Returns this rank's `prepare()`, once it has gone well on every data-parallel rank.
+
+        Where one refuses its share by a `UserError` all of them raise: that rank its own error, the others a BatchError
+        with its number and message.
+        """
+        if self.dp.size == 1:
+            return prepare()
+        try:
+            result = prepare()
+        except UserError as error:
+            self.most(1, device)
+            World.now().gather(str(error).encode())
+            raise
+        if self.most(0, device):
+            messages = [data.decode() for data in World.now().gather(b"")]
+            rank, message = next((rank, text) for rank, text in enumerate(messages) if text)
+            raise BatchError(f"rank {rank} refused its share of the batch: {message}")
+        return result

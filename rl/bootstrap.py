@@ -175,7 +175,8 @@ def _is_made(target: Path, wanted: dict[str, Any]) -> bool:
 
 
 def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
-    """Fine-tunes the blank model. Returns the number of the signal that ended it early, or 0."""
+    """Fine-tunes the blank model. Returns the number of the signal that asked any rank to end early, or 0: the same on
+    all ranks."""
     sft = SFTConfig(
         run_dir=str(run_dir),
         resume=True,
@@ -191,7 +192,8 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
         if config.target is not None:
             probe = stack.enter_context(RewardProbe(config.target, load_tokenizer(model.path), model.seed))
         SFTTrainer(sft, runner, probe).train()
-    return runner.stop_number
+    # A signal that came after the last step's question may have reached some of the ranks alone.
+    return runner.world.most(runner.stop_number)
 
 
 class RewardProbe:

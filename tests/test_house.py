@@ -71,8 +71,9 @@ def test_no_package_registry_is_named():
 
 
 GOOD = [
-    "feat(rl): skip groups without spread",
-    "fix: say which key is missing",
+    "feat(rl): skip groups without spread\n\nThey add nothing to the gradient.",
+    "fix: say which key is missing\n\nThe error named none.",
+    "refactor(engine): one place for the denominator",
     "perf(models)!: keep decode weights transposed\n\nA decode step reads each weight once.\n",
     "# a comment of git\nci(ci): print the time of each phase",
     "Merge branch 'layouts'",
@@ -85,6 +86,9 @@ BAD = {
     "feat(rl): more.": "full stop",
     "feat(rl): " + "x" * 100: "110 characters",
     "feat(rl): more\nwithout a gap": "empty line",
+    "feat(rl): more": "needs a body",
+    "fix: say which key is missing\n\n\n": "needs a body",
+    "perf(models): faster\n\n# a comment of git": "needs a body",
 }
 
 

@@ -1,4 +1,4 @@
-"""Weights moved, bit for bit, between Hugging Face checkpoints, archon's own (`dcp`) and ranks of megatron-core.
+"""Weights moved, bit for bit, between Hugging Face checkpoints, archon's own (`native`) and ranks of megatron-core.
 
 In the middle stand tensors under Hugging Face's names that are read when, and as far as, they are written: of a source
 one tensor is in memory at a time, and of an export to Hugging Face one shard.
@@ -29,7 +29,7 @@ from archon.models import get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError, ConfigError
 
-Format = Literal["hf", "dcp", "megatron"]
+Format = Literal["hf", "native", "megatron"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 VOCAB_MULTIPLE = 128
 """Megatron-LM's own make_vocab_size_divisible_by."""
@@ -70,13 +70,13 @@ def convert(
 
     Args:
         to, origin: formats of `target` and `source`; the latter is found out where it is None.
-        like: the Hugging Face folder that has the config and the tokenizer; by default `source`. A `dcp` has none.
+        like: the Hugging Face folder that has the config and the tokenizer; by default `source`. A native one has none.
         layout: of `megatron`, by default one rank; its `vocab_rows` are computed.
         vocab_multiple: of `megatron`: the embedding is padded with zeros to a multiple of this times tp.
         dtype: of `hf`: convert the weights to it; by default each keeps its own, as in the other formats.
         drop_padding: of a `megatron` source: see `opened_ranks`.
 
-    A `dcp` source may be a run's, of which only the weights are taken; as target it holds nothing else, and
+    A native source may be a run's, of which only the weights are taken; as target it holds nothing else, and
     `ArchonEngine.load` reads it. Gives back what was moved, closed. Raises CheckpointError, LayoutError or ConfigError
     in one line; nothing has been written then.
     """
@@ -87,7 +87,7 @@ def convert(
         if to == "hf":
             whole = ((key, stored.read()) for key, stored in weights.tensors.items())
             save_hf(made, whole, weights.hf_config, like=weights.assets, dtype=dtype)
-        elif to == "dcp":
+        elif to == "native":
             _write_folder(made, lambda staged: write_state(staged, weights))
         else:
             rows = padded_vocabulary(weights.adapter.args.vocab_size, (layout or MegatronLayout()).tp, vocab_multiple)
@@ -101,11 +101,11 @@ def find_format(folder: Path) -> Format:
     if is_megatron_folder(folder):
         return "megatron"
     if state_folder(folder) is not None:
-        return "dcp"
+        return "native"
     if not (folder / CONFIG_FILE).is_file():
         refuse(
             folder,
-            f"it is not a checkpoint: it holds neither {CONFIG_FILE} (hf), nor step-* folders (dcp), nor mp_rank_* "
+            f"it is not a checkpoint: it holds neither {CONFIG_FILE} (hf), nor step-* folders (native), nor mp_rank_* "
             "folders (megatron)",
         )
     return "hf"
@@ -117,14 +117,14 @@ def opened_weights(
     """The weights of a checkpoint, every key accounted for, to be read within the block; see `convert`."""
     if kind == "hf":
         if like is not None:
-            raise ConfigError(f"{folder}: like (--like) is for dcp and megatron; hf has a config of its own")
+            raise ConfigError(f"{folder}: like (--like) is for native and megatron; hf has a config of its own")
         return _opened_hf(folder)
     if like is None and not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{folder}: it holds no {CONFIG_FILE}; name the Hugging Face checkpoint that it comes from by like (--like)"
         )
     assets = existing_folder(like or folder)
-    return _opened_dcp(folder, assets) if kind == "dcp" else _opened_megatron(folder, assets, drop_padding)
+    return _opened_native(folder, assets) if kind == "native" else _opened_megatron(folder, assets, drop_padding)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _opened_hf(folder: Path) -> Iterator[Weights]:
 
 
 @contextmanager
-def _opened_dcp(folder: Path, assets: Path) -> Iterator[Weights]:
+def _opened_native(folder: Path, assets: Path) -> Iterator[Weights]:
     found = state_folder(folder)
     if found is None:
         refuse(folder, "it is not a training checkpoint: it holds no step-* folder")
@@ -204,7 +204,7 @@ def _opened_dcp(folder: Path, assets: Path) -> Iterator[Weights]:
             target = adapter.hf_to_native(key)
             stored = model[target.name or ""]
             tensors[key] = stored if target.index is None else StoredRow(stored, target.index)
-        yield Weights("dcp", hf_config, assets, adapter, tensors)
+        yield Weights("native", hf_config, assets, adapter, tensors)
 
 
 def _model_of(folder: Path, state: Mapping[str, Any], adapter: BaseStateDictAdapter) -> dict[str, StoredTensor]:
@@ -233,7 +233,7 @@ def _opened_megatron(folder: Path, assets: Path, drop_padding: bool) -> Iterator
 
 
 def write_state(root: Path, weights: Weights) -> None:
-    """Write a `dcp` of the weights alone, as step 0 beneath `root`."""
+    """Write a native checkpoint of the weights alone, as step 0 beneath `root`."""
     parts = {
         name: Part(stacked, stacked.shape, whole_box(stacked.shape))
         for name, stacked in native_tensors(weights.adapter, weights.tensors).items()

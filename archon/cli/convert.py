@@ -1,4 +1,4 @@
-"""`archon convert SRC DST --to hf|dcp|megatron`: weights moved bit for bit between formats."""
+"""`archon convert SRC DST --to hf|native|megatron`: weights moved bit for bit between formats."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import typer
 SETTINGS: dict[str, Any] = {
     "name": "convert",
     "help": "Move weights between Hugging Face, archon and megatron-core.\n\n"
-    "hf is a Hugging Face checkpoint, dcp one of archon's training, megatron the ranks of megatron-core's GPTModel.",
+    "hf is a Hugging Face checkpoint, native one of archon's training, megatron the ranks of megatron-core's GPTModel.",
 }
 
 
 class Formats(StrEnum):
     hf = "hf"
-    dcp = "dcp"
+    native = "native"
     megatron = "megatron"
 
 
@@ -43,7 +43,7 @@ def command(
     to: Annotated[Formats, typer.Option("--to", help="format to write")],
     origin: Annotated[Formats | None, typer.Option("--from", help="format of SRC; found out when left out")] = None,
     like: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Hugging Face folder with config and tokenizer, for dcp")
+        Path | None, typer.Option(metavar="FOLDER", help="Hugging Face folder with config and tokenizer, for native")
     ] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="megatron: tensor-parallel ranks [1]")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="megatron: pipeline stages [1]")] = None,

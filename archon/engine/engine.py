@@ -57,7 +57,7 @@ from archon.parallel.world import World
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
 
-SaveFormat = Literal["hf", "dcp"]
+SaveFormat = Literal["hf", "native"]
 
 
 class ArchonEngine:
@@ -280,23 +280,23 @@ class ArchonEngine:
 
         Args:
             format: `hf` exports a Hugging Face checkpoint in any layout: shards, index, config and tokenizer, written
-                by rank 0 alone, which holds a shard at a time. `dcp` is a checkpoint of this engine's state beneath
+                by rank 0 alone, which holds a shard at a time. `native` is a checkpoint of this engine's state beneath
                 `path` (see `archon.checkpoint.native`): each rank writes what it holds, and any layout can load it.
-            asynchronous: of a `dcp`: copy to the CPU, and write while the training goes on. What goes wrong is
+            asynchronous: of `native`: copy to the CPU, and write while the training goes on. What goes wrong is
                 raised by the next save or by `wait_for_saves`.
             dtype: of an `hf` export, by default the masters'.
         """
-        if format == "dcp":
+        if format == "native":
             if dtype is not None:
-                raise ConfigError(f"format='dcp' keeps every dtype; dtype={dtype} belongs to format='hf'")
+                raise ConfigError(f"format='native' keeps every dtype; dtype={dtype} belongs to format='hf'")
             state = {"engine": self.state_dict()}
             self.saver.save(path, self.step, state, None, model_fingerprint(self.args), asynchronous=asynchronous)
             return
         if format != "hf":
-            raise ConfigError(f"format must be 'hf' or 'dcp', got {format!r}")
+            raise ConfigError(f"format must be 'hf' or 'native' (once called 'dcp'), got {format!r}")
         if asynchronous:
             raise ConfigError(
-                "asynchronous saves belong to format='dcp'; an 'hf' export is written before save returns"
+                "asynchronous saves belong to format='native'; an 'hf' export is written before save returns"
             )
         hf_io.save_hf_together(path, self.hf_weights(), like=self.config.path, dtype=dtype)
 
@@ -307,8 +307,8 @@ class ArchonEngine:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the weights by those of a checkpoint of the same model; optimiser and schedule stay.
 
-        It may be a Hugging Face checkpoint, with which balancing biases start at 0, or a `dcp` of any layout and dtype:
-        then every rank calls it.
+        It may be a Hugging Face checkpoint, with which balancing biases start at 0, or a native one of any layout and
+        dtype: then every rank calls it.
         """
         folder = state_folder(path)
         if folder is None:
@@ -417,8 +417,13 @@ class ArchonEngine:
         return self.model
 
     def _cut(self, batch: Batch) -> tuple[Any, list[Any]]:
-        self._refuse_unfit()
-        packed, parts = micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
+        def prepare() -> tuple[Any, list[Any]]:
+            self._refuse_unfit()
+            return micro_batches(batch, self.config.max_tokens_per_mb, self.args.vocab_size)
+
+        # A rank that refused its batch alone would leave the others waiting in a collective, or, where its caller goes
+        # on to the next batch, adding up two batches.
+        packed, parts = self.ranks.require_on_all(prepare, self.device)
         return packed, [mb.with_shared_prefixes() for mb in parts] if self._share_prefixes else parts
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:

@@ -120,9 +120,18 @@ class PipelineForward:
         return results
 
     def read(self, sums: MetricSums, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
-        """As `MetricSums.read`, on every rank: the last stage's ranks tell the others."""
-        values = sums.read(self.ranks, None, **scalars) if self.is_last else None
-        return self._agree(values) | {name: float(value) for name, value in (alike or {}).items()}
+        """As `MetricSums.read`, on every rank: the last stage's ranks tell the others, also what went wrong there."""
+        values: Any = None
+        if self.is_last:
+            try:
+                values = sums.read(self.ranks, None, **scalars)
+            except RuntimeError as error:
+                self._agree(str(error))
+                raise
+        values = self._agree(values)
+        if isinstance(values, str):
+            raise RuntimeError(values)
+        return values | {name: float(value) for name, value in (alike or {}).items()}
 
     def _agree(self, value: Any) -> Any:
         """What the last stage's rank holds, numbers and names, on all ranks of the pipeline."""

@@ -72,9 +72,14 @@ def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
 
 
 def micro_batches(batch: Batch, max_tokens: int, vocab_size: int) -> tuple[PackedBatch, list[PackedBatch]]:
-    """The whole batch as one pack and its micro-batches; a token or label outside the vocabulary is a
-    `BatchError`."""
+    """The whole batch as one pack and its micro-batches, at least one; `BatchError` for a batch without a document, or
+    with a token or label outside the vocabulary."""
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
+    if not packed.lengths:
+        raise BatchError(
+            "the batch has no document; give every data-parallel rank one, with a loss_mask of zeros where it is not "
+            "to be trained"
+        )
     for what, ids in (("token id", packed.tokens), ("label", packed.labels[packed.labels != IGNORE_INDEX])):
         low, high = ids.aminmax() if ids.numel() else (0, 0)
         if low < 0 or high >= vocab_size:
@@ -252,12 +257,13 @@ class Forward:
     ) -> tuple[Tensor, MetricSums]:
         """Σ loss / denominator and the metrics of this rank's micro-batches, without gradient."""
         total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
+        rounds = self.ranks.most(len(parts), self.device)
         with whole_afterwards(self.model):
             for mb in parts:
                 loss, extra = self.loss(mb.to(self.device), loss_fn, temperature)
                 total += loss / denominator
                 metrics.add(extra)
-            self._idle_forwards(parts)
+            self._idle_forwards(parts, rounds)
         return total, metrics
 
     @torch.no_grad()
@@ -266,9 +272,10 @@ class Forward:
     ) -> list[list[Tensor]]:
         """Logprobs [T] and, if asked for, entropies [T] of every token of each micro-batch, or of those that
         `loss_mask` marks; values of a critic."""
+        rounds = self.ranks.most(len(parts), self.device)
         with whole_afterwards(self.model):
             results = [self.score(mb.to(self.device), temperature, entropy, only_trained) for mb in parts]
-            self._idle_forwards(parts)
+            self._idle_forwards(parts, rounds)
         return results
 
     def score(self, mb: PackedBatch, temperature: float, entropy: bool, only_trained: bool) -> list[Tensor]:
@@ -280,8 +287,10 @@ class Forward:
         assert isinstance(scores, TokenScores)
         return [scores.logprobs] if scores.entropy is None else [scores.logprobs, scores.entropy]
 
-    def _idle_forwards(self, parts: Sequence[PackedBatch]) -> None:
-        for _ in range(self.ranks.most(len(parts), self.device) - len(parts)):
+    def _idle_forwards(self, parts: Sequence[PackedBatch], rounds: int) -> None:
+        """As many forwards as this rank has fewer micro-batches than `rounds`, the most that any has. The ranks find
+        that number before their first forward: afterwards one would ask while another still gathers weights."""
+        for _ in range(rounds - len(parts)):
             self.idle(parts[0].to(self.device))
 
     @property

@@ -49,7 +49,8 @@ def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[s
 
 
 Probe = Callable[[ArchonEngine, int], tuple[dict[str, float], bool]]
-"""(engine, steps done) to extra metrics, and whether training has reached what it is for; called after every step."""
+"""(engine, steps done) to extra metrics, and whether training has reached what it is for; called after every step, on
+every rank, and one that says so ends the training of all."""
 
 
 class SFTTrainer:
@@ -97,7 +98,8 @@ class SFTTrainer:
                     self._stepping = False
                     try:
                         if self.probe is not None:
-                            measured, self._enough = self.probe(self.engine, self.step)
+                            measured, enough = self.probe(self.engine, self.step)
+                            self._enough = runner.world.most(int(enough)) > 0
                             metrics |= measured
                         if self.finished or due(self.step, config.eval_every):
                             metrics |= timed_evaluation(self.evaluate)
@@ -122,11 +124,13 @@ class SFTTrainer:
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
         rows = load_rows(config.train_data, self.kind, tokenizer)
         self.held_out = load_rows(config.eval_data, self.kind, tokenizer) if config.eval_data else None
+        for loaded, section in ((rows, config.train_data), (self.held_out, config.eval_data)):
+            if loaded is not None and section is not None:
+                require_same_rows(loaded, section.path)
         ranks = parse_layout(config.model.layout).dp
         require_documents(config.batch_size, ranks, "batch_size")
         if self.held_out is not None:
             require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
-        require_same_rows(rows, config.train_data.path)
         require_room(rows, config.model.max_tokens_per_mb)
         self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
         self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch

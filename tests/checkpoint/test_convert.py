@@ -1,4 +1,4 @@
-"""Weights between Hugging Face, `dcp` and megatron-core: bitwise both ways, every key accounted for."""
+"""Weights between Hugging Face, `native` and megatron-core: bitwise both ways, every key accounted for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from archon.checkpoint.megatron.layout import MegatronLayout
 from archon.checkpoint.megatron.rank_files import MANIFEST_FILE, RANK_FILE
 from archon.checkpoint.native import model_fingerprint, save_state
 from archon.engine.engine import ArchonEngine
-from archon.models.qwen3_moe.args import Qwen3MoEModelArgs
-from archon.models.qwen3_moe.state_dict_adapter import Qwen3MoEStateDictAdapter
+from archon.models.qwen3_moe import Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, LayoutError
 from tests.checkpoint.conversions import FAMILIES, LAYOUTS, SIZES, edit, read_back
@@ -43,8 +42,8 @@ def test_through_megatron_and_back_is_bitwise(
 
     # The other way round: Megatron's files, whoever wrote them, come back as they were.
     (tmp_path / "ranks" / MANIFEST_FILE).unlink()
-    convert(tmp_path / "ranks", tmp_path / "dcp", "dcp")
-    convert(tmp_path / "dcp", tmp_path / "again", "megatron", layout=layout, like=folder)
+    convert(tmp_path / "ranks", tmp_path / "native", "native")
+    convert(tmp_path / "native", tmp_path / "again", "megatron", layout=layout, like=folder)
 
     files = [path.relative_to(tmp_path / "ranks") for path in (tmp_path / "ranks").glob(f"mp_rank_*/{RANK_FILE}")]
     assert len(files) == layout.tp * layout.pp * layout.ep
@@ -54,30 +53,30 @@ def test_through_megatron_and_back_is_bitwise(
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_through_dcp_and_megatron_and_back_is_bitwise(tmp_path: Path, family: str, tied: bool) -> None:
+def test_through_native_and_megatron_and_back_is_bitwise(tmp_path: Path, family: str, tied: bool) -> None:
     folder, weights = make_checkpoint(tmp_path / "hf", shards=3, tie_word_embeddings=tied, **FAMILIES[family])
 
-    convert(folder, tmp_path / "dcp", "dcp")
-    convert(tmp_path / "dcp", tmp_path / "out", "hf", like=folder)
-    convert(tmp_path / "dcp", tmp_path / "ranks", "megatron", like=folder, layout=MegatronLayout(tp=2, pp=2))
+    convert(folder, tmp_path / "native", "native")
+    convert(tmp_path / "native", tmp_path / "out", "hf", like=folder)
+    convert(tmp_path / "native", tmp_path / "ranks", "megatron", like=folder, layout=MegatronLayout(tp=2, pp=2))
     convert(tmp_path / "ranks", tmp_path / "others", "megatron", layout=MegatronLayout(tp=4, spec="te"))
-    convert(tmp_path / "others", tmp_path / "again", "dcp")
+    convert(tmp_path / "others", tmp_path / "again", "native")
     convert(tmp_path / "again", tmp_path / "back", "hf", like=folder)
 
-    assert [find_format(tmp_path / name) for name in ("hf", "dcp", "ranks")] == ["hf", "dcp", "megatron"]
+    assert [find_format(tmp_path / name) for name in ("hf", "native", "ranks")] == ["hf", "native", "megatron"]
     assert_bitwise(read_back(tmp_path / "out"), weights)
     assert_bitwise(read_back(tmp_path / "back"), weights)
 
 
-def test_a_critic_goes_to_dcp_and_back_but_not_to_megatron(tmp_path: Path) -> None:
+def test_a_critic_goes_to_native_and_back_but_not_to_megatron(tmp_path: Path) -> None:
     folder, weights = make_checkpoint(tmp_path / "hf", **SIZES)
     edit(
         folder / "model.safetensors", lambda t: (t.pop("lm_head.weight"), t.update({"score.weight": torch.ones(1, 24)}))
     )
     weights = load_file(folder / "model.safetensors")
 
-    convert(folder, tmp_path / "dcp", "dcp")
-    convert(tmp_path / "dcp", tmp_path / "back", "hf", like=folder)
+    convert(folder, tmp_path / "native", "native")
+    convert(tmp_path / "native", tmp_path / "back", "hf", like=folder)
 
     assert_bitwise(read_back(tmp_path / "back"), weights)
     with pytest.raises(CheckpointError, match=r"'score.weight' has no place in megatron-core"):
@@ -91,7 +90,7 @@ def test_tensors_to_be_fused_must_have_one_dtype(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"linear_fc1.weight' is one tensor .* '{name}' is torch.bfloat16"):
         convert(folder, tmp_path / "ranks", "megatron")
     with pytest.raises(CheckpointError, match=rf"'{name}' torch.bfloat16, but both are one tensor"):
-        convert(folder, tmp_path / "dcp", "dcp")
+        convert(folder, tmp_path / "native", "native")
 
 
 def engine(path: Path, **changes: Any) -> ArchonEngine:
@@ -100,13 +99,13 @@ def engine(path: Path, **changes: Any) -> ArchonEngine:
     return made
 
 
-def test_a_dcp_of_the_engine_is_read_and_one_that_was_made_is_loaded(tmp_path: Path) -> None:
+def test_a_native_of_the_engine_is_read_and_one_that_was_made_is_loaded(tmp_path: Path) -> None:
     folder, weights = make_checkpoint(tmp_path / "hf", **FAMILIES["moe"])
-    engine(folder).save(tmp_path / "saved", format="dcp")
+    engine(folder).save(tmp_path / "saved", format="native")
     other, _ = make_checkpoint(tmp_path / "other", seed=1, **FAMILIES["moe"])
 
     convert(tmp_path / "saved", tmp_path / "out", "hf", like=folder)
-    convert(folder, tmp_path / "made", "dcp")
+    convert(folder, tmp_path / "made", "native")
     loaded = engine(other)
     loaded.load(tmp_path / "made")
     loaded.save(tmp_path / "back", format="hf")
@@ -115,14 +114,14 @@ def test_a_dcp_of_the_engine_is_read_and_one_that_was_made_is_loaded(tmp_path: P
     assert_bitwise(read_back(tmp_path / "back"), weights)
 
 
-def test_a_dcp_of_another_model(tmp_path: Path) -> None:
+def test_a_native_of_another_model(tmp_path: Path) -> None:
     folder, _ = make_checkpoint(tmp_path / "hf", **SIZES)
     other, _ = make_checkpoint(tmp_path / "other", **SIZES | {"intermediate_size": 40})
-    convert(folder, tmp_path / "dcp", "dcp")
+    convert(folder, tmp_path / "native", "native")
     with pytest.raises(CheckpointError, match="it was written by another model: hidden_dim is 36 there and 40 here"):
-        convert(tmp_path / "dcp", tmp_path / "out", "hf", like=other)
+        convert(tmp_path / "native", tmp_path / "out", "hf", like=other)
     with pytest.raises(ConfigError, match=r"it holds no config.json; name the Hugging Face checkpoint"):
-        convert(tmp_path / "dcp", tmp_path / "out", "hf")
+        convert(tmp_path / "native", tmp_path / "out", "hf")
 
 
 def test_balancing_biases_are_not_dropped(tmp_path: Path) -> None:
@@ -141,7 +140,7 @@ def test_balancing_biases_are_not_dropped(tmp_path: Path) -> None:
         convert(tmp_path / "moved", tmp_path / "lost", "hf", like=folder)
 
 
-@pytest.mark.parametrize("to", ["hf", "dcp", "megatron"])
+@pytest.mark.parametrize("to", ["hf", "native", "megatron"])
 def test_nothing_is_left_of_a_conversion_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any) -> None:
     folder, _ = make_checkpoint(tmp_path / "hf", **SIZES)
     read = FileTensor.read
@@ -157,7 +156,7 @@ def test_nothing_is_left_of_a_conversion_that_fails(tmp_path: Path, monkeypatch:
     assert [*tmp_path.iterdir()] == [folder]
 
 
-@pytest.mark.parametrize("to", ["hf", "dcp", "megatron"])
+@pytest.mark.parametrize("to", ["hf", "native", "megatron"])
 def test_nothing_is_replaced(tmp_path: Path, to: Any) -> None:
     folder, _ = make_checkpoint(tmp_path / "hf", **SIZES)
     with pytest.raises(CheckpointError, match="hf: it exists; name a new folder"):
@@ -167,7 +166,7 @@ def test_nothing_is_replaced(tmp_path: Path, to: Any) -> None:
     assert [*(tmp_path / "empty").iterdir()]
 
 
-@pytest.mark.parametrize("to", ["dcp", "megatron"])
+@pytest.mark.parametrize("to", ["native", "megatron"])
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any) -> None:
     folder, weights = make_checkpoint(tmp_path / "hf", **FAMILIES["moe"] | {"num_hidden_layers": 6})
     read, alive, most = FileTensor.read, [0], [0]

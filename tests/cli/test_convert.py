@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 
-def test_from_hf_to_megatron_to_dcp_and_back(archon, checkpoint, tmp_path):
+def test_from_hf_to_megatron_to_native_and_back(archon, checkpoint, tmp_path):
     ranks, state, back = tmp_path / "ranks", tmp_path / "state", tmp_path / "back"
 
     done = archon("convert", checkpoint, ranks, "--to", "megatron", "--tp", "2", "--pp", "2", "--spec", "te")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"qwen3, 24 tensors: hf {checkpoint} -> megatron {ranks}, 0.0")
     assert done.out.endswith(" GB in 4 files\n")
-    assert archon("convert", ranks, state, "--to", "dcp", "--from", "megatron").code == 0
+    assert archon("convert", ranks, state, "--to", "native", "--from", "megatron").code == 0
     assert archon("convert", state, back, "--to", "hf", "--like", checkpoint).code == 0
 
     before, after = load_file(checkpoint / "model.safetensors"), load_file(back / "model.safetensors")
@@ -35,11 +35,11 @@ def test_an_export_in_another_dtype(archon, checkpoint, tmp_path):
         ("--to megatron --pp 3", "pp 3 does not divide the 2 layers"),
         ("--to megatron --ep 2", "ep is 2, but the model has no experts"),
         ("--to hf --tp 2", "--tp belongs to --to megatron; here it is hf"),
-        ("--to dcp --spec te", "--spec belongs to --to megatron; here it is dcp"),
-        ("--to dcp --dtype bfloat16", "--dtype belongs to --to hf; here it is dcp"),
-        ("--to dcp --drop-padding", "--drop-padding belongs to --from megatron; here it is hf"),
-        ("--to dcp --like elsewhere", "like (--like) is for dcp and megatron"),
-        ("--to dcp --from dcp", "holds no step-* folder"),
+        ("--to native --spec te", "--spec belongs to --to megatron; here it is native"),
+        ("--to native --dtype bfloat16", "--dtype belongs to --to hf; here it is native"),
+        ("--to native --drop-padding", "--drop-padding belongs to --from megatron; here it is hf"),
+        ("--to native --like elsewhere", "like (--like) is for native and megatron"),
+        ("--to native --from native", "holds no step-* folder"),
         ("--to hf --from megatron", "it holds no mp_rank_* folder"),
     ],
 )
@@ -55,12 +55,12 @@ def test_a_format_that_nobody_knows(archon, checkpoint, tmp_path):
 
 def test_folders_that_are_no_checkpoint(archon, checkpoint, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert "does not exist" in archon("convert", tmp_path / "nowhere", tmp_path / "out", "--to", "dcp").complaint
+    assert "does not exist" in archon("convert", tmp_path / "nowhere", tmp_path / "out", "--to", "native").complaint
     assert "it is not a checkpoint" in archon("convert", tmp_path / "empty", tmp_path / "out", "--to", "hf").complaint
-    assert "name a new folder" in archon("convert", checkpoint, checkpoint, "--to", "dcp").complaint
+    assert "name a new folder" in archon("convert", checkpoint, checkpoint, "--to", "native").complaint
 
 
 def test_a_state_needs_the_config_it_belongs_to(archon, checkpoint, tmp_path):
-    assert archon("convert", checkpoint, tmp_path / "state", "--to", "dcp").code == 0
+    assert archon("convert", checkpoint, tmp_path / "state", "--to", "native").code == 0
     complaint = archon("convert", tmp_path / "state", tmp_path / "out", "--to", "hf").complaint
     assert f"{tmp_path / 'state'}: it holds no config.json" in complaint and "--like" in complaint

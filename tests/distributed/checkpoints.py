@@ -65,10 +65,10 @@ def save_trained(case: Case, model: str, out: str, asynchronous: bool) -> dict[s
         return write_share(*args)
 
     if not asynchronous:
-        engine.save(out, format="dcp")
+        engine.save(out, format="native")
         return digests(state)
     with mock.patch("archon.checkpoint.native.write_share", write_late):
-        engine.save(out, format="dcp", asynchronous=True)
+        engine.save(out, format="native", asynchronous=True)
         train(engine, case, range(TRAINED, TRAINED + 1))  # what is written must not see it
         trained.set()
         engine.wait_for_saves()
@@ -108,7 +108,7 @@ def random_numbers(case: Case, model: str, saved: str, seed: int, save: bool) ->
     engine = engine_of(case, model)
     torch.manual_seed(seed + 10 * torch.distributed.get_rank())
     if save:
-        engine.save(saved, format="dcp")
+        engine.save(saved, format="native")
     else:
         resume(engine, saved)
     return float(torch.rand(()))
@@ -136,7 +136,7 @@ def failed_save(case: Case, model: str, out: str) -> str:
     with mock.patch(
         "archon.checkpoint.state_file.write_safetensors", no_room if engine.ranks.dp.rank == 1 else write_safetensors
     ):
-        engine.save(out, format="dcp", asynchronous=True)
+        engine.save(out, format="native", asynchronous=True)
         train(engine, case, range(1, 2))
         try:
             engine.wait_for_saves()

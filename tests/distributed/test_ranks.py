@@ -16,6 +16,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
 from archon.parallel.agreement import AGREEMENT, Agreement
 from archon.parallel.failure import Failure
+from archon.parallel.layout import parse_layout
 from archon.parallel.world import World
 from archon.schema.errors import ConfigError
 from tests.distributed.cases import Case, engine_config, rows_of
@@ -36,20 +37,25 @@ class _NamedByRank(CrossEntropyLoss):
         return {f"seen_by_{self.rank}": value}
 
 
-def train_with_other_names(folder: str) -> str:
-    engine = ArchonEngine(engine_config(Case("d2"), f"{folder}/checkpoint", "d2"))
+def train_with_other_names(folder: str, layout: str) -> tuple[int, str]:
+    engine = ArchonEngine(engine_config(Case(layout), f"{folder}/checkpoint", layout))
     engine.initialize()
     rank = engine.ranks.dp.rank
     try:
         engine.train_batch(rows_of(data_of(0), rank, 2), _NamedByRank(rank), loss_token_count)
     except RuntimeError as error:
-        return str(error)
-    return "no error"
+        return rank, str(error)
+    return rank, "no error"
 
 
-def test_metrics_of_other_names_end_every_rank(ranks: Callable[[int], Pool], reference: Callable[[Case], Path]) -> None:
-    found = ranks(2).run(train_with_other_names, str(reference(Case("d2"))))
-    for rank, message in enumerate(found):
+@pytest.mark.parametrize("layout", ["d2", "d2p2"])
+def test_metrics_of_other_names_end_every_rank(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path], layout: str
+) -> None:
+    """Of a pipeline also the ranks of its first stage, which know no metric."""
+    folder = str(reference(Case(layout)))
+    world_size = parse_layout(layout).world_size
+    for rank, message in ranks(world_size).run(train_with_other_names, folder, layout, timeout=60.0):
         assert f"this one loss, tokens, seen_by_{rank}" in message
 
 

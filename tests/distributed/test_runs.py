@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
+import signal
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from archon.checkpoint.hf_io import load_model
+from archon.engine.engine import ArchonEngine
+from archon.parallel.world import World
+from archon.rl import SFTTrainer
+from archon.rl.bootstrap import warm_up
+from archon.schema.errors import ConfigError
+from archon.training.bootstrap_config import WarmupConfig
 from archon.training.metrics import read_jsonl
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import make_inputs, rl_config, sft_config, train_rl, train_sft
@@ -109,6 +120,89 @@ def test_a_run_goes_on_where_it_stood(
     whole = ranks(2).run(train_sft, str(folder), "d2", {"run_dir": str(tmp_path / "whole")})
     for found, expected in zip(halves, whole, strict=True):
         assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_sft_evaluates_unequal_numbers_of_micro_batches(
+    folder: Path, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Held-out rows are too long for two of them to be one micro-batch: of nine a rank has five, the other four."""
+    most = 9
+    rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    assert 2 * min(len(row["prompt"] + row["response"]) for row in rows) > most
+
+    def changes(layout: str) -> dict[str, Any]:
+        model = sft_config(folder, layout).model.model_dump() | {"max_tokens_per_mb": most}
+        return {"run_dir": str(tmp_path / layout), "total_steps": 2, "model": model}
+
+    train_sft(str(folder), "d1", changes("d1"))
+    ranks(2).run(train_sft, str(folder), "d2", changes("d2"), timeout=60.0)
+    found, alone = records(str(tmp_path / "d2")), records(str(tmp_path / "d1"))
+    assert "eval/loss" in alone[-1]
+    assert_same(found, alone)
+
+
+def train_until_one_rank_has_enough(folder: str, run_dir: str) -> int:
+    """The steps done where the probe of rank 1 alone says at the second that it is enough."""
+
+    def probe(engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
+        return {}, step == 2 and World.now().rank == 1
+
+    trainer = SFTTrainer(sft_config(Path(folder), "d2", run_dir=run_dir), probe=probe)
+    trainer.train()
+    return trainer.step
+
+
+def test_one_rank_that_has_enough_ends_the_run_on_all(
+    folder: Path, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    found = ranks(2).run(train_until_one_rank_has_enough, str(folder), str(tmp_path / "run"), timeout=60.0)
+    assert found == [2, 2]
+    assert (tmp_path / "run" / "export").is_dir()
+
+
+def warm_up_with_a_late_signal(folder: str, run_dir: str) -> int:
+    """What the warm-up returns where a signal reaches rank 1 alone, after the last step, while it exports."""
+    save = ArchonEngine.save
+
+    def save_then_signal(engine: ArchonEngine, *args: Any, **kwargs: Any) -> None:
+        save(engine, *args, **kwargs)
+        if World.now().rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    warmup = WarmupConfig.parse({"total_steps": 2, "batch_size": 9, "train_data": {"path": folder}})
+    with mock.patch.object(ArchonEngine, "save", save_then_signal):
+        return warm_up(warmup, sft_config(Path(folder), "d2").model, Path(run_dir))
+
+
+def test_a_signal_to_one_rank_late_in_a_warm_up_stops_all(
+    folder: Path, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Or one would leave, and the others go on to make the checkpoint with it."""
+    found = ranks(2).run(warm_up_with_a_late_signal, str(folder), str(tmp_path / "run"), timeout=60.0)
+    assert found == [signal.SIGTERM] * 2
+
+
+def train_with_own_rows_held_out(folder: str, elsewhere: str) -> str:
+    """What this rank is told where, beneath one path, it finds other held-out rows than the other."""
+    machine = Path(elsewhere) / str(World.now().rank)
+    (machine / "held_out").mkdir(parents=True)
+    rows = (Path(folder) / "test.jsonl").read_text().splitlines()
+    (machine / "held_out" / "test.jsonl").write_text("\n".join(rows[: 5 + 9 * World.now().rank]))
+    changes = {"run_dir": f"{elsewhere}/run", "eval_data": {"path": "held_out", "split": "test"}}
+    try:
+        with chdir(machine):
+            train_sft(folder, "d2", changes)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_held_out_rows_on_another_rank_are_refused(
+    folder: Path, ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """The ranks would evaluate different numbers of batches."""
+    for message in ranks(2).run(train_with_own_rows_held_out, str(folder), str(tmp_path), timeout=60.0):
+        assert re.match(r"held_out: rank 1 has 14 rows .*, rank 0 has 5 rows .*every machine needs the same", message)
 
 
 def test_fewer_rows_than_ranks_are_refused(folder: Path, ranks: Callable[[int], Pool], tmp_path: Path) -> None:

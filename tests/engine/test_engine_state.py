@@ -287,11 +287,11 @@ def test_a_critic_from_an_actor_gets_a_fresh_score_and_the_actors_body(tmp_path:
 
 def test_save_refuses_what_it_does_not_do(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
-    with pytest.raises(ConfigError, match="format='dcp' keeps every dtype"):
-        engine.save(tmp_path / "out", format="dcp", dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="format must be 'hf' or 'dcp', got 'gguf'"):
+    with pytest.raises(ConfigError, match="format='native' keeps every dtype"):
+        engine.save(tmp_path / "out", format="native", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="format must be 'hf' or 'native', got 'gguf'"):
         engine.save(tmp_path / "out", format="gguf")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="asynchronous saves belong to format='dcp'"):
+    with pytest.raises(ConfigError, match="asynchronous saves belong to format='native'"):
         engine.save(tmp_path / "out", asynchronous=True)
     assert not (tmp_path / "out").exists()
 

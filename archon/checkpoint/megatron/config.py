@@ -6,7 +6,7 @@ from typing import Any
 
 from archon.checkpoint.megatron.layout import MegatronLayout
 from archon.models.args import BaseModelArgs
-from archon.models.qwen3_moe.args import Qwen3MoEModelArgs
+from archon.models.qwen3_moe import Qwen3MoEModelArgs
 from archon.schema.errors import ConfigError
 
 

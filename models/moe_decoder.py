@@ -1,57 +1,39 @@
-"""What distinguishes a Qwen3-MoE config."""
+"""What families with mixtures of experts share: their arguments, and which blocks they are built of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from archon.models.args import BaseModelArgs
-from archon.models.hf_config import DENSE_FIELDS, Field, as_dict, refuse
+from torch import nn
+
+from archon.models.base import BaseArchonModel, BaseModelArgs, MoETransformerBlock, TransformerBlock
+from archon.models.hf_config import as_dict, refuse
+from archon.models.layers.moe import MoE
 from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
 
 
 @dataclass
-class Qwen3MoEModelArgs(BaseModelArgs):
-    """Qwen3 with mixtures of experts.
+class MoEModelArgs(BaseModelArgs):
+    """Arguments of a decoder in which some layers, or all, are mixtures of experts.
 
     Attributes:
         n_experts, n_experts_per_token: how many there are in a layer and how many a token chooses.
         moe_hidden_dim: inner width of one expert; `hidden_dim` is that of the dense layers.
         norm_topk_prob: the chosen experts' weights are divided by their sum.
-        decoder_sparse_step: every such layer is sparse, counted from one.
-        mlp_only_layers: layers that are dense all the same, counted from zero.
         balance_by_bias: keep a bias a layer that evens the experts' load; a Hugging Face checkpoint cannot hold it.
+
+    Raises ConfigError for values that contradict each other.
     """
 
-    n_experts: int = 128
-    n_experts_per_token: int = 8
-    moe_hidden_dim: int = 768
+    n_experts: int = 0
+    n_experts_per_token: int = 0
+    moe_hidden_dim: int = 0
     norm_topk_prob: bool = False
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
     balance_by_bias: bool = False
-    qk_norm: bool = True
-
-    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_moe"})
-    hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS | {
-        "head_dim": Field("head_dim", int, 0, optional=True),
-        "attention_bias": Field("attention_bias", bool, False),
-        "num_experts": Field("n_experts", int, 128, least=0),
-        "num_experts_per_tok": Field("n_experts_per_token", int, 8),
-        "moe_intermediate_size": Field("moe_hidden_dim", int, 768),
-        "norm_topk_prob": Field("norm_topk_prob", bool, False),
-        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
-        "mlp_only_layers": Field("mlp_only_layers", list, (), optional=True),
-        "router_aux_loss_coef": Field("", float, 0.001),
-    }
 
     def __post_init__(self) -> None:
-        self.attention_out_bias = self.attention_bias
-        self.mlp_only_layers = tuple(self.mlp_only_layers)
-        if self.sliding_window is not None:
-            # transformers slides in every layer of this family, whatever max_window_layers says.
-            self.layer_windows = ()
         super().__post_init__()
         if any(self.is_sparse(layer) for layer in range(self.n_layers)):
             if not 1 <= self.n_experts_per_token <= self.n_experts:
@@ -63,7 +45,7 @@ class Qwen3MoEModelArgs(BaseModelArgs):
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer, counted from zero, is a mixture of experts."""
-        return layer not in self.mlp_only_layers and self.n_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        return self.n_experts > 0
 
     @property
     def sizes(self) -> ModelSizes:
@@ -88,3 +70,28 @@ class Qwen3MoEModelArgs(BaseModelArgs):
             if config.setdefault("num_experts", experts) != experts:
                 refuse("num_local_experts", experts, f"it contradicts num_experts {config['num_experts']!r}; keep one")
         return super().from_hf_config(config, is_critic, **kwargs)
+
+
+class MoEDecoder(BaseArchonModel):
+    """A decoder whose arguments are `MoEModelArgs`; `is_sparse` says which layers hold experts."""
+
+    args: MoEModelArgs
+    shared_hidden_dim: ClassVar[int] = 0
+    """Inner width of the shared experts' network in a family that has one."""
+
+    def build_block(self, layer: int) -> nn.Module:
+        """Returns a dense layer where the arguments say so, else one with experts."""
+        args = self.args
+        if not args.is_sparse(layer):
+            return TransformerBlock(layer, args)
+        moe = MoE(
+            args.dim,
+            args.moe_hidden_dim,
+            args.hidden_act,
+            n_experts=args.n_experts,
+            top_k=args.n_experts_per_token,
+            normalise=args.norm_topk_prob,
+            shared_hidden_dim=self.shared_hidden_dim,
+            balance=args.balance_by_bias,
+        )
+        return MoETransformerBlock(layer, args, moe)

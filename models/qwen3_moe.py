@@ -1,0 +1,73 @@
+"""Qwen3-MoE (Yang et al. 2025, arXiv:2505.09388): the shared decoder with QK norm, most layers a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from archon.models.base import BaseModelArgs
+from archon.models.hf_config import DENSE_FIELDS, Field
+from archon.models.moe_decoder import MoEDecoder, MoEModelArgs
+from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
+from archon.models.spec import family_spec
+from archon.models.state_dict import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
+
+
+@dataclass
+class Qwen3MoEModelArgs(MoEModelArgs):
+    """See `MoEModelArgs`.
+
+    Attributes:
+        decoder_sparse_step: every such layer is sparse, counted from one.
+        mlp_only_layers: layers that are dense all the same, counted from zero.
+    """
+
+    n_experts: int = 128
+    n_experts_per_token: int = 8
+    moe_hidden_dim: int = 768
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    qk_norm: bool = True
+
+    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_moe"})
+    hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS | {
+        "head_dim": Field("head_dim", int, 0, optional=True),
+        "attention_bias": Field("attention_bias", bool, False),
+        "num_experts": Field("n_experts", int, 128, least=0),
+        "num_experts_per_tok": Field("n_experts_per_token", int, 8),
+        "moe_intermediate_size": Field("moe_hidden_dim", int, 768),
+        "norm_topk_prob": Field("norm_topk_prob", bool, False),
+        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
+        "mlp_only_layers": Field("mlp_only_layers", list, (), optional=True),
+        "router_aux_loss_coef": Field("", float, 0.001),
+    }
+
+    def __post_init__(self) -> None:
+        self.attention_out_bias = self.attention_bias
+        self.mlp_only_layers = tuple(self.mlp_only_layers)
+        if self.sliding_window is not None:
+            # transformers slides in every layer of this family, whatever max_window_layers says.
+            self.layer_windows = ()
+        super().__post_init__()
+
+    def is_sparse(self, layer: int) -> bool:
+        """See `MoEModelArgs.is_sparse`."""
+        return layer not in self.mlp_only_layers and self.n_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+
+
+class Qwen3MoEModel(MoEDecoder):
+    """See `MoEDecoder`; which layers are sparse is in `Qwen3MoEModelArgs`."""
+
+    args_class: ClassVar[type[BaseModelArgs]] = Qwen3MoEModelArgs
+
+
+class Qwen3MoEStateDictAdapter(BaseStateDictAdapter):
+    """Qwen3's names, a router, and one set of matrices for each expert."""
+
+    model_class = Qwen3MoEModel
+    from_hf_map = DENSE_HF_MAP | QK_NORM_HF_MAP | EXPERTS_HF_MAP
+
+
+parallelize_qwen3_moe = make_parallelize_fn(MOE_TP_PLAN)
+
+SPEC = family_spec("qwen3_moe", Qwen3MoEStateDictAdapter, parallelize_qwen3_moe)
