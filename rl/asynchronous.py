@@ -49,7 +49,7 @@ class RolloutAhead:
         staleness: η, in versions.
         concurrent: C, episodes at once; None: as many as the staleness admits.
         zero_variance_groups: `keep` groups of equal reward; `drop` them, which leaves a batch smaller; or `resample`.
-        max_refills: at most so many times B places of a batch are given back and filled again.
+        max_resamples: at most so many times B places of a batch are given back and filled again.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class RolloutAhead:
         staleness: int,
         concurrent: int | None = None,
         zero_variance_groups: ZeroVarianceGroups = "keep",
-        max_refills: int = 3,
+        max_resamples: int = 3,
     ) -> None:
         self._rollout, self._take = rollout, take
         self._batch, self._staleness = batch, staleness
         self._concurrent = (staleness + 1) * batch if concurrent is None else concurrent
-        self._zero_variance, self._max_refills = zero_variance_groups, max_refills
+        self._zero_variance, self._max_resamples = zero_variance_groups, max_resamples
         self._version = self._accepted = 0  # as of the last batch
         self._running: list[_Flight] = []
         self._done: list[_Flight] = []  # accepted and not yet trained on, in the order they ended
@@ -144,7 +144,7 @@ class RolloutAhead:
         episode = flight.episode
         flight.usable = bool(episode.trajectories) and (self._zero_variance == "keep" or episode.has_spread)
         replaced = not episode.trajectories or (self._zero_variance == "resample" and not flight.usable)
-        if replaced and len(self._lost) < self._max_refills * self._batch:
+        if replaced and len(self._lost) < self._max_resamples * self._batch:
             self._lost.append(episode)
         else:
             self._accepted += 1

@@ -128,18 +128,18 @@ class Rollout:
         step: int,
         *,
         zero_variance_groups: ZeroVarianceGroups = "keep",
-        max_refills: int = 0,
+        max_resamples: int = 0,
     ) -> RolloutBatch:
-        """One training batch of up to `n_prompts` groups.
+        """Returns one training batch of up to `n_prompts` groups.
 
-        Groups of equal reward are kept, dropped, or dropped and replaced: up to `max_refills` further rounds of prompts
-        are taken until the batch is full. Both the dropped and the replaced are counted.
+        Groups of equal reward are kept, dropped, or dropped and resampled: up to `max_resamples` further rounds of
+        prompts are taken until the batch is full. Both the dropped and the replaced are counted.
 
         Args:
             take: gives the next n prompts of the data stream; fewer when it ends.
         """
         counts, kept, episodes = Counter[str](), list[Episode](), list[Episode]()
-        for refill in range(max_refills + 1 if zero_variance_groups == "resample" else 1):
+        for refill in range(max_resamples + 1 if zero_variance_groups == "resample" else 1):
             prompts = take(n_prompts - len(kept))
             counts["refills" if refill else "prompts"] += len(prompts)
             episodes += await self.run(prompts, step)

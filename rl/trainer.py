@@ -179,7 +179,7 @@ class RLTrainer:
                 rollout.prompts_per_step,
                 self.step,
                 zero_variance_groups=algorithm.zero_variance_groups,
-                max_refills=rollout.max_refills,
+                max_resamples=rollout.max_resamples,
             )
         )
 
@@ -345,7 +345,7 @@ class RLTrainer:
                 staleness=config.rollout.max_staleness,
                 concurrent=config.rollout.max_concurrent,
                 zero_variance_groups=config.algorithm.zero_variance_groups,
-                max_refills=config.rollout.max_refills,
+                max_resamples=config.rollout.max_resamples,
             )
         evaluated = evaluated_workflows(config, trained, eval_workflow) if self.held_out else {}
         self.evaluations = {

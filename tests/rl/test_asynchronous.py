@@ -165,7 +165,7 @@ async def test_places_are_given_back_only_so_often(engine: InProcessEngine, toke
                 raise KeyError(index)
             return result
 
-    rollouts = ahead(engine, Fails(tokenizer), Stream(), staleness=1, max_refills=1)
+    rollouts = ahead(engine, Fails(tokenizer), Stream(), staleness=1, max_resamples=1)
     batch = await asyncio.wait_for(rollouts.collect(0), 60)
     assert [prompt.index for prompt in batch.prompts] == [0]
     assert batch.counts["refills"] == B

@@ -227,7 +227,7 @@ def test_groups_without_spread_are_kept_or_dropped_and_counted(engine: InProcess
 
 def test_refill_replaces_groups_without_spread_within_its_bound(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
     # 6 prompts (0–5) give 3 groups; 3 more (6–8) give 6 and 8; 1 more (9) gives none: two refills, 5 of 6 groups.
-    batch, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, zero_variance_groups="resample", max_refills=2)
+    batch, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, zero_variance_groups="resample", max_resamples=2)
     assert stream.asked == [6, 3, 1]
     assert [prompt.index for prompt in batch.prompts] == [0, 2, 4, 6, 8]
     assert batch.counts == {"prompts": 6, "refills": 4, "episodes": 10, "groups_without_spread": 5}
@@ -235,7 +235,7 @@ def test_refill_replaces_groups_without_spread_within_its_bound(engine: InProces
 
 def test_batch_in_which_no_group_has_spread_is_empty_not_an_error(engine: InProcessEngine, tokenizer: Any) -> None:
     workflow = RLVRWorkflow(rewards.constant, GCONFIG, tokenizer)
-    batch, _, stream = collect(engine, workflow, n=3, zero_variance_groups="resample", max_refills=2)
+    batch, _, stream = collect(engine, workflow, n=3, zero_variance_groups="resample", max_resamples=2)
     assert not batch
     assert stream.asked == [3, 3, 3]
     assert batch.counts["groups_without_spread"] == 9
