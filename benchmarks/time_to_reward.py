@@ -141,7 +141,7 @@ def archon_run(trainer: Any, options: dict[str, Any]) -> Callable[[], dict[str, 
         while not done:
             metrics = trainer.train_step()
             trainer.step += 1
-            prompts = metrics["rollout/prompts"] + metrics.get("rollout/refills", 0)
+            prompts = metrics["rollout/prompts"] + metrics.get("rollout/resampled", 0)
             done = progress.step(int(metrics.get("samples", 0)), int(prompts * SAMPLES))
         return progress.result()
 

@@ -14,8 +14,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "ModelRequest",
             "ModelResponse",
         ),
-        "trajectories": ("InteractionWithTokenLogpReward", "concat_padded_tensors"),
-        "context": ("workflow_context",),
+        "trajectories": ("concat_padded_tensors",),
+        "compat.areal": ("InteractionWithTokenLogpReward",),
+        "episode_context": ("workflow_context",),
         "workflows": ("MultiTurnWorkflow", "RLVRWorkflow", "RolloutWorkflow"),
         "rewards": ("VALID_REWARD_FN", "AsyncRewardWrapper", "get_reward_fn"),
         "archon.data": (

@@ -24,7 +24,7 @@ from archon.rl.evaluation import evaluate
 from archon.rl.prompts import Prompt
 from archon.rl.rewards import AsyncRewardWrapper
 from archon.rl.rollout import Rollout
-from archon.rl.weights import in_process, weights_of
+from archon.rl.weight_sync import in_process, weights_of
 from archon.rl.workflows import RLVRWorkflow
 from archon.schema.config import EngineConfig, derived_engine
 from archon.schema.errors import ConfigError

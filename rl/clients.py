@@ -19,27 +19,27 @@ Client = TypeVar("Client")
 
 
 def http_client() -> httpx.AsyncClient:
-    """A client that goes by no proxy, waits as long as an answer takes, and opens as many connections as are needed."""
+    """Returns a client that uses no proxy, waits without limit, and opens as many connections as are needed."""
     try:
         import httpx
     except ImportError:
-        raise missing("httpx") from None
+        raise missing_package("httpx") from None
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-    return httpx.AsyncClient(trust_env=False, timeout=None, verify=certificates(), limits=limits)
+    return httpx.AsyncClient(trust_env=False, timeout=None, verify=tls_context(), limits=limits)
 
 
 def aiohttp_session() -> aiohttp.ClientSession:
-    """A session that goes by no proxy, waits as long as an answer takes, and raises no status as an error."""
+    """Returns a session that uses no proxy, waits without limit, and raises no status as an error."""
     try:
         import aiohttp
     except ImportError:
-        raise missing("aiohttp") from None
-    connector = aiohttp.TCPConnector(ssl=certificates(), limit=0)
+        raise missing_package("aiohttp") from None
+    connector = aiohttp.TCPConnector(ssl=tls_context(), limit=0)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
-def missing(package: str) -> ConfigError:
-    """What whoever asks for a client of `package` is told where it is not installed."""
+def missing_package(package: str) -> ConfigError:
+    """Returns the error for a client whose `package` is not installed."""
     return ConfigError(
         f"agents need the package {package}, which is not installed; "
         "install archon's extra `rl`: pip install 'archon-engine[rl]'"
@@ -47,8 +47,8 @@ def missing(package: str) -> ConfigError:
 
 
 @cache
-def certificates() -> ssl.SSLContext:
-    """Of the authorities that are trusted; reading them takes longer than a small model's answer."""
+def tls_context() -> ssl.SSLContext:
+    """Returns the TLS context of the trusted authorities; loading it takes longer than a small model's answer."""
     return ssl.create_default_context()
 
 
@@ -56,10 +56,10 @@ _kept: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, tuple[Any, AsyncGe
 _kept = WeakKeyDictionary()
 
 
-async def of_this_loop(
+async def loop_client(
     make: Callable[[], Client], is_closed: Callable[[Client], bool], close: Callable[[Client], Awaitable[None]]
 ) -> Client:
-    """The running loop's own client, made when it is first asked for, or when it has been closed.
+    """Returns the running loop's client, made at the first call, or when it has been closed.
 
     It is closed with its loop: `asyncio.run` and `asyncio.Runner` end a loop's asynchronous generators, one of which
     holds the client.
@@ -73,7 +73,7 @@ async def of_this_loop(
             try:
                 yield
             finally:
-                if make in clients and clients[make][0] is client:  # and not one that has taken its place
+                if make in clients and clients[make][0] is client:  # and not its successor
                     del clients[make]
                 await close(client)
 

@@ -14,7 +14,7 @@ from archon.generation.types import GenerationHyperparameters
 from archon.parallel.layout import parse_layout
 from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig
-from archon.rl.replay import check_replayable
+from archon.rl.logprob_check import check_recomputable
 from archon.schema.config import (
     EngineConfig,
     MetricsConfig,
@@ -195,7 +195,7 @@ class RLConfig(StrictModel):
                 f"rollout.max_staleness is {self.rollout.max_staleness}, and actor.layout {self.actor.layout} has "
                 "several processes; rollouts run ahead on one process only, set rollout.max_staleness=0"
             )
-        check_replayable(self.gconfig, self.gconfig.temperature)
+        check_recomputable(self.gconfig, self.gconfig.temperature)
         require_exportable(self.actor, "actor")
         self.resolve()
         return self

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from archon.rl.algorithms.advantages import Groups
-from archon.rl.context import EpisodeContext
+from archon.rl.algorithms.config import ZeroVarianceGroups
+from archon.rl.episode_context import EpisodeContext
 from archon.rl.prompts import Prompt
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -26,7 +24,7 @@ class Episode:
     error: BaseException | None = None
 
     @property
-    def earned(self) -> Tensor:
+    def rewards(self) -> Tensor:
         """Float64 [T]: the reward of each trajectory of the group, one of several rows counted once."""
         if not self.trajectories:
             return torch.empty(0, dtype=torch.float64)
@@ -35,7 +33,11 @@ class Episode:
         return Groups(rewards, one_group, self.trajectories.get("trajectory_ids")).rewards
 
     @property
-    def has_spread(self) -> bool:
-        """Whether two trajectories of the group differ in reward, without which there is nothing to learn."""
-        earned = self.earned
-        return len(earned) > 0 and bool(earned.max() > earned.min())
+    def zero_variance(self) -> bool:
+        """Whether all trajectories of the group have one reward, so that there is nothing to learn."""
+        rewards = self.rewards
+        return not (len(rewards) > 0 and bool(rewards.max() > rewards.min()))
+
+    def is_trainable(self, zero_variance_groups: ZeroVarianceGroups) -> bool:
+        """Whether the group has something to train on."""
+        return bool(self.trajectories) and (zero_variance_groups == "keep" or not self.zero_variance)

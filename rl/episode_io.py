@@ -1,4 +1,4 @@
-"""Episodes on the way between processes: JSON for what is small, safetensors for tensors, and no pickle."""
+"""Serializes episodes between processes: JSON for what is small, safetensors for tensors, no pickle."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class RemoteError(Exception):
 
 
 def error_kind(error: BaseException) -> str:
-    """The name of an error's type, wherever it was raised."""
+    """Returns the name of an error's type, in whichever process it was raised."""
     return error.kind if isinstance(error, RemoteError) else type(error).__name__
 
 
 def is_one_line(error: BaseException) -> bool:
-    """Whether the message says all: a mistake that archon names itself. A reward that raised is the user's code: it
+    """Whether the message needs no traceback: it names a user's mistake. A reward that raised is the user's code, and
     comes with the traceback of its process."""
     if isinstance(error, RemoteError):
         return error.one_line
@@ -45,7 +45,10 @@ def is_one_line(error: BaseException) -> bool:
 
 
 def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
-    """Finished episodes by their place among all of a step; `RolloutError` for a result that JSON cannot hold."""
+    """Returns finished episodes, by their place among those of a step, as bytes.
+
+    Raises `RolloutError` for a result that JSON cannot hold.
+    """
     header: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for place, episode in episodes.items():
@@ -78,7 +81,7 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
 
 
 def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
-    """Put what another process has packed into `episodes`, which stand here for the same prompts."""
+    """Fill `episodes` with those that another process packed; they have the same prompts in the same places."""
     start = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "big")
     tensors = load(data[start:])
     for item in json.loads(data[_HEADER_BYTES:start]):

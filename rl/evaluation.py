@@ -15,10 +15,10 @@ from archon.rl.rollout import Rollout, recorded_means
 from archon.rl.workflows import RolloutWorkflow
 
 
-def evaluated_workflows(
+def evaluation_workflows(
     config: RLConfig, trained: RolloutWorkflow, eval_workflow: RolloutWorkflow | None
 ) -> dict[str, RolloutWorkflow]:
-    """The workflows to evaluate, by prefix of their metrics."""
+    """Returns the workflows to evaluate, by prefix of their metrics."""
     evaluation, gconfig = config.evaluation, config.gconfig
     if eval_workflow is not None:
         return {"": eval_workflow}
@@ -46,11 +46,11 @@ async def evaluate(
         (shares of samples), and the means of what the workflow recorded.
     """
     episodes = await rollout.run(prompts, is_eval=True)
-    rollout.stop_if_nothing_came(episodes)
+    rollout.raise_if_empty(episodes)
     groups = [e.trajectories for e in episodes if e.trajectories]
     lengths = torch.cat([group["loss_mask"].sum(1) for group in groups]).double()
     metrics = recorded_means(episodes) | {
-        "reward": torch.stack([e.earned.mean() for e in episodes if e.trajectories]).mean().item(),
+        "reward": torch.stack([e.rewards.mean() for e in episodes if e.trajectories]).mean().item(),
         "length": lengths.mean().item(),
         "failed": float(sum(not e.trajectories for e in episodes)),
         "dropped": float(sum(e.context.drops.total() for e in episodes)),
@@ -58,13 +58,13 @@ async def evaluate(
     if all("truncated" in group for group in groups):
         metrics["truncated"] = torch.cat([group["truncated"] for group in groups]).double().mean().item()
     if well_formed is not None:
-        matches = [re.fullmatch(well_formed, text) is not None for text in answers(episodes, tokenizer)]
+        matches = [re.fullmatch(well_formed, text) is not None for text in answer_texts(episodes, tokenizer)]
         metrics["well_formed"] = sum(matches) / len(matches)
     return metrics
 
 
-def answers(episodes: Sequence[Episode], tokenizer: Any) -> list[str]:
-    """The text of every sample's trained tokens, special tokens left out."""
+def answer_texts(episodes: Sequence[Episode], tokenizer: Any) -> list[str]:
+    """Returns the text of every sample's trained tokens, special tokens left out."""
     tokens = []
     for episode in episodes:
         if episode.trajectories:

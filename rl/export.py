@@ -1,4 +1,4 @@
-"""Does the exported checkpoint compute what was trained? transformers, on its own code, is the judge."""
+"""Checks an exported checkpoint: transformers must compute the same logits from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOGIT_TOLERANCE = 1e-5
 
 
 def verified_difference(model: BaseArchonModel, path: str | Path, documents: Sequence[Sequence[int]]) -> float:
-    """`export_difference`; RuntimeError where it is more than `LOGIT_TOLERANCE`."""
+    """Returns `export_difference`; raises RuntimeError where it is more than `LOGIT_TOLERANCE`."""
     difference = export_difference(model, path, documents)
     if difference > LOGIT_TOLERANCE:
         raise RuntimeError(f"the export's logits differ by {difference:.1e}, more than {LOGIT_TOLERANCE:.0e}")
@@ -23,7 +23,7 @@ def verified_difference(model: BaseArchonModel, path: str | Path, documents: Seq
 
 @torch.no_grad()
 def export_difference(model: BaseArchonModel, path: str | Path, documents: Sequence[Sequence[int]]) -> float:
-    """max|a − b| / max|b| between the logits of `model` and those transformers computes from the export, in float32.
+    """Returns max|a − b| / max|b| of the float32 logits: those of `model`, and transformers' of the export.
 
     Args:
         model: the trained actor with float32 weights, on any device.

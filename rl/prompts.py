@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from archon.data import RowLoader
-
-if TYPE_CHECKING:
-    pass
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -27,7 +22,7 @@ class PromptStream:
 
     def __init__(self, rows: Sequence[dict[str, Any]], seed: int) -> None:
         self._loader = RowLoader(rows, batch_size=1, seed=seed)
-        self._again: list[int] = []  # ordinals handed out before a resume, and not trained on
+        self._untrained: list[int] = []  # ordinals taken before a resume, and not trained on
 
     @property
     def rows(self) -> Sequence[dict[str, Any]]:
@@ -40,20 +35,19 @@ class PromptStream:
         return self._loader.epoch * len(self._loader.rows) + self._loader.cursor
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts."""
-        again, self._again = self._again[:n], self._again[n:]
-        prompts = [Prompt(ordinal, self._loader.row_at(ordinal)) for ordinal in again]
-        if n > len(again):
-            first, self._loader.batch_size = self.taken, n - len(again)
+        """Returns the next n prompts."""
+        first_again, self._untrained = self._untrained[:n], self._untrained[n:]
+        prompts = [Prompt(ordinal, self._loader.row_at(ordinal)) for ordinal in first_again]
+        if n > len(first_again):
+            first, self._loader.batch_size = self.taken, n - len(first_again)
             prompts += [Prompt(first + offset, row) for offset, row in enumerate(self._loader.next_batch())]
         return prompts
 
-    def state_dict(self, ahead: Sequence[int] = ()) -> dict[str, Any]:
-        """Where the stream stands. `ahead`: ordinals that were taken and not trained on; a resumed stream begins with
-        them."""
-        return {**self._loader.state_dict(), "again": [*ahead, *self._again]}
+    def state_dict(self, untrained: Sequence[int] = ()) -> dict[str, Any]:
+        """Returns where the stream stands; a resumed stream begins with the ordinals `untrained`, which were taken."""
+        return {**self._loader.state_dict(), "again": [*untrained, *self._untrained]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises `DatasetError` when the state is of other rows or another seed."""
         self._loader.load_state_dict(state)
-        self._again = list(state["again"])
+        self._untrained = list(state["again"])

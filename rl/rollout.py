@@ -6,27 +6,23 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.parallel.world import World
-from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode import Episode
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.episode_io import error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.prompts import Prompt
-from archon.rl.rewards import RewardFailure
-from archon.rl.rows import Row, own_copy
-from archon.rl.trajectories import concat_padded_tensors
-from archon.rl.workflows.base import RolloutWorkflow, count_lost
-from archon.rl.workflows.results import checked_result, completed, is_one_trajectory, joined, trajectory_ids
+from archon.rl.trajectories import checked_group, concat_padded_tensors, trajectory_ids
+from archon.rl.workflow_row import WorkflowRow, copy_containers
+from archon.rl.workflows.base import RolloutWorkflow
+from archon.rl.workflows.forms import whole_groups
 from archon.schema.errors import ConfigError, RolloutError, UserError
-
-if TYPE_CHECKING:
-    from archon.rl.algorithms.config import ZeroVarianceGroups
 
 FAILURES_AT_START = 16
 """So many failed episodes before the first success are no accident: the run stops without waiting for the rest."""
@@ -48,8 +44,8 @@ class RolloutBatch:
 
     `trajectories` holds [B, S] and [B] tensors, `group_ids` and `trajectory_ids` int64 [B], the latter alike for rows
     that are parts of one trajectory; it is empty when no group was left. `prompts[g]` is the prompt of group g.
-    `counts` says how much was lost and why, `numbers` what workflows recorded (means). Where all groups were dropped
-    for want of spread, they are `dropped`.
+    `counts` says how much was lost and why, `numbers` holds the means of what workflows recorded. Where all groups were
+    dropped for their zero variance, `dropped` has them.
     """
 
     trajectories: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -59,27 +55,27 @@ class RolloutBatch:
     dropped: RolloutBatch | None = field(default=None, repr=False)
 
     @classmethod
-    def of_groups(cls, episodes: Sequence[Episode], counts: Counter[str] | None = None) -> RolloutBatch:
-        """Of those episodes that have trajectories."""
+    def from_episodes(cls, episodes: Sequence[Episode], counts: Counter[str] | None = None) -> RolloutBatch:
+        """Returns the batch of those episodes that have trajectories."""
         groups = [(e.prompt, e.trajectories) for e in episodes if e.trajectories]
         batch = cls(prompts=[prompt for prompt, _ in groups], counts=Counter() if counts is None else counts)
         if groups:
             size = max(len(group["rewards"]) for _, group in groups)
-            joined = [{**group, **_ids(number, size, group)} for number, (_, group) in enumerate(groups)]
-            batch.trajectories = concat_padded_tensors(joined)
+            numbered = [{**group, **_batch_ids(number, size, group)} for number, (_, group) in enumerate(groups)]
+            batch.trajectories = concat_padded_tensors(numbered)
         return batch
 
     def __bool__(self) -> bool:
         return bool(self.prompts)
 
-    def is_of(self, version: int) -> bool:
+    def is_on_policy(self, version: int) -> bool:
         """Whether all tokens were sampled with the weights of `version`; those of unknown version pass."""
         versions = self.trajectories["versions"]
         return bool(((versions < 0) | (versions == version)).all())
 
 
-def _ids(number: int, size: int, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The ids of a group's rows, [G]: its number, and trajectories of their own; no group has more rows than `size`."""
+def _batch_ids(number: int, size: int, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the ids of a group's rows, int64 [G], which no other group of the batch has; `size`: most rows of one."""
     own = trajectory_ids(group)
     return {"group_ids": torch.full_like(own, number), "trajectory_ids": number * size + own}
 
@@ -87,16 +83,14 @@ def _ids(number: int, size: int, group: Mapping[str, Any]) -> dict[str, torch.Te
 class Rollout:
     """Runs episodes of one workflow against one generator.
 
-    A prompt's group is what one run of the workflow returns, or what `n_samples` runs do: see
-    `RolloutWorkflow.returns_group`.
-
     Args:
         engine: the generator.
         workflow: turns a row into trajectories.
         seed: every random stream derives from (seed, stream, step, prompt's index, request's number).
-        n_samples: of a group, where each is a run of its own; by default those of the workflow's `gconfig`.
-        check: refuses sampling values that the trainer cannot replay; sees every request.
-        log: where losses are announced, one line a step and kind.
+        n_samples: trajectories in a group, where the workflow returns them one by one; by default those of its
+            `gconfig`.
+        check: raises for sampling values whose logprobs the trainer cannot recompute; sees every request.
+        log: told of dropped samples and failed episodes, one line a step and kind.
     """
 
     def __init__(
@@ -112,14 +106,15 @@ class Rollout:
         self.engine = engine
         self.workflow = workflow
         gconfig = getattr(workflow, "gconfig", None)
-        self.n_samples: int = n_samples if n_samples is not None else getattr(gconfig, "n_samples", 1)
+        n_samples = n_samples if n_samples is not None else getattr(gconfig, "n_samples", 1)
+        self._name = type(workflow).__name__
+        self._whole_groups = whole_groups(workflow, n_samples, log)
         self._seed = seed
         self._check = check
         self._log = log
         self._succeeded = False
         self._failures = 0
         self._first_error: BaseException | None = None
-        self._said_repeated = False
 
     async def collect(
         self,
@@ -132,18 +127,20 @@ class Rollout:
     ) -> RolloutBatch:
         """Returns one training batch of up to `n_prompts` groups.
 
-        Groups of equal reward are kept, dropped, or dropped and resampled: up to `max_resamples` further rounds of
-        prompts are taken until the batch is full. Both the dropped and the replaced are counted.
-
         Args:
-            take: gives the next n prompts of the data stream; fewer when it ends.
+            take: returns the next n prompts of the data stream; fewer when it ends.
+            n_prompts: groups wanted.
+            step: the trainer's step, from which random streams derive.
+            zero_variance_groups: `keep` groups whose trajectories have one reward, `drop` them, or `resample`: take
+                other prompts in their place until the batch is full. What is dropped or replaced is counted.
+            max_resamples: most further rounds of prompts.
         """
         counts, kept, episodes = Counter[str](), list[Episode](), list[Episode]()
-        for refill in range(max_resamples + 1 if zero_variance_groups == "resample" else 1):
+        for round_ in range(max_resamples + 1 if zero_variance_groups == "resample" else 1):
             prompts = take(n_prompts - len(kept))
-            counts["refills" if refill else "prompts"] += len(prompts)
+            counts["resampled" if round_ else "prompts"] += len(prompts)
             episodes += await self.run(prompts, step)
-            kept = [e for e in episodes if e.trajectories and (zero_variance_groups == "keep" or e.has_spread)]
+            kept = [e for e in episodes if e.is_trainable(zero_variance_groups)]
             if len(kept) >= n_prompts or not prompts:
                 break
         return self.batch_of(kept, episodes, counts, step)
@@ -151,22 +148,22 @@ class Rollout:
     def batch_of(
         self, kept: Sequence[Episode], episodes: Sequence[Episode], counts: Counter[str], step: int
     ) -> RolloutBatch:
-        """The batch that `kept` make, in their order; `episodes` are all that were run for it.
+        """Returns the batch of the episodes `kept`, in their order; `episodes` are all that were run for it.
 
-        Raises what `stop_if_nothing_came` raises.
+        Raises what `raise_if_empty` raises.
         """
-        self.stop_if_nothing_came(episodes)
-        batch = RolloutBatch.of_groups(kept, counts)
+        self.raise_if_empty(episodes)
+        batch = RolloutBatch.from_episodes(kept, counts)
         if not batch:
-            batch.dropped = RolloutBatch.of_groups(episodes)
+            batch.dropped = RolloutBatch.from_episodes(episodes)
         self._count(batch, episodes)
-        self._announce(batch, episodes, step)
+        self._log_losses(batch, episodes, step)
         return batch
 
     async def run(self, prompts: Sequence[Prompt], step: int = 0, *, is_eval: bool = False) -> list[Episode]:
-        """Run one episode for each prompt, all at once; results in the order of `prompts`.
+        """Run one episode for each prompt, all at once, and return them in the order of `prompts`.
 
-        With several processes each runs its share of them and is told the others' results, so that all know all.
+        With several processes each runs its share of them, and all receive all results.
 
         Raises `WorkflowError` with the first failure as its cause once `FAILURES_AT_START` episodes failed before any
         succeeded.
@@ -174,7 +171,7 @@ class Rollout:
         episodes = [self._new_episode(prompt, step, is_eval) for prompt in prompts]
         world = World.now()
         own = range(world.rank, len(prompts), world.size)
-        tasks = [asyncio.create_task(self._episode(episodes[place])) for place in own]
+        tasks = [asyncio.create_task(self._run_episode(episodes[place])) for place in own]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -187,17 +184,17 @@ class Rollout:
                     unpack_episodes(data, episodes)
         return episodes
 
-    async def episode(self, prompt: Prompt, step: int) -> Episode:
-        """Run one for training. Raises as `run` does."""
+    async def run_one(self, prompt: Prompt, step: int) -> Episode:
+        """Run one episode for training, and return it. Raises as `run` does."""
         episode = self._new_episode(prompt, step, is_eval=False)
-        await self._episode(episode)
+        await self._run_episode(episode)
         return episode
 
     def _new_episode(self, prompt: Prompt, step: int, is_eval: bool) -> Episode:
         seed = derive_seed(self._seed, EVAL_STREAM if is_eval else TRAIN_STREAM, step, prompt.index)
         return Episode(prompt, EpisodeContext(prompt.index, is_eval, seed))
 
-    async def _episode(self, episode: Episode) -> None:
+    async def _run_episode(self, episode: Episode) -> None:
         workflow_context.enter(episode.context)
         try:
             episode.trajectories = await self._group(episode.prompt, episode.context)
@@ -210,82 +207,31 @@ class Rollout:
             self._first_error = self._first_error or error
             self._failures += 1
             if not self._succeeded and self._failures >= FAILURES_AT_START:
-                raise self._always_fails(self._failures, self._first_error) from self._first_error
+                raise self._workflow_error(self._failures, self._first_error) from self._first_error
         else:
             self._succeeded = True
 
     async def _group(self, prompt: Prompt, context: EpisodeContext) -> dict[str, Any] | None:
-        """What one run of the workflow makes of a prompt, or so many as its group has trajectories."""
-        returns_group = getattr(self.workflow, "returns_group", None)
-        runs: list[dict[str, Any]] = []
-        if returns_group is not False:
-            single, first = await self._run(prompt, context)
-            if returns_group or self.n_samples == 1 or first is None or not single:
-                return first
-            runs.append(first)
-            self._say_repeated(context)
-        outcomes = await asyncio.gather(
-            *(self._run(prompt, context, run) for run in range(len(runs), self.n_samples)), return_exceptions=True
-        )
-        lost: list[BaseException] = []
-        for outcome in outcomes:
-            if isinstance(outcome, RewardFailure | UnusableAnswerError):
-                count_lost(outcome)
-                lost.append(outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            elif (result := outcome[1]) is None:
-                count_lost(UnusableAnswerError("rejected_run", "a run of the workflow returned None"))
-            elif not outcome[0]:
-                raise RolloutError(
-                    f"{type(self.workflow).__name__}: a run of several for one prompt returned several trajectories; "
-                    "return one, or set returns_group = True on the class and return the whole group"
-                )
-            else:
-                runs.append(result)
-        if not runs and lost:
-            raise lost[0]
-        return joined(runs) if runs else None
-
-    async def _run(
-        self, prompt: Prompt, context: EpisodeContext, run: int | None = None
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """One run of the workflow, whose answers nobody else's result can refer to: whether it returned a single
-        trajectory, and what can be trained on. `run` is its number of several, which are tasks of their own."""
-        if run is not None:
-            context = workflow_context.enter_sample(run)
-            context.seed = derive_seed(context.seed, run, 0) if run else context.seed
+        """Returns the group that the workflow makes of a prompt, checked, or None where it rejects it."""
         engine = EpisodeEngine(self.engine, context, None if context.is_eval else self._check)
-        result = await self.workflow.arun_episode(engine, Row(own_copy(prompt.row)))
-        name, apart = type(self.workflow).__name__, getattr(self.workflow, "returns_group", None) is True
-        single, result = is_one_trajectory(result), completed(result, engine.answered, name, apart=apart)
-        return single, None if result is None else checked_result(result, context, name)
+        group = await self._whole_groups.arun_episode(engine, WorkflowRow(copy_containers(prompt.row)))
+        return None if group is None else checked_group(group, context, self._name)
 
-    def _say_repeated(self, context: EpisodeContext) -> None:
-        if self._said_repeated or context.is_eval:
-            return
-        self._said_repeated = True
-        self._log(
-            f"{type(self.workflow).__name__} returned one trajectory, so each prompt is run {self.n_samples} times, "
-            "which gconfig.n_samples says, for a group; returns_group = False on the class starts all runs at once, "
-            "True says that one is the whole group"
-        )
-
-    def stop_if_nothing_came(self, episodes: Sequence[Episode]) -> None:
+    def raise_if_empty(self, episodes: Sequence[Episode]) -> None:
         """Raise when no episode returned a trajectory: `WorkflowError` where any failed, else `RolloutError`."""
         failed = [e.error for e in episodes if e.error]
         if any(e.trajectories for e in episodes):
             return
         if failed:
-            raise self._always_fails(len(failed), failed[0]) from failed[0]
+            raise self._workflow_error(len(failed), failed[0]) from failed[0]
         if episodes:
             raise RolloutError(
-                f"{type(self.workflow).__name__} rejected (returned None for) all {len(episodes)} prompts of a step; "
+                f"{self._name} rejected (returned None for) all {len(episodes)} prompts of a step; "
                 "there is nothing to train on"
             )
 
-    def _always_fails(self, n: int, first: BaseException) -> WorkflowError:
-        failed = f"{type(self.workflow).__name__} failed on {n} prompts and succeeded on none; the first failure"
+    def _workflow_error(self, n: int, first: BaseException) -> WorkflowError:
+        failed = f"{self._name} failed on {n} prompts and succeeded on none; the first failure"
         if is_one_line(first):
             return WorkflowRefusedError(f"{failed}: {first}")
         return WorkflowError(f"{failed}, whose traceback stands above: {error_kind(first)}: {first}")
@@ -297,13 +243,13 @@ class Rollout:
                 batch.counts[f"failed/{error_kind(episode.error)}"] += 1
             elif episode.trajectories is None:
                 batch.counts["rejected"] += 1
-            elif not episode.has_spread:
-                batch.counts["groups_without_spread"] += 1
+            elif episode.zero_variance:
+                batch.counts["zero_variance_groups"] += 1
         batch.counts["episodes"] = len(episodes)
         batch.numbers = recorded_means(episodes)
 
-    def _announce(self, batch: RolloutBatch, episodes: Sequence[Episode], step: int) -> None:
-        """One line for every way in which something was lost in this step, with its first error."""
+    def _log_losses(self, batch: RolloutBatch, episodes: Sequence[Episode], step: int) -> None:
+        """Log one line for every kind of loss in this step, with its first error."""
         first: dict[str, BaseException] = {}
         for episode in episodes:
             for kind, error in episode.context.first_errors.items():
@@ -316,13 +262,13 @@ class Rollout:
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task itself is to end, and not something that it awaits."""
+    """Whether the running task itself is cancelled, and not something that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def recorded_means(episodes: Sequence[Episode]) -> dict[str, float]:
-    """What workflows recorded (`workflow_context.record`): the mean of each name over all episodes."""
+    """Returns the mean of each name that workflows recorded (`workflow_context.record`) over all episodes."""
     numbers: defaultdict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for name, values in episode.context.numbers.items():

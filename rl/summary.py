@@ -10,21 +10,22 @@ from torch import Tensor
 
 from archon.rl.rewards.result import FAILURE_KINDS
 from archon.rl.rollout import RolloutBatch
-from archon.rl.workflows.results import trajectory_ids
+from archon.rl.trajectories import trajectory_ids
 from archon.training.metrics import TrajectoryWriter, read_jsonl
 
-STEPS_ALIKE = (10, 100, 1000)
-"""After so many steps without any difference within a group the run says so; of groups of one, after the first too."""
+WARN_AFTER_STEPS = (10, 100, 1000)
+"""Steps in a row of zero-variance groups alone after which the run warns; of groups of one, after the first too."""
 
 # Present in every step, so that a step without a failure is a 0 in the series and not a gap.
 NO_FAILURES = {f"rollout/dropped/reward_{kind}": 0.0 for kind in FAILURE_KINDS}
 
 
 def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
-    """Numbers about the samples in the batch, what workflows recorded, and every count as `rollout/<name>`.
+    """Returns numbers about the batch's samples, what workflows recorded, and every count as `rollout/<name>`.
 
     Args:
-        version: of the trainer's weights, which `staleness_…` is taken to.
+        batch: of one step.
+        version: of the trainer's weights, to which `staleness_…` is measured.
     """
     metrics: dict[str, float] = {}
     if batch:
@@ -42,36 +43,36 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
     if generated := batch if batch else batch.dropped:
         metrics["group_size"] = len(trajectory_ids(generated.trajectories).unique()) / len(generated.prompts)
     if (n_groups := groups_generated(batch)) > 0:
-        metrics["no_spread_fraction"] = batch.counts["groups_without_spread"] / n_groups
+        metrics["zero_variance_fraction"] = batch.counts["zero_variance_groups"] / n_groups
     return metrics | batch.numbers | NO_FAILURES | {f"rollout/{name}": float(n) for name, n in batch.counts.items()}
 
 
-class SpreadWatch:
-    """Notices where step after step no group has two answers of different rewards."""
+class ZeroVarianceMonitor:
+    """Warns where step after step no group has two answers of different rewards."""
 
     def __init__(self) -> None:
-        self._alike = 0  # steps in a row
+        self._steps = 0  # in a row
 
-    def see(self, metrics: Mapping[str, float]) -> str | None:
-        """After a step, what to say of it, if anything; it had the metrics of `batch_metrics`."""
-        alike = metrics.get("rollout/groups_without_spread", 0.0)
+    def observe(self, metrics: Mapping[str, float]) -> str | None:
+        """Returns a warning to log after a step with these metrics (those of `batch_metrics`), or None."""
+        alike = metrics.get("rollout/zero_variance_groups", 0.0)
         alone = metrics.get("group_size") == 1.0
-        self._alike = self._alike + 1 if alone or (alike and alike == metrics["rollout/episodes"]) else 0
-        if alone and self._alike in (1, *STEPS_ALIKE):
+        self._steps = self._steps + 1 if alone or (alike and alike == metrics["rollout/episodes"]) else 0
+        if alone and self._steps in (1, *WARN_AFTER_STEPS):
             return (
-                "each group is one trajectory, whose advantage over its group is 0, which teaches nothing; return "
+                "each group is one trajectory, whose advantage over its group is 0, so that nothing is learned; return "
                 "gconfig.n_samples trajectories a prompt, or one, with returns_group = False on the workflow's class"
             )
-        if self._alike not in STEPS_ALIKE:
+        if self._steps not in WARN_AFTER_STEPS:
             return None
         return (
-            f"for {self._alike} steps the answers of every group have been rewarded alike, which teaches nothing; look "
-            "at the reward function, gconfig.n_samples and gconfig.temperature"
+            f"for {self._steps} steps all answers of a group have had the same reward, so that nothing is learned; "
+            "look at the reward function, gconfig.n_samples and gconfig.temperature"
         )
 
 
 def staleness(versions: Tensor, loss_mask: Tensor, version: int) -> dict[str, float]:
-    """Mean and maximum over the trained tokens of how many updates `version` is ahead of the weights that sampled them.
+    """Returns mean and maximum, over the trained tokens, of the updates between the weights that sampled and `version`.
 
     Tokens of unknown version (−1) are left out; {} where no other is left.
     """
@@ -82,7 +83,7 @@ def staleness(versions: Tensor, loss_mask: Tensor, version: int) -> dict[str, fl
 
 
 def groups_generated(batch: RolloutBatch) -> int:
-    """The episodes of the step that returned trajectories, those included that were dropped or replaced since."""
+    """Returns how many episodes of the step returned trajectories, including those dropped or replaced since."""
     failed = sum(n for name, n in batch.counts.items() if name.startswith("failed/"))
     return batch.counts["episodes"] - batch.counts["rejected"] - failed
 
@@ -95,7 +96,7 @@ def write_groups(
     step: int,
     tokenizer: Any,
 ) -> int:
-    """Write every sample of the first `n_groups` groups, special tokens shown; gives back how many could not be.
+    """Write every sample of the first `n_groups` groups, special tokens shown; returns how many could not be.
 
     `advantages` [B, S], as the mean over an answer's tokens; None of groups that are not trained on, which are marked
     `dropped`.
@@ -128,10 +129,10 @@ def write_groups(
 
 
 def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """What is written of each token of one trajectory [S], from the first trained one to its end.
+    """Returns what is written of each token of one trajectory [S], from the first trained one to its end.
 
-    `tokens` and `logprobs`, null where the model was given a token. `turn_ids` where there are such tokens or several
-    turns; `versions` where the answer spans several, else the one `version`.
+    Columns are `tokens` and `logprobs`, null where the model was given a token; `turn_ids` where there are such tokens
+    or several turns; `versions` where the answer spans several, else the one `version`.
     """
     trained = trajectory["loss_mask"] != 0
     shown = (trajectory["attention_mask"] != 0) & (trained.cumsum(0) > 0)
@@ -153,13 +154,13 @@ def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def newest_record(metrics: Path, step: int) -> dict[str, Any]:
-    """What stands last in `metrics.jsonl`, if it is of `step`, without step and time; else {}."""
+    """Returns the last record of `metrics.jsonl` if it is of `step`, without step and time; else {}."""
     record = next(reversed(read_jsonl(metrics)), {"step": None}) if metrics.exists() else {"step": None}
     return {k: v for k, v in record.items() if k not in ("step", "time")} if record["step"] == step else {}
 
 
-def gains(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each kind of held-out reward: before the first step, and after the last."""
+def reward_gains(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line for each kind of held-out reward: before the first step, and after the last."""
     rewards = [record for record in records if "eval/reward" in record]
     kinds = (("eval/reward", "sampled"), ("eval/greedy_reward", "greedy"))
     return [

@@ -1,21 +1,23 @@
-"""Trajectories: what a workflow returns. Per-token fields are [B, S], those of rows [B]."""
+"""Trajectories as batch-first tensors: the one type that a workflow returns and that everything behind it reads.
+
+Per-token fields are [B, S], per-row fields [B]. Rows with the same trajectory id are parts of one trajectory; without
+ids each row is one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from archon.generation.record import TokenRecord
+from archon.generation.record import TokenRecord, UnusableAnswerError
 from archon.generation.types import ModelResponse
+from archon.rl.episode_context import EpisodeContext
 from archon.schema.errors import RolloutError
 
-# Trajectories: what a workflow returns. Per-token fields are [B, S], those of rows [B]. Rows with the same trajectory
-# id are parts of one trajectory; without these each row is one.
 _TOKEN_FIELDS: dict[str, torch.dtype] = {
     "input_ids": torch.int64,
     "attention_mask": torch.bool,
@@ -24,14 +26,8 @@ _TOKEN_FIELDS: dict[str, torch.dtype] = {
     "versions": torch.int64,
     "turn_ids": torch.int64,
 }
-
-
 _ROW_FIELDS: dict[str, torch.dtype] = {"rewards": torch.float32, "trajectory_ids": torch.int64}
-
-
 _OPTIONAL_FIELDS = frozenset({"turn_ids", "trajectory_ids"})
-
-
 _PAD_VALUES = {"versions": -1, "turn_ids": -1}
 
 
@@ -126,18 +122,6 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
     return checked
 
 
-@dataclass
-class InteractionWithTokenLogpReward(ModelResponse):
-    """One answer and what it is worth; None: not known, which is not a reward of 0. A workflow may return several, in a
-    dictionary by id."""
-
-    reward: float | None = None
-
-    @classmethod
-    def of(cls, response: ModelResponse, reward: float | None = None) -> InteractionWithTokenLogpReward:
-        return cls(**vars(response), reward=reward)
-
-
 def trajectory_tensors(
     answers: Sequence[ModelResponse] | Sequence[TokenRecord],
     rewards: Sequence[float],
@@ -179,3 +163,49 @@ _COLUMNS: dict[str, tuple[float, type[np.generic]]] = {
     "turn_ids": (-1, np.int64),
 }
 """What pads a row, and the dtype, of each."""
+
+
+def trajectory_ids(group: Mapping[str, Any]) -> Tensor:
+    """Returns int64 [B]: which trajectory each row of a group is, or is a part of, counted from 0."""
+    rows = torch.arange(len(group["rewards"]))
+    ids: Tensor = group.get("trajectory_ids", rows).unique(return_inverse=True)[1]
+    return ids
+
+
+def checked_group(result: dict[str, Any], context: EpisodeContext, source: str) -> dict[str, Any]:
+    """Returns a workflow's result, validated, without the rows that cannot be trained on; `context` counts those.
+
+    Raises `RolloutError` naming key and shape when the result is malformed, or when no row is left.
+    """
+    return validate_trajectory(_without_unusable_rows(result, context), source)
+
+
+def _without_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> dict[str, Any]:
+    ndims = {"rewards": 1, "logprobs": 2, "loss_mask": 2}
+    values = [result.get(name) for name in ndims] if isinstance(result, dict) else []
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if [value.ndim for value in tensors] != list(ndims.values()) or len({len(value) for value in tensors}) > 1:
+        return result  # validate_trajectory says what is missing or which shape is wrong
+    rewards, logprobs, loss_mask = tensors
+    usable = {
+        "reward_not_finite": rewards.isfinite(),
+        "logprob_not_finite": logprobs.isfinite().all(1),
+        "no_loss_token": loss_mask.any(1),
+    }
+    keep = usable["reward_not_finite"] & usable["logprob_not_finite"] & usable["no_loss_token"]
+    if keep.all():
+        return result
+    errors = [
+        UnusableAnswerError(kind, f"row {row} of the workflow's result: {kind.replace('_', ' ')}")
+        for kind, rows in usable.items()
+        for row in (~rows).nonzero().flatten().tolist()
+    ]
+    for error in errors:
+        context.drop(error.kind, error)
+    if not keep.any():
+        raise errors[0]
+    indices = keep.nonzero().flatten().tolist()
+    return {
+        name: value[keep] if isinstance(value, Tensor) else [value[i] for i in indices]
+        for name, value in result.items()
+    }

@@ -16,8 +16,8 @@ from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import M2POLoss, second_moment_mask
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.shaping import overlong_penalty
-from archon.rl.replay import mean_logprob_difference
-from archon.training.shares import own_documents, score_shared
+from archon.rl.logprob_check import mean_logprob_difference
+from archon.training.sharding import score_sharded, shard_batch
 
 Batch = dict[str, Tensor]
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
@@ -126,7 +126,7 @@ class PolicyUpdate:
         order = _by_length(batch)
         results = []
         for minibatch in self._minibatches({name: value[order] for name, value in batch.items()}, step):
-            own = own_documents(minibatch, self.engine.ranks.dp)
+            own = shard_batch(minibatch, self.engine.ranks.dp)
             metrics = self.engine.train_batch(own, self._objective, self._objective.units, self.temperature)
             self.engine.step_lr_scheduler()
             if self.critic is not None:
@@ -185,7 +185,7 @@ class PolicyUpdate:
         """`score` of every document, [B, S], computed in the order of their lengths."""
         order = _by_length(batch)
         documents = {name: batch[name][order] for name in TRAINED_FIELDS}
-        scores = score_shared(score, documents, engine.ranks.dp, engine.device)
+        scores = score_sharded(score, documents, engine.ranks.dp, engine.device)
         return scores[order.argsort()]
 
     def _minibatches(self, batch: Mapping[str, Tensor], step: int) -> Iterator[Batch]:

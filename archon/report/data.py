@@ -40,7 +40,7 @@ PANELS = (
     Panel("seconds", "Time of each phase", r"seconds/.*", "seconds"),
     Panel("clip", "Clipped, or corrected", r"(value_)?clip_fraction.*|(correction|m2_masked)_fraction", "share", True),
     Panel("staleness", "Staleness", r"staleness_(mean|max)", "versions", True),
-    Panel("lost", "Truncated, or without spread", r".*truncated|(no_spread|overlong)_fraction", "share", True),
+    Panel("lost", "Truncated, or of zero variance", r".*truncated|(zero_variance|overlong)_fraction", "share", True),
     Panel("failures", "Failures", r"rollout/(dropped|failed)/.*|rollout/rejected", "a step", True),
 )
 

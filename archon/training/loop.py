@@ -1,4 +1,4 @@
-"""Small parts of a training loop that RL and SFT share."""
+"""The run loop that all trainers share: open, resume, step, evaluate, record, save, export."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from archon.checkpoint.native import agreed_latest, model_fingerprint, opened_state
@@ -25,9 +25,138 @@ Config = TypeVar("Config", bound=StrictModel)
 Result = TypeVar("Result")
 
 
+class BaseTrainer:
+    """One training run. `run` is the whole of it; a subclass defines a step, what is evaluated and what is saved.
+
+    What a subclass opens sets `engine`, `total_steps`, `eval_every` (steps between evaluations; 0: only after the last)
+    and, where there is one, `critic`. `config` has `run_dir`, `resume`, `metrics` and `checkpoint`.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    config: Any
+    engine: ArchonEngine
+    critic: ArchonEngine | None = None
+    total_steps = 0
+    eval_every = 0
+
+    def __init__(self, config: StrictModel, runner: Runner | None = None) -> None:
+        self.config = config
+        self.runner = runner
+        self.step = 0
+        self._saved_step: int | None = None
+        self._mid_update = False  # while True the weights belong to no step
+
+    def run(self, model: EngineConfig, opened: AbstractContextManager[Any]) -> dict[str, float]:
+        """Run to the last step, or until a signal asks to stop; returns the newest metrics.
+
+        Args:
+            model: the trained model's configuration, whose layout fixes how many processes take part.
+            opened: holds open what the steps need; it is entered when the run directory is this run's.
+        """
+        metrics: dict[str, float] = {}
+        with ExitStack() as stack:
+            if self.runner is None:
+                self.config = config = join(self.config, model)
+                made = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
+                self.runner = stack.enter_context(made)
+            runner = self.runner
+            stack.enter_context(suppress(StoppedError))
+            stack.enter_context(opened)
+            stack.enter_context(saved_at_the_end(self.save))
+            with runner.progress(self.title, self.total_steps, start=self.step, columns=self.columns) as progress:
+                metrics = self.before_first_step()
+                if metrics:
+                    runner.metrics.write(self.step, metrics)
+                    progress.update(self.step, metrics)
+                while not self.finished and not runner.stop_requested:
+                    metrics = self.train_step()
+                    self.step += 1
+                    self._mid_update = False
+                    try:
+                        metrics |= self.after_step()
+                        if self.evaluation_due:
+                            metrics |= timed_evaluation(self.evaluate)
+                    finally:
+                        runner.metrics.write(self.step, metrics)
+                    progress.update(self.step, metrics)
+                    if due(self.step, self.config.checkpoint.every):
+                        self.save(asynchronous=True)
+            if self.finished:
+                self.finish()
+        return metrics
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return self.step >= self.total_steps
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation belongs to the step just done."""
+        return self.finished or due(self.step, self.eval_every)
+
+    def train_step(self) -> dict[str, float]:
+        """One step; returns its metrics. Sets `_mid_update` before it first changes a weight."""
+        raise NotImplementedError
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns the held-out metrics; {} where there is nothing to measure."""
+        raise NotImplementedError
+
+    def before_first_step(self) -> dict[str, float]:
+        """Returns the record of the step that the run begins at, where it has one to write."""
+        return {}
+
+    def after_step(self) -> dict[str, float]:
+        """Called after each step, before its evaluation; returns further metrics of it."""
+        return {}
+
+    def position(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds besides the engines: where the data stream stands."""
+        raise NotImplementedError
+
+    def load_position(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, which `position` returned."""
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint where the configuration asks for it and there is one."""
+        if not self.config.resume or self.runner is None:
+            return
+        found = load_newest(self.runner, self.engine, self.critic)
+        if found is not None:
+            self.step, state = found
+            self._saved_step = self.step
+            self.load_position(state)
+        # At step 0 all records go: an evaluation before the first step is about to be repeated as well.
+        self.runner.rewind(self.step or -1)
+
+    def save(self, *, asynchronous: bool = False) -> None:
+        """Checkpoint everything a bitwise resume needs; `asynchronous` writes it during the next steps.
+
+        Nothing is written, but what is being written waited for, when this step's checkpoint is there already, or when
+        an error struck inside an update, which leaves weights that belong to no step.
+        """
+        assert self.runner is not None
+        if self._saved_step == self.step or self._mid_update:
+            self.engine.wait_for_saves()
+            return
+        keep = self.config.checkpoint.keep
+        state = self.position()
+        save_newest(self.runner, self.engine, self.step, state, keep, critic=self.critic, asynchronous=asynchronous)
+        self._saved_step = self.step
+
+    def finish(self) -> None:
+        """Save, and export the model, after the last step."""
+        assert self.runner is not None
+        self.save()
+        self.engine.save(self.runner.directory.export)
+
+
 def join(config: Config, model: EngineConfig) -> Config:
-    """Join the processes that the model's layout needs; gives back the main one's configuration, for what a file says
-    (the time, an environment variable) may differ between them."""
+    """Join the processes that the model's layout needs, and return the main one's configuration: what a file says (the
+    time, an environment variable) may differ between them."""
     device = resolve_device(model.device)
     join_process_group(parse_layout(model.layout).dims(device.type).world_size, device.type, model.timeout_s)
     if World.now().size == 1:
@@ -67,7 +196,7 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def timed_evaluation(evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What `evaluate` measures, and `seconds/evaluate`; {} where there is nothing to measure."""
+    """Returns what `evaluate` measures, and `seconds/evaluate`; {} where there is nothing to measure."""
     seconds: dict[str, float] = {}
     with timed(seconds, "evaluate"):
         measured = evaluate()
@@ -98,7 +227,7 @@ def run_until_stopped(
     def cancel() -> None:
         loop.call_soon_threadsafe(task.cancel)
 
-    with runner.cut_short(cancel) if runner else nullcontext():
+    with runner.on_stop_signal(cancel) if runner else nullcontext():
         try:
             return loop.run_until_complete(task)
         except asyncio.CancelledError:
@@ -110,7 +239,7 @@ def run_until_stopped(
 def load_newest(
     runner: Runner, engine: ArchonEngine, critic: ArchonEngine | None = None
 ) -> tuple[int, dict[str, Any]] | None:
-    """(step, state) of the run's newest checkpoint, its engines' parts loaded; None where nothing has been saved.
+    """Load the engines from the run's newest checkpoint, and return (step, state); None where nothing has been saved.
 
     Every rank calls it; the checkpoint may be of another layout.
     """

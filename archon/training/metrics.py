@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object a step, and the trajectories it sampled, both as JSON lines.
+"""The records of a run: one JSON object a step, and the trajectories it sampled, both as JSON lines.
 
 A record is flushed when it is written, so that a killed run loses at most the line it was writing; such a torn last
 line is tolerated by the reader and removed when the run goes on.
@@ -35,9 +35,9 @@ class JsonlWriter:
     def append(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Write `record`; numbers of torch and numpy become Python's, NaN and infinities `"NaN"` and `"±Infinity"`.
 
-        Gives back what was written.
+        Returns what was written.
         """
-        plain = _plain(record)
+        plain = _to_json(record)
         line = memoryview((json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode())
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -88,54 +88,54 @@ class JsonlWriter:
 class MetricsWriter(JsonlWriter):
     """`metrics.jsonl`: one object a step with `step`, `time` (seconds since the epoch) and the step's numbers.
 
-    `also` is given each record once it is on disk.
+    `on_record` is called with each record once it is on disk.
     """
 
-    def __init__(self, path: str | Path, also: Callable[[Mapping[str, Any]], None] | None = None):
+    def __init__(self, path: str | Path, on_record: Callable[[Mapping[str, Any]], None] | None = None):
         super().__init__(path)
-        self._also = also
+        self._on_record = on_record
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         record = self.append({"step": step, "time": round(time.time(), 3), **metrics})
-        if self._also is not None:
-            self._also(record)
+        if self._on_record is not None:
+            self._on_record(record)
 
 
 class TrajectoryWriter(JsonlWriter):
     """`trajectories.jsonl`: one object a sampled answer; `archon report` shows the answers to a prompt side by side.
 
-    An aid to whoever looks at a run: where it cannot be written, `say` is told so once, and the run goes on.
+    Where it cannot be written, that is logged once, and the run goes on.
     """
 
-    def __init__(self, path: str | Path, say: Callable[[str], None] = print):
+    def __init__(self, path: str | Path, log: Callable[[str], None] = print):
         super().__init__(path)
-        self._say = say
+        self._log = log
         self._failed = False
 
     def write(self, step: int, group: int | str, prompt: str, completion: str, reward: float, **extra: Any) -> bool:
-        """Write one answer; False where that could not be done.
+        """Write one answer; returns False where that could not be done.
 
         `group` is what the answers to one prompt share. `extra` may carry anything JSON can hold; the report knows
         `length` (tokens of the answer), `stop_reason`, `answer` (the expected one), `advantage`, `rewards` (the parts
         of the reward, by name), `split` (`"train"` or `"eval"`) and `version` (of the weights that answered).
 
-        What it colours are `tokens` (as the vocabulary spells them) and, one for each, `logprobs`: null of a token
-        between two turns, which the model was given. Likewise `turn_ids` and, of an answer that spans updates,
-        `versions`, both -1 of a token that was given.
+        It colors `tokens` (as the vocabulary spells them) by `logprobs`, one for each: null for a token between two
+        turns, which the model was given. Likewise `turn_ids` and, of an answer that spans updates, `versions`, both -1
+        for a token that was given.
         """
         answer = {"prompt": prompt, "completion": completion, "reward": reward}
         try:
             self.append({"step": step, "group": group, **answer, **extra})
         except OSError as error:
             if not self._failed:
-                self._say(f"{self.path}: {error.strerror}; samples that cannot be written down are counted")
+                self._log(f"{self.path}: {error.strerror}; samples that cannot be written down are counted")
             self._failed = True
             return False
         return True
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file, a torn last line left out.
+    """Returns the records of a file, without a torn last line.
 
     Raises `DatasetError` naming the line when any other line is not a JSON object with a step.
     """
@@ -151,23 +151,23 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             reason = getattr(error, "msg", None) or str(error)
-            raise DatasetError(f"{path}: line {number} is not JSON ({reason}); remove or mend it") from None
+            raise DatasetError(f"{path}: line {number} is not JSON ({reason}); remove or fix it") from None
         if not isinstance(record, dict):
-            raise DatasetError(f"{path}: line {number} is not a JSON object; remove or mend it")
+            raise DatasetError(f"{path}: line {number} is not a JSON object; remove or fix it")
         if type(record.get("step")) is not int:
-            raise DatasetError(f"{path}: line {number} is without a whole number as step; remove or mend it")
+            raise DatasetError(f"{path}: line {number} is without a whole number as step; remove or fix it")
         records.append(record)
     return records
 
 
-def _plain(value: Any) -> Any:
-    """`value` in the types JSON knows."""
+def _to_json(value: Any) -> Any:
+    """Returns `value` in the types JSON knows."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     if hasattr(value, "tolist"):  # torch tensors, numpy arrays and numpy scalars
-        return _plain(value.tolist())
+        return _to_json(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -23,13 +23,13 @@ from archon.engine.loss import Metrics, document_sums
 from archon.training.config import PreferenceConfig
 from archon.training.loop import timed
 from archon.training.sft import SFTTrainer, padded_batch
-from archon.training.shares import own_documents, score_shared
+from archon.training.sharding import score_sharded, shard_batch
 
 Batch = dict[str, Tensor]
 
 
 def preference_loss(margin: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """The loss of each pair [P] and its derivative by the margin [P].
+    """Returns the loss of each pair [P] and its derivative by the margin [P].
 
     Args:
         margin: by how much the preferred answer leads, [P]: its log-ratio to the reference less the other's, or its
@@ -54,14 +54,14 @@ class WeightedSum:
         return (numbers * torch.where(mb["loss_mask"] != 0, mb["weight"].to(numbers.dtype), 0.0)).sum(), {}
 
     def units(self, mb: PackedBatch) -> Tensor:
-        """Pairs: each answer with a trained token is half of one."""
+        """Returns the number of pairs: each answer with a trained token is half of one."""
         return document_sums(mb["loss_mask"].float(), mb).count_nonzero() / 2
 
 
 class PreferenceTrainer(SFTTrainer):
     """Trains a policy by DPO or IPO, or a reward model, on pairs. `PreferenceTrainer(config).train()` is the whole run.
 
-    A reward model is a critic whose score is read behind the answer's last token. It is exported like any model, and
+    A reward model is a critic whose score is read after the answer's last token. It is exported like any model, and
     `archon.load_model(path, is_critic=True)` loads it.
     """
 
@@ -81,21 +81,21 @@ class PreferenceTrainer(SFTTrainer):
     def train_step(self) -> dict[str, float]:
         """One optimiser step on the next pairs."""
         seconds: dict[str, float] = {}
-        self._stepping = True
+        self._mid_update = True
         with timed(seconds, "score"):
             batch = self._pairs(self.loader.next_batch())
             measured, derivative = self._measure(batch)
         sign = torch.tensor([1.0, -1.0]).repeat(len(derivative))
         weight = derivative.repeat_interleave(2) * sign
         batch["weight"] = weight.unsqueeze(1) * batch["loss_mask"]
-        own = own_documents(batch, self.engine.ranks.dp)
+        own = shard_batch(batch, self.engine.ranks.dp)
         with timed(seconds, "update"):
             metrics = self.engine.train_batch(own, self._sum, self._sum.units)
             self.engine.step_lr_scheduler()
         return metrics | measured | {f"seconds/{name}": value for name, value in seconds.items()}
 
     def evaluate(self) -> dict[str, float]:
-        """The same metrics over all held-out pairs, as `eval/…`; {} without any."""
+        """Returns the same metrics over all held-out pairs, as `eval/…`; {} without any."""
         if self.held_out is None:
             return {}
         sums: dict[str, float] = {}
@@ -106,7 +106,7 @@ class PreferenceTrainer(SFTTrainer):
         return {f"eval/{name}": value / len(self.held_out) for name, value in sorted(sums.items())}
 
     def _pairs(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Answers as a padded batch, the preferred and the other of each pair in turn."""
+        """Returns the answers as a padded batch [2 P, S], chosen and rejected of each pair in turn."""
         answers = chain.from_iterable(
             [
                 {"input_ids": row[f"{side}_ids"], "loss_mask": row[f"{side}_loss_mask"]}
@@ -116,15 +116,18 @@ class PreferenceTrainer(SFTTrainer):
         )
         if self.config.loss != "reward":
             return padded_batch(list(answers), sort=False)
-        # A value speaks of what is before its token: one more token reads it behind the last.
-        behind = [
-            {"input_ids": [*of["input_ids"], of["input_ids"][-1]], "loss_mask": [*[0] * len(of["input_ids"]), 1]}
-            for of in answers
+        # A value is of what precedes its token: one more token gives the value of the whole answer.
+        extended = [
+            {
+                "input_ids": [*answer["input_ids"], answer["input_ids"][-1]],
+                "loss_mask": [*[0] * len(answer["input_ids"]), 1],
+            }
+            for answer in answers
         ]
-        return padded_batch(behind, sort=False)
+        return padded_batch(extended, sort=False)
 
     def _measure(self, batch: Batch) -> tuple[dict[str, float], Tensor]:
-        """Metrics of the pairs, and the derivative of each one's loss by its margin, [P]."""
+        """Returns metrics of the pairs, and the derivative of each one's loss by its margin, [P]."""
         numbers = self._numbers(self.engine, batch)
         if self.reference is not None:
             numbers = numbers - self._numbers(self.reference, batch)
@@ -140,10 +143,10 @@ class PreferenceTrainer(SFTTrainer):
         return {name: value.mean().item() for name, value in means.items()}, derivative
 
     def _numbers(self, engine: ArchonEngine, batch: Batch) -> Tensor:
-        """Of each answer the sum of its trained tokens' log-probabilities, or its score; float64 [2 P]."""
+        """Returns each answer's sum of trained tokens' log-probabilities, or its score; float64 [2 P]."""
 
         def score(documents: Batch) -> Tensor:
             return engine.forward_batch(documents, only_trained=self.config.loss != "reward")
 
-        scores = score_shared(score, batch, engine.ranks.dp, engine.device)
+        scores = score_sharded(score, batch, engine.ranks.dp, engine.device)
         return (scores.double() * batch["loss_mask"]).sum(1)

@@ -1,4 +1,4 @@
-"""Progress of long work: a live table with a bar on a terminal, plain lines elsewhere."""
+"""Progress of long work: a live table with a bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a run: its directory, its records, its progress, and the signals that end it early.
+"""The surroundings of a run: its directory, its records, its progress, and the signals that end it early.
 
 A trainer is given a `Runner` and asks it, after each step, whether it should stop:
 
@@ -109,17 +109,17 @@ class RunDirectory:
 
 
 class StoppedError(Exception):
-    """SIGINT or SIGTERM came while the run waited for something that need not be waited for."""
+    """SIGINT or SIGTERM interrupted something that need not be waited for."""
 
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a request the loop honours after its step; the second leaves at once.
+    """Turns the first SIGINT or SIGTERM into a request the loop honors after its step; the second leaves at once.
 
     Only the main thread may install handlers; in any other thread nothing is installed and nothing is ever requested.
 
     Args:
         world: with several processes, one key press reaches each of them twice (from the terminal and from torchrun),
-            so what follows within `ECHO_SECONDS` counts as the same, and only the main rank speaks.
+            so what follows within `ECHO_SECONDS` counts as the same, and only the main rank prints.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -127,7 +127,7 @@ class StopSignal:
 
     def __init__(self, world: World | None = None) -> None:
         self.received: signal.Signals | None = None
-        self.act: Callable[[], None] | None = None  # done by the handler of the first
+        self.on_first: Callable[[], None] | None = None  # called by the handler of the first signal
         self._world = world or World()
         self._received_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
@@ -150,8 +150,8 @@ class StopSignal:
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\narchon: leaving at once, unsaved\n")
             os._exit(128 + number)
         self.received, self._received_at = signal.Signals(number), time.monotonic()
-        if self.act is not None:
-            self.act()
+        if self.on_first is not None:
+            self.on_first()
         if not self._world.is_main:
             return
         message = f"\narchon: {self.received.name}: saving and leaving; once more leaves at once\n"
@@ -186,7 +186,7 @@ class Runner:
         self.directory = RunDirectory(run_dir)
         self.config = config
         self.resume = resume
-        self._sinks_wanted = sinks or MetricsConfig()
+        self._metrics_config = sinks or MetricsConfig()
         self._sinks: Sinks | None = None
         self.world = World.now()
         self.console = console or Console(quiet=not self.world.is_main)
@@ -198,8 +198,8 @@ class Runner:
         self.world.main_first(self._claim)
         main = self.world.is_main
         try:
-            also = self._sinks.write if self._sinks else None
-            self.metrics = MetricsWriter(self.directory.metrics if main else os.devnull, also)
+            on_record = self._sinks.write if self._sinks else None
+            self.metrics = MetricsWriter(self.directory.metrics if main else os.devnull, on_record)
             self.trajectories = TrajectoryWriter(self.directory.trajectories if main else os.devnull, self.log)
         except OSError:
             if self._sinks is not None:
@@ -221,7 +221,7 @@ class Runner:
 
     def _claim(self) -> None:
         """On the main process: hold the directory and start the sinks."""
-        wanted = self._sinks_wanted
+        wanted = self._metrics_config
         require_sinks(wanted.sinks)
         self.directory.acquire(self.config, resume=self.resume)
         run = SinkRun(self.directory.path, wanted.project, self.config.model_dump(mode="json"), self.resume)
@@ -239,17 +239,19 @@ class Runner:
         return self._stopping > 0
 
     @contextmanager
-    def cut_short(self, act: Callable[[], None]) -> Iterator[None]:
-        """Call `act` when a signal asks the run to stop within the block, or at once where one has; it is called in a
-        signal handler. Several processes must end such a block together, and none of them calls it."""
+    def on_stop_signal(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call `callback`, in a signal handler, when a signal asks to stop within the block, or at once where one has.
+
+        Several processes must end such a block together, and none of them calls it.
+        """
         if self.world.size == 1:
-            self._signals.act = act
+            self._signals.on_first = callback
             if self._signals.received is not None:
-                act()
+                callback()
         try:
             yield
         finally:
-            self._signals.act = None
+            self._signals.on_first = None
 
     def request_stop(self, number: int) -> None:
         """Take the signal of this number as received: a run within this one has answered it already."""
@@ -266,12 +268,12 @@ class Runner:
         return 128 + self.stop_number if self.stop_number else 0
 
     def rewind(self, step: int) -> None:
-        """Forget the records later than `step`, the step of the checkpoint a resumed run starts from."""
+        """Drop the records later than `step`, the step of the checkpoint a resumed run starts from."""
         self.metrics.truncate(step)
         self.trajectories.truncate(step)
 
     def progress(self, title: str, total: int, *, start: int = 0, columns: Sequence[str] = ()) -> Progress:
-        """A display of a loop of `total` steps; `columns` names the metrics to show, all when empty."""
+        """Returns a display of a loop of `total` steps; `columns` names the metrics to show, all when empty."""
         return Progress(
             title, total, start=start, columns=columns, console=self.console, line_seconds=self._line_seconds
         )
@@ -282,7 +284,7 @@ class Runner:
 
 
 def versions() -> dict[str, str]:
-    """The versions a run depends on: Python, the platform and the packages that compute."""
+    """Returns the versions a run depends on: Python, the platform and the packages that compute."""
     found = {"archon": archon.__version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES_RECORDED:
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -19,23 +19,14 @@ from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import ConfigError
 from archon.training.config import SFTConfig
-from archon.training.loop import (
-    due,
-    join,
-    load_newest,
-    require_same_rows,
-    save_newest,
-    saved_at_the_end,
-    timed,
-    timed_evaluation,
-)
+from archon.training.loop import BaseTrainer, require_same_rows, timed
 from archon.training.runner import Runner
-from archon.training.shares import own_rows, require_documents
+from archon.training.sharding import require_documents, shard_slice
 
 
 def padded_batch(rows: Sequence[dict[str, Any]], *, sort: bool = True) -> dict[str, Tensor]:
-    """SFT rows as a padded batch for the engine; with `sort` shorter rows first, so that attention meets equal lengths
-    together."""
+    """Returns SFT rows as a padded batch [B, S]; with `sort` shorter rows first, so that rows of one length are
+    neighbors."""
     if sort:
         rows = sorted(rows, key=lambda row: len(row["input_ids"]))
     width = max(len(row["input_ids"]) for row in rows)
@@ -53,7 +44,7 @@ Probe = Callable[[ArchonEngine, int], tuple[dict[str, float], bool]]
 every rank, and one that says so ends the training of all."""
 
 
-class SFTTrainer:
+class SFTTrainer(BaseTrainer):
     """Fine-tunes one model. `SFTTrainer(config).train()` is the whole run.
 
     Args:
@@ -65,58 +56,30 @@ class SFTTrainer:
     kind: DatasetKind = "sft"
     title = "sft"
     columns: tuple[str, ...] = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
-    engine: ArchonEngine
+    config: SFTConfig
     loader: RowLoader
     held_out: RowDataset | None
 
     def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
-        self.config: SFTConfig = config
-        self.runner = runner
+        super().__init__(config, runner)
         self.probe = probe
-        self.step = 0
-        self.total_steps = 0
-        self._saved_step: int | None = None
-        self._stepping = False
-        self._enough = False
+        self._target_reached = False
         self._loss = CrossEntropyLoss()
 
     def train(self) -> dict[str, float]:
         """Run to the last step, or until a signal asks to stop; returns the newest metrics."""
-        config, metrics = self.config, dict[str, float]()
-        with ExitStack() as stack:
-            if self.runner is None:
-                self.config = config = join(config, config.model)
-                opened = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
-                self.runner = stack.enter_context(opened)
-            runner = self.runner
-            self.open()
-            stack.enter_context(saved_at_the_end(self.save))
-            with runner.progress(self.title, self.total_steps, start=self.step, columns=self.columns) as progress:
-                while not self.finished and not runner.stop_requested:
-                    metrics = self.train_step()
-                    self.step += 1
-                    self._stepping = False
-                    try:
-                        if self.probe is not None:
-                            measured, enough = self.probe(self.engine, self.step)
-                            self._enough = runner.world.most(int(enough)) > 0
-                            metrics |= measured
-                        if self.finished or due(self.step, config.eval_every):
-                            metrics |= timed_evaluation(self.evaluate)
-                    finally:
-                        runner.metrics.write(self.step, metrics)
-                    progress.update(self.step, metrics)
-                    if due(self.step, config.checkpoint.every):
-                        self.save(asynchronous=True)
-            if self.finished:
-                self.save()
-                self.engine.save(runner.directory.export)
-        return metrics
+        return self.run(self.config.model, self.opened())
 
     @property
     def finished(self) -> bool:
         """Whether the last step is done, or the probe has found what it was looking for."""
-        return self._enough or self.step >= self.total_steps
+        return self._target_reached or super().finished
+
+    @contextmanager
+    def opened(self) -> Iterator[SFTTrainer]:
+        """`open`, as the context of a run."""
+        self.open()
+        yield self
 
     def open(self) -> None:
         """Load tokenizer, rows and model, and go on from the newest checkpoint where the configuration asks for it."""
@@ -133,25 +96,34 @@ class SFTTrainer:
             require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
         require_room(rows, config.model.max_tokens_per_mb)
         self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
+        self.eval_every = config.eval_every
         self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
         self.engine = ArchonEngine(config.resolve().model)
         self.engine.initialize(self.total_steps)
         assert self.runner is not None
         self.engine.stacks = self.runner.directory.stacks
-        if not config.resume:
-            return
-        found = load_newest(self.runner, self.engine)
-        if found is not None:
-            self.step, state = found
-            self._saved_step = self.step
-            self.loader.load_state_dict(state["rows"])
-            self._enough = state["enough"]
-        self.runner.rewind(self.step or -1)
+        self.resume()
+
+    def position(self) -> dict[str, Any]:
+        return {"rows": self.loader.state_dict(), "enough": self._target_reached}
+
+    def load_position(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state["rows"])
+        self._target_reached = state["enough"]
+
+    def after_step(self) -> dict[str, float]:
+        """Returns what the probe measures."""
+        if self.probe is None:
+            return {}
+        assert self.runner is not None
+        measured, reached = self.probe(self.engine, self.step)
+        self._target_reached = self.runner.world.most(int(reached)) > 0
+        return measured
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step on the next rows."""
         seconds: dict[str, float] = {}
-        self._stepping = True
+        self._mid_update = True
         with timed(seconds, "step"):
             batch = self._own_batch(self.loader.next_batch())
             metrics = self.engine.train_batch(batch, self._loss, loss_token_count)
@@ -162,19 +134,21 @@ class SFTTrainer:
         }
 
     def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """This rank's documents of the rows of all, shorter ones first."""
-        return padded_batch(sorted(rows, key=lambda row: len(row["input_ids"]))[own_rows(self.engine.ranks.dp)])
+        """Returns this rank's documents of the batch `rows`, shorter ones first."""
+        return padded_batch(sorted(rows, key=lambda row: len(row["input_ids"]))[shard_slice(self.engine.ranks.dp)])
 
     def evaluate(self) -> dict[str, float]:
-        """`eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics; {} without
-        rows."""
+        """Returns `eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics.
+
+        {} without held-out rows.
+        """
         if self.held_out is None:
             return {}
         sums: dict[str, float] = {}
         rows, size = self.held_out, self.config.batch_size
         starts = list(range(0, len(rows), size))
         if len(rows) - starts[-1] < self.engine.ranks.dp.size:
-            starts.pop()  # what is left is too little to share out, and goes with the batch before
+            starts.pop()  # too few rows for all ranks: they join the batch before
         for start, stop in pairwise([*starts, len(rows)]):
             batch = self._own_batch(rows[start:stop])
             measured = self.engine.eval_batch(batch, self._loss, loss_token_count)
@@ -184,21 +158,6 @@ class SFTTrainer:
                 sums[name] = sums.get(name, 0.0) + weight * measured[name]
         weight = sums.pop("weight")
         return {f"eval/{name}": value / weight for name, value in sorted(sums.items())}
-
-    def save(self, *, asynchronous: bool = False) -> None:
-        """Checkpoint everything a bitwise resume needs; `asynchronous` writes it during the next steps.
-
-        Nothing is written, but what is being written waited for, when this step's checkpoint is there already, or when
-        an error struck inside a step.
-        """
-        assert self.runner is not None
-        if self._saved_step == self.step or self._stepping:
-            self.engine.wait_for_saves()
-            return
-        state = {"rows": self.loader.state_dict(), "enough": self._enough}
-        keep = self.config.checkpoint.keep
-        save_newest(self.runner, self.engine, self.step, state, keep, asynchronous=asynchronous)
-        self._saved_step = self.step
 
 
 def require_room(rows: Sequence[dict[str, Any]], most: int) -> None:

@@ -1,4 +1,4 @@
-"""Metrics sent elsewhere as well, number for number as `metrics.jsonl` has them: TensorBoard, W&B, Trackio.
+"""Sends metrics, as `metrics.jsonl` has them, to TensorBoard, W&B or Trackio too.
 
 A package is imported only where a run asks for it, before anything is trained. A sink that fails later costs one
 warning and is left out from then on: the file has everything.
@@ -20,7 +20,7 @@ NOT_NUMBERS = frozenset({"step", "time"})
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What a sink is told of a run; `resume` says that it goes on where another process stopped."""
+    """A run, as a sink sees it; with `resume` it goes on where another process stopped."""
 
     folder: Path
     project: str
@@ -39,7 +39,7 @@ class Sink(Protocol):
         """Take the numbers of `step`; `time` in seconds since the epoch."""
 
     def close(self, failed: bool) -> None:
-        """Send what is left; `failed` says that an error ended the run."""
+        """Send what is left; `failed`: an error ended the run."""
 
 
 class TensorBoard:
@@ -136,8 +136,8 @@ class Sinks:
 
     Args:
         names: of `SINKS`.
-        run: what they are told.
-        warn: is given the one line of a sink that failed.
+        run: which run it is.
+        warn: called with one line for a sink that failed.
 
     Raises `ConfigError` where one cannot be started.
     """
@@ -153,7 +153,7 @@ class Sinks:
             except Exception as error:
                 self.close(failed=True)
                 raise ConfigError(
-                    f"metrics.sinks: {name} cannot be started ({_one_line(error)}); mend it, or leave it out"
+                    f"metrics.sinks: {name} cannot be started ({_one_line(error)}); fix it, or leave it out"
                 ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:

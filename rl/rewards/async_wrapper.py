@@ -1,4 +1,4 @@
-"""`AsyncRewardWrapper`: awaits a reward without ever blocking the loop, and survives whatever the reward does."""
+"""`AsyncRewardWrapper`: runs a reward without blocking the event loop; one that hangs or crashes costs its sample."""
 
 from __future__ import annotations
 
@@ -7,45 +7,19 @@ import functools
 import inspect
 import os
 import pickle
-import threading
-import time
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self
 
 from archon.rl.rewards import worker
-from archon.rl.rewards.pool import Call, Outcome, WorkerPool
+from archon.rl.rewards.pool import Outcome, RewardCall, WorkerPool
 from archon.rl.rewards.registry import get_reward_fn
-from archon.rl.rewards.result import FAILURE_KINDS, Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward
+from archon.rl.rewards.result import Reward, RewardRaised, RewardTimeout, as_reward
 from archon.schema.errors import RewardError
 
 ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
 _SECONDS = 15.0
-
-
-@dataclass(frozen=True)
-class RewardStats:
-    """What a wrapper has seen so far.
-
-    Attributes:
-        calls: Calls that were awaited to their end.
-        failures: Calls without a reward, by kind: timeout, crashed, raised, invalid.
-        seconds: Sum over calls of the time from call to result, queueing included.
-        longest_seconds: The longest of them.
-    """
-
-    calls: int
-    failures: dict[str, int]
-    seconds: float
-    longest_seconds: float
-
-    @property
-    def mean_seconds(self) -> float:
-        """Mean time from call to result; 0 before the first call."""
-        return self.seconds / self.calls if self.calls else 0.0
 
 
 class AsyncRewardWrapper:
@@ -100,11 +74,6 @@ class AsyncRewardWrapper:
             name for name in ARGUMENTS[2:] if name in parameters and parameters[name].default is inspect.Parameter.empty
         ]
         self._function = function
-        self._stats_lock = threading.Lock()
-        self._calls = 0
-        self._failures: Counter[str] = Counter(dict.fromkeys(FAILURE_KINDS, 0))
-        self._seconds = 0.0
-        self._longest_seconds = 0.0
         self._pool: WorkerPool | None = None
         if _is_async(function):
             return
@@ -113,7 +82,7 @@ class AsyncRewardWrapper:
         weakref.finalize(self, self._pool.close)  # also at interpreter exit
 
     async def __call__(self, /, *arguments: Any, **data: Any) -> Reward:
-        """The reward of one sample, called as the function itself is: by position, by keyword, or both.
+        """Returns the reward of one sample; called as the function itself is, by position, by keyword, or both.
 
         `data` is the sample's row. Where `prompt`, `completions`, `prompt_ids` and `completion_ids` (the first ones, in
         this order) are given by position, columns of their names are left out. The last two are None for a function
@@ -129,17 +98,9 @@ class AsyncRewardWrapper:
                 data.pop(name, None)
         if len(arguments) <= 2:
             data = dict.fromkeys(self._ids) | data
-        started = time.perf_counter()
-        try:
-            if self._pool is None:
-                reward = await self._run_here(arguments, data)
-            else:
-                reward = await self._run_in_pool(self._pool, arguments, data)
-        except RewardFailure as failure:
-            self._record(time.perf_counter() - started, failure.kind)
-            raise
-        self._record(time.perf_counter() - started, None)
-        return reward
+        if self._pool is None:
+            return await self._run_here(arguments, data)
+        return await self._run_in_pool(self._pool, arguments, data)
 
     def _require_own_limits(self, timeout_seconds: float, max_workers: int | None) -> None:
         if timeout_seconds not in (_SECONDS, self.timeout_seconds) or max_workers not in (None, self._max_workers):
@@ -180,27 +141,14 @@ class AsyncRewardWrapper:
                 f"an argument of reward {self.name} cannot be sent to another process: {error}"
             ) from error
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        pool.submit(Call(frame, future))
+        pool.submit(RewardCall(frame, future))
         outcome = await future
         if isinstance(outcome, RewardError):
             raise outcome
         return outcome
 
-    def _record(self, seconds: float, failure: str | None) -> None:
-        with self._stats_lock:
-            self._calls += 1
-            self._seconds += seconds
-            self._longest_seconds = max(self._longest_seconds, seconds)
-            if failure is not None:
-                self._failures[failure] += 1
-
-    def stats(self) -> RewardStats:
-        """Counts since the wrapper was made."""
-        with self._stats_lock:
-            return RewardStats(self._calls, dict(self._failures), self._seconds, self._longest_seconds)
-
     def close(self) -> None:
-        """Kills the worker processes at once; calls that are not answered yet raise `RewardError`."""
+        """Kill the worker processes at once; calls that are not answered yet raise `RewardError`."""
         if self._pool is not None:
             self._pool.close()
 
@@ -232,7 +180,7 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _setup_frame(function: Callable[..., Any], name: str) -> bytes:
-    """What a worker needs to find the function; the user's script goes along only when the function lives there."""
+    """Returns what a worker loads the function from; the user's script is part of it where the function is in it."""
     try:
         pickled = pickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:

@@ -58,6 +58,6 @@ async def _check(reward: AsyncRewardWrapper, index: int, row: Mapping[str, Any])
             return
     raise RewardError(
         f"the gold answer of row {index} ({answer[-80:]!r}) scores {max(scores):g} instead of 1.0 with the reward "
-        f"{reward.name}; choose the reward that fits the data set, or mend its `answer` column; for a reward that "
-        "gives less than 1.0 to a bare answer, set rollout.gold_checked=0"
+        f"{reward.name}; choose the reward that fits the data set, or fix its `answer` column; for a reward that "
+        "returns less than 1.0 to a bare answer, set rollout.gold_checked=0"
     )

@@ -1,4 +1,4 @@
-"""What a reward call gives: a `Reward` (a float that remembers its parts), or a typed failure that costs one sample."""
+"""The result of a reward call: a `Reward` (a float with its parts), or a typed failure that costs one sample."""
 
 from __future__ import annotations
 

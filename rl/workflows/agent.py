@@ -1,4 +1,4 @@
-"""Trains an agent: a program of the user's own that asks the model over HTTP, and says what came of it."""
+"""Trains an agent: a user's program that asks the model over HTTP and returns a reward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
-from archon.rl.clients import http_client, missing
-from archon.rl.context import workflow_context
+from archon.rl.clients import http_client, missing_package
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards.result import RewardFailure, RewardInvalid
-from archon.rl.rows import own_copy
 from archon.rl.trajectories import trajectory_tensors
+from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Agent(Protocol):
-    """Whatever has such a `run`. It returns the reward of the episode, or rewards by the ids of its completions."""
+    """Any object with such a `run`, which returns the episode's reward, or rewards by the ids of its completions."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | int | dict[str, float]: ...
 
@@ -84,7 +84,7 @@ class AgentWorkflow(RolloutWorkflow):
         return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """One group of trajectory tensors, with one row or more a run. Runs that fail are dropped and counted by kind.
+        """Returns one group of trajectory tensors, with one row or more a run. Runs that fail are dropped and counted.
 
         Raises the first failure when nothing is left.
         """
@@ -105,7 +105,7 @@ class AgentWorkflow(RolloutWorkflow):
     async def _run_one(
         self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, base_url: str
     ) -> list[Trajectory]:
-        """What one run of the agent left to train on; nothing, and a count, where it failed."""
+        """Returns the trajectories of one run of the agent; none, and a count, where it failed."""
         workflow_context.enter_sample(index)
         one = self.gconfig.model_copy(update={"n_samples": 1})
         session = server.sessions.open(engine, one, derive_seed(workflow_context.get().seed, index))
@@ -115,7 +115,7 @@ class AgentWorkflow(RolloutWorkflow):
             # answers.
             async with http_client() as client, limit:
                 reward = await self.agent.run(
-                    own_copy(dict(data.items())), base_url=base_url, api_key=session.key, http_client=client
+                    copy_containers(dict(data.items())), base_url=base_url, api_key=session.key, http_client=client
                 )
             credit(session, reward)
             rows = session.export(self.style, self.turn_discount)
@@ -160,7 +160,7 @@ def credit(session: Session, reward: float | Mapping[str, float]) -> None:
 
 
 def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
-    """The object that `agent` stands for; `ConfigError` unless it has `async def run`."""
+    """Returns the object that `agent` names; raises `ConfigError` unless it has `async def run`."""
     found: Any = import_dotted(agent, "agent") if isinstance(agent, str) else agent
     if isinstance(found, type):
         try:
@@ -174,7 +174,7 @@ def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
 
 
 class Serving:
-    """A server for all episodes that run at a time; it goes when the last of these ends."""
+    """A server for all episodes that run at a time; it is closed when the last of them ends."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -185,7 +185,7 @@ class Serving:
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[tuple[AgentServer, str]]:
-        """(server, base URL)."""
+        """Yields (server, base URL)."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # that of another run
             self._loop, self._lock, self._users, self._live = loop, asyncio.Lock(), 0, None
@@ -203,7 +203,7 @@ class Serving:
 
     async def _start(self) -> tuple[AgentServer, str]:
         if importlib.util.find_spec("httpx") is None:
-            raise missing("httpx")
+            raise missing_package("httpx")
         from archon.serve.server import AgentServer, Limits
 
         # The episodes are the trainer's own, and so are their number and what they ask.

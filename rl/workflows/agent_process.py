@@ -1,4 +1,4 @@
-"""An agent in a process of its own: whatever it is written in, and whatever it blocks."""
+"""An agent as a command in its own process: in any language, and free to block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ProcessAgent:
     """Runs a command for each episode, with `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment alone.
 
     It reads the row as JSON from its standard input, and the last line that it prints is the reward: a JSON number, or
-    an object of rewards by completion id. A command that fails costs its sample, with the end of what it said on its
+    an object of rewards by completion id. A command that fails costs its sample, with the end of its
     standard error. It is killed when its time is up.
 
     Args:
@@ -26,7 +26,7 @@ class ProcessAgent:
         self.command = list(command)
 
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, **extra_kwargs: Any) -> Any:
-        """The reward that the command printed; `RolloutError` where it failed or printed none."""
+        """Returns the reward that the command printed; raises `RolloutError` where it failed or printed none."""
         process = await asyncio.create_subprocess_exec(
             *self.command,
             stdin=asyncio.subprocess.PIPE,
@@ -40,9 +40,9 @@ class ProcessAgent:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        said = err.decode(errors="replace").strip()[-2000:]
+        errors = err.decode(errors="replace").strip()[-2000:]
         if process.returncode:
-            raise RolloutError(f"the agent {self.command[0]} ended with code {process.returncode}: {said}")
+            raise RolloutError(f"the agent {self.command[0]} ended with code {process.returncode}: {errors}")
         last = out.decode(errors="replace").strip().rpartition("\n")[2]
         try:
             return json.loads(last)

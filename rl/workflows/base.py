@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from archon.generation.record import UnusableAnswerError
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure
 from archon.schema.errors import ConfigError
 
@@ -22,9 +22,10 @@ class RolloutWorkflow(ABC):
     Subclass it, and give the trainer an instance, the class, or `"pkg.mod.Class"`. A class is constructed with those of
     `reward_fn`, `gconfig` and `tokenizer` that its `__init__` names.
 
-    `returns_group` says how a group of `gconfig.n_samples` trajectories comes about. True: one run returns it. False:
-    each run returns one trajectory, and a prompt has n runs at once; one that rejects its answer, or whose reward
-    failed, costs that sample. Not set: one run, and n − 1 more where it returned a single trajectory.
+    One run returns a whole group, `gconfig.n_samples` trajectories of one prompt, as tensors. Workflows written for
+    AReaL may return less, which `archon.rl.compat.areal` makes a group of; for these `returns_group` says what a run
+    returns. True: the whole group. False: one trajectory, and a prompt has n runs at once; one that rejects its answer,
+    or whose reward failed, costs that sample. None: one run, and n − 1 more where it returned a single trajectory.
     """
 
     returns_group: ClassVar[bool | None] = None
@@ -43,13 +44,14 @@ class RolloutWorkflow(ABC):
             `rewards` float [B], and anything else with a leading B. All rows answer the same prompt and form one group.
             `None` rejects the episode.
 
-            Or, in short, of one answer as the engine gave it: `input_ids` (the prompt's) and `output_ids`, int [L] or
-            [1, L], and `reward`; a list of such dictionaries; or a dictionary of `InteractionWithTokenLogpReward` by
-            id, the parts of one trajectory (each a trajectory where `returns_group` is True).
+            Short forms of one answer as the engine gave it are accepted too: `input_ids` (the prompt's) and
+            `output_ids`, int [L] or [1, L], and `reward`; a list of such dictionaries; or a dictionary of
+            `InteractionWithTokenLogpReward` by id, the parts of one trajectory (each a trajectory where `returns_group`
+            is True).
         """
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
-        """A copy that samples with `gconfig`; what evaluation uses. Needs the attribute `gconfig`."""
+        """Returns a copy that samples with `gconfig`, for evaluation. Raises `ConfigError` without that attribute."""
         if not hasattr(self, "gconfig"):
             raise ConfigError(
                 f"{type(self).__name__} has no attribute `gconfig`, so it cannot be evaluated with other sampling "
@@ -60,19 +62,21 @@ class RolloutWorkflow(ABC):
         return changed
 
 
-def count_lost(error: RewardFailure | UnusableAnswerError) -> None:
-    """Count the sample that a failure costs, unless whoever raised it has."""
+def count_failure(error: RewardFailure | UnusableAnswerError) -> None:
+    """Count the sample that `error` costs, unless it has been counted."""
     if all(error is not known for known in workflow_context.get().first_errors.values()):
         workflow_context.drop(f"reward_{error.kind}" if isinstance(error, RewardFailure) else error.kind, error)
 
 
 def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseException]) -> list[tuple[Sample, Reward]]:
-    """The samples that have a reward, with it. Those whose answer or reward failed are dropped and counted by kind; any
-    other exception is raised, and the first failure where nothing is left."""
+    """Returns the samples that have a reward, with it; those whose answer or reward failed are counted by kind.
+
+    Raises any other exception among `outcomes`, and the first failure where no sample is left.
+    """
     kept: list[tuple[Sample, Reward]] = []
     for sample, outcome in zip(samples, outcomes, strict=True):
         if isinstance(outcome, RewardFailure | UnusableAnswerError):
-            count_lost(outcome)
+            count_failure(outcome)
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
@@ -83,8 +87,10 @@ def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseExce
 
 
 def wrapped_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
-    """A reward given as a function, its name, its dotted path or a wrapper, as a wrapper; `RewardError` for one that
-    does not take the four documented arguments."""
+    """Returns a wrapper of a reward given as a function, its name, its dotted path or a wrapper.
+
+    Raises `RewardError` for one that does not take the four documented arguments.
+    """
     wrapper = AsyncRewardWrapper(reward_fn)
     wrapper.require_documented_form()
     return wrapper

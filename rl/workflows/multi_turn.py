@@ -1,4 +1,4 @@
-"""Several turns with the same model: an answer that is not yet right is told so and tried again."""
+"""Several turns with the model: after a wrong answer it is asked to try again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from archon.data.encoding import next_turn_ids
 from archon.generation.record import TokenRecord, check_answer
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflows.base import RolloutWorkflow, kept_samples, record_parts, wrapped_reward
@@ -23,7 +23,7 @@ RETRY = "That is not right. Try again."
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` conversations: after each answer whose reward is below `enough` the model is told
+    """Samples `gconfig.n_samples` conversations: after each answer whose reward is below `enough` the model is sent
     `retry` and answers again, up to `max_turns` times.
 
     The reward of a conversation is that of its last answer, times `turn_discount` for each turn before it. Every answer
@@ -37,7 +37,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         max_turns: answers of a conversation, at most.
         turn_discount: factor of the reward for each turn it took beyond the first, in (0, 1].
         enough: reward that ends the conversation.
-        retry: what is said after an answer that was not enough.
+        retry: the user's message after an answer that was not enough.
     """
 
     returns_group = True
@@ -68,7 +68,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """One group of conversations as trajectory tensors [n, S]; `turn_ids` says which answer a token is of.
+        """Returns one group of conversations as trajectory tensors [n, S]; `turn_ids` says which answer a token is of.
 
         Conversations that fail are dropped and counted by kind; the first failure is raised when none is left.
         """
@@ -88,17 +88,17 @@ class MultiTurnWorkflow(RolloutWorkflow):
     async def _converse(
         self, engine: InferenceEngine, record: TokenRecord, prompt_ids: list[int], data: dict[str, Any], index: int
     ) -> Reward:
-        """Fill `record`; gives back the reward of its last answer."""
+        """Fill `record`, and return the reward of its last answer."""
         workflow_context.enter_sample(index)
         seed = workflow_context.get().seed
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=True)
-        reward, said = Reward(0.0), prompt_ids
+        reward, given_ids = Reward(0.0), prompt_ids
         while True:
             # Of its own stream, whatever the other conversations do meanwhile.
             own = {"n_samples": 1, "seed": derive_seed(seed, index, record.turns)}
             gconfig = self.gconfig.model_copy(update=own)
             try:
-                request = ModelRequest(record.input_ids + said, gconfig, tokenizer=self.tokenizer)
+                request = ModelRequest(record.input_ids + given_ids, gconfig, tokenizer=self.tokenizer)
                 response = await engine.agenerate(request)
             except ContextOverflowError:
                 if record.turns == 0:
@@ -106,10 +106,10 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 record.truncated = True
                 return reward  # there is no room for another turn
             check_answer(response)
-            record.observe(said)
+            record.observe(given_ids)
             record.answer(response)
             completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             reward = await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
             if reward >= self.enough or record.turns == self.max_turns or record.truncated:
                 return reward
-            said = next_turn_ids(self.tokenizer, self.retry, response.output_tokens)
+            given_ids = next_turn_ids(self.tokenizer, self.retry, response.output_tokens)

@@ -1,4 +1,4 @@
-"""From what names a workflow (an instance, a class, a registered name or a dotted path) to the instance that runs."""
+"""Resolves a workflow given as an instance, a class, a registered name or a dotted path."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ from typing import Any
 
 from archon.rl.workflows.agent import AgentWorkflow
 from archon.rl.workflows.base import RolloutWorkflow
+from archon.rl.workflows.forms import find_workflow
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
-from archon.schema.lazy import import_dotted
-
-FORMS = ["archon.rl.compat.trinity.adapter.adapted_workflow"]
-"""Dotted paths of functions that know workflows of another kind, imported when a workflow is resolved. Each is given
-(workflow, further arguments) and returns both as archon's own, or None for what it does not know."""
 
 
 def resolve_workflow(
     workflow: RolloutWorkflow | type[RolloutWorkflow] | str, further: Mapping[str, Any] | None = None, **arguments: Any
 ) -> RolloutWorkflow:
-    """The instance that `workflow` stands for: itself, its class, or a dotted string naming either. An agent, which has
-    `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`.
+    """Returns the instance that `workflow` names: itself, its class, or a dotted string naming either.
+
+    An agent, which has `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`.
 
     `arguments` are offered to a class's constructor, which takes those it names; `further` ones it must take. Raises
     `ConfigError` naming what was given.
     """
-    found, further = _found(workflow, further or {})
+    found, further = find_workflow(workflow, further or {})
     if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
         return AgentWorkflow(_constructed(found, further, {}), **{n: arguments[n] for n in ("gconfig", "tokenizer")})
     if not callable(getattr(found, "arun_episode", None)):
@@ -39,7 +36,7 @@ def resolve_workflow(
 
 
 def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """An instance as it is; of a class, one made with all of `further` and those of `arguments` that it names."""
+    """Returns an instance as it is; of a class, one made with `further` and those of `arguments` that it names."""
     if not isinstance(found, type):
         if further:
             raise ConfigError(f"workflow_args {', '.join(further)}: the workflow is an instance already")
@@ -61,12 +58,3 @@ def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str,
             f"{', '.join(arguments) or 'an agent nothing'}; give it as an instance, or name them in workflow_args"
         )
     return found(**given)
-
-
-def _found(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """What `workflow` names, and the arguments it is made with, as the first of `FORMS` that knows it has them."""
-    for form in FORMS:
-        if (known := import_dotted(form, "workflow form")(workflow, further)) is not None:
-            found: tuple[Any, Mapping[str, Any]] = known
-            return found
-    return import_dotted(workflow, "workflow") if isinstance(workflow, str) else workflow, further

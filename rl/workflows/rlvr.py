@@ -11,7 +11,7 @@ from torch import Tensor
 from archon.data import encode_prompt
 from archon.generation.record import UnusableAnswerError, check_answer
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflows.base import RolloutWorkflow, kept_samples, record_parts, wrapped_reward
@@ -45,7 +45,7 @@ class RLVRWorkflow(RolloutWorkflow):
         return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """One group as trajectory tensors [n, S]. Samples that fail are dropped and counted by kind.
+        """Returns one group as trajectory tensors [n, S]. Samples that fail are dropped and counted by kind.
 
         Raises the first failure when none of the n is left.
         """

@@ -139,7 +139,7 @@ def test_an_unknown_sink_is_refused(archon, sft_overrides):
 
 def test_a_sink_that_cannot_be_started_ends_the_run_before_it_begins(tmp_path, trackers):
     trackers["wandb"].error = OSError("no network\nat all")
-    with pytest.raises(ConfigError, match=r"wandb cannot be started \(OSError: no network at all\); mend it, or leave"):
+    with pytest.raises(ConfigError, match=r"wandb cannot be started \(OSError: no network at all\); fix it, or leave"):
         open_run(tmp_path / "run", "trackio", "wandb").__enter__()
     assert trackers["trackio"].calls[-1] == ("finish", 0), "what was started is closed"
     with open_run(tmp_path / "run"):

@@ -20,7 +20,7 @@ import yaml
 from archon.generation.types import InferenceEngine
 from archon.rl import RLVRWorkflow
 from archon.rl.config import RLConfig
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.training.config import PreferenceConfig
 from tests.checkpoint import killing
 from tests.rl import rewards_for_tests
@@ -138,7 +138,7 @@ def hook(point: str) -> list[str]:
         "models": lambda: before(ArchonEngine, "initialize", 1),
         "warm-up": lambda: before(SFTTrainer, "train_step", 2),
         "twice": lambda: before(PolicyUpdate, "train", 3, twice=True),
-        # The ratio gate scores the first batch too, and each step has a reference and a proximal policy.
+        # The logprob check scores the first batch too, and each step has a reference and a proximal policy.
         "reference": lambda: before(ArchonEngine, "forward_batch", 1 + 2 * 2 + 1),
         "proximal": lambda: before(ArchonEngine, "forward_batch", 1 + 2 * 2 + 2),
         "update": lambda: before(PolicyUpdate, "train", 3),

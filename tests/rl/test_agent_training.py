@@ -14,7 +14,7 @@ import torch
 from archon.rl import RLTrainer
 from archon.rl.bootstrap import write_blank
 from archon.rl.config import RLConfig
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rollout import WorkflowError
 from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe
 from archon.training.metrics import read_jsonl

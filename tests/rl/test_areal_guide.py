@@ -17,7 +17,7 @@ from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl import AsyncRewardWrapper, InteractionWithTokenLogpReward, RLTrainer, RolloutWorkflow
 from archon.rl.config import RLConfig
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
 from archon.schema.errors import RolloutError
@@ -67,7 +67,7 @@ def test_a_guides_workflow_runs_and_makes_whole_groups(
     for episode in episodes:
         assert episode.error is None and not episode.context.drops
         group = episode.trajectories
-        assert len(episode.earned) == len(group["rewards"]) == 4
+        assert len(episode.rewards) == len(group["rewards"]) == 4
         assert (group["logprobs"][group["loss_mask"] == 1] < 0).all()
         trained = [ids[mask == 1].tolist() for ids, mask in zip(group["input_ids"], group["loss_mask"], strict=True)]
         assert len(set(map(tuple, trained))) > 1
@@ -123,7 +123,7 @@ def test_what_a_workflow_counts_as_dropped_does_not_make_a_group_of_its_answer(
             return await super().arun_episode(engine, data)
 
     (episode,), _ = run(engine, Counts(GCONFIG, tokenizer, rewards.constant), 1)
-    assert len(episode.earned) == 4 and episode.context.drops["tool"] == 4
+    assert len(episode.rewards) == 4 and episode.context.drops["tool"] == 4
 
 
 def test_one_of_several_runs_returns_one_trajectory(engine: InProcessEngine, tokenizer: Any) -> None:
@@ -152,7 +152,7 @@ def test_a_run_that_fails_or_rejects_costs_its_sample_and_is_counted(engine: InP
     assert 0 < sum(lost) < 24
     for episode, n in zip(episodes, lost, strict=True):
         assert episode.context.drops["rejected_run"] == 1
-        assert (len(episode.earned) == 3 - n) if n < 3 else episode.error is not None
+        assert (len(episode.rewards) == 3 - n) if n < 3 else episode.error is not None
 
 
 def test_an_evaluation_repeats_as_often_as_its_own_values_say(
@@ -161,7 +161,7 @@ def test_an_evaluation_repeats_as_often_as_its_own_values_say(
     trained = guide.OneAnswer(GCONFIG, tokenizer, score)
     greedy = trained.with_gconfig(trained.gconfig.new(n_samples=1, greedy=True))
     (episode,), _ = run(engine, greedy, 1)
-    assert len(episode.earned) == 1
+    assert len(episode.rewards) == 1
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_several_rows_are_a_group_and_the_parts_of_an_interaction_are_one_trajec
     for declared in (None, True, False):
         kind = type("Declared", (Asks,), {"returns_group": declared})
         (episode,), _ = run(engine, kind(GCONFIG, tokenizer, rewards.constant), 1)
-        earned.append(episode.earned.tolist())
+        earned.append(episode.rewards.tolist())
     assert earned == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [1.0] * 4]  # each run's mean
 
 

@@ -21,9 +21,9 @@ from pydantic import ValidationError
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl import RLTrainer, RLVRWorkflow, RolloutWorkflow
-from archon.rl.asynchronous import RolloutAhead, capacity
+from archon.rl.asynchronous import AsyncRollout, capacity
 from archon.rl.config import RLConfig
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.prompts import PromptStream
 from archon.rl.rollout import Rollout, WorkflowError
 from archon.training.metrics import read_jsonl
@@ -65,12 +65,12 @@ class Delayed(RolloutWorkflow):
         return result
 
 
-def ahead(engine: InProcessEngine, workflow: RolloutWorkflow, stream: Stream, **options: Any) -> RolloutAhead:
+def ahead(engine: InProcessEngine, workflow: RolloutWorkflow, stream: Stream, **options: Any) -> AsyncRollout:
     options = {"batch": B, "staleness": 2, "concurrent": None} | options
-    return RolloutAhead(Rollout(engine, workflow, log=lambda _: None), stream.take, **options)
+    return AsyncRollout(Rollout(engine, workflow, log=lambda _: None), stream.take, **options)
 
 
-async def train(rollouts: RolloutAhead, engine: InProcessEngine, steps: int, pause: float = 0.0) -> list[list[int]]:
+async def train(rollouts: AsyncRollout, engine: InProcessEngine, steps: int, pause: float = 0.0) -> list[list[int]]:
     """The prompts of each batch, with a new version after each."""
     batches = []
     for step in range(steps):
@@ -136,7 +136,7 @@ async def test_episodes_go_on_while_the_policy_is_trained(engine: InProcessEngin
     await asyncio.sleep(0.5)
     # The bound is (1 + 0 + 1) * 4 = 8, of which 4 have been trained on: a whole batch waits.
     assert rollouts.running == 0
-    assert len(rollouts.ahead) == B
+    assert len(rollouts.untrained) == B
     await rollouts.close()
 
 
@@ -154,7 +154,7 @@ async def test_failed_and_rejected_episodes_give_their_places_back_and_are_count
     batch = await rollouts.collect(0)
     assert len(batch.prompts) == B
     assert all(prompt.index % 4 in (0, 3) for prompt in batch.prompts)
-    assert batch.counts["failed/KeyError"] + batch.counts["rejected"] == batch.counts["refills"] > 0
+    assert batch.counts["failed/KeyError"] + batch.counts["rejected"] == batch.counts["resampled"] > 0
     await rollouts.close()
 
 
@@ -168,7 +168,7 @@ async def test_places_are_given_back_only_so_often(engine: InProcessEngine, toke
     rollouts = ahead(engine, Fails(tokenizer), Stream(), staleness=1, max_resamples=1)
     batch = await asyncio.wait_for(rollouts.collect(0), 60)
     assert [prompt.index for prompt in batch.prompts] == [0]
-    assert batch.counts["refills"] == B
+    assert batch.counts["resampled"] == B
     await rollouts.close()
 
 
@@ -184,7 +184,7 @@ async def test_a_workflow_that_always_fails_ends_the_run(engine: InProcessEngine
 
 
 @pytest.mark.parametrize("spread", ["drop", "resample"])
-async def test_groups_without_spread(engine: InProcessEngine, tokenizer: Any, spread: Any) -> None:
+async def test_zero_variance_groups(engine: InProcessEngine, tokenizer: Any, spread: Any) -> None:
     class Alike(Delayed):
         def change(self, result: Any, index: int) -> Any:
             result["rewards"] = torch.tensor([1.0, float(index % 2)])
@@ -195,10 +195,10 @@ async def test_groups_without_spread(engine: InProcessEngine, tokenizer: Any, sp
     assert all(prompt.index % 2 == 0 for prompt in batch.prompts)
     if spread == "resample":
         assert len(batch.prompts) == B
-        assert batch.counts["refills"] == batch.counts["groups_without_spread"] > 0
+        assert batch.counts["resampled"] == batch.counts["zero_variance_groups"] > 0
     else:
-        assert len(batch.prompts) + batch.counts["groups_without_spread"] == B
-        assert batch.counts["refills"] == 0
+        assert len(batch.prompts) + batch.counts["zero_variance_groups"] == B
+        assert batch.counts["resampled"] == 0
     await rollouts.close()
 
 
@@ -220,7 +220,7 @@ def test_a_resumed_stream_begins_with_what_was_taken_and_not_trained_on() -> Non
     rows = [{"messages": [], "answer": str(i)} for i in range(10)]
     stream = PromptStream(rows, seed=3)
     taken = stream.take(7) + stream.take(8)  # into the second epoch
-    state = stream.state_dict(ahead=[4, 9, 12])
+    state = stream.state_dict(untrained=[4, 9, 12])
     resumed = PromptStream(rows, seed=3)
     resumed.load_state_dict(state)
     assert resumed.take(2) == [taken[4], taken[9]]

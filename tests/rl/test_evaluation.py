@@ -12,8 +12,8 @@ import torch
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelResponse
 from archon.rl import RLVRWorkflow, RolloutWorkflow
-from archon.rl.context import workflow_context
-from archon.rl.evaluation import answers, evaluate
+from archon.rl.episode_context import workflow_context
+from archon.rl.evaluation import answer_texts, evaluate
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout, WorkflowError
 from archon.rl.trajectories import trajectory_tensors
@@ -27,7 +27,7 @@ def test_evaluation_is_the_mean_over_prompts_of_real_samples(engine: InProcessEn
     rollout = Rollout(engine, RLVRWorkflow(rewards.count_digits, GCONFIG, tokenizer), seed=4)
     measured = asyncio.run(evaluate(rollout, PROMPTS, tokenizer=tokenizer, well_formed=r"\d+"))
     episodes = asyncio.run(rollout.run(PROMPTS, is_eval=True))
-    texts = answers(episodes, tokenizer)
+    texts = answer_texts(episodes, tokenizer)
     assert len(texts) == 36
     digits = [sum(c.isdigit() for c in text) for text in texts]
     assert measured["reward"] == pytest.approx(sum(digits) / 36)

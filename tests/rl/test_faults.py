@@ -17,7 +17,7 @@ import pytest
 from archon.generation.types import InferenceEngine
 from archon.rl import MultiTurnWorkflow, RLTrainer, RLVRWorkflow
 from archon.rl.config import RLConfig
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rollout import WorkflowError
 from archon.schema.errors import CheckpointError, RewardError
 from archon.training.metrics import read_jsonl

@@ -15,7 +15,7 @@ from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from archon.rl import MultiTurnWorkflow
 from archon.rl.bootstrap import make_tokenizer
-from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.trajectories import validate_trajectory
 from archon.rl.workflows import resolve_workflow
 from archon.schema.errors import ConfigError, ContextOverflowError

@@ -13,9 +13,9 @@ import torch
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl import RLVRWorkflow, RolloutWorkflow
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
+from archon.rl.logprob_check import check_recomputable
 from archon.rl.prompts import Prompt
-from archon.rl.replay import check_replayable
 from archon.rl.rollout import Rollout, WorkflowError
 from archon.schema.errors import ConfigError, RolloutError
 from tests.rl import rewards_for_tests as rewards
@@ -217,20 +217,20 @@ class FlatOnOdd(Wrapped):
         return result | {"rewards": torch.ones(n) if index % 2 else torch.arange(float(n))}
 
 
-def test_groups_without_spread_are_kept_or_dropped_and_counted(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+def test_zero_variance_groups_are_kept_or_dropped_and_counted(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
     kept, _, _ = collect(engine, FlatOnOdd(rlvr), n=6)
-    assert (len(kept.prompts), kept.counts["groups_without_spread"]) == (6, 3)
+    assert (len(kept.prompts), kept.counts["zero_variance_groups"]) == (6, 3)
     dropped, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, zero_variance_groups="drop")
     assert [prompt.index for prompt in dropped.prompts] == [0, 2, 4]
-    assert (dropped.counts["groups_without_spread"], dropped.counts["refills"], stream.asked) == (3, 0, [6])
+    assert (dropped.counts["zero_variance_groups"], dropped.counts["resampled"], stream.asked) == (3, 0, [6])
 
 
-def test_refill_replaces_groups_without_spread_within_its_bound(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
-    # 6 prompts (0–5) give 3 groups; 3 more (6–8) give 6 and 8; 1 more (9) gives none: two refills, 5 of 6 groups.
+def test_resampling_replaces_zero_variance_groups_within_its_bound(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+    # 6 prompts (0–5) give 3 groups; 3 more (6–8) give 6 and 8; 1 more (9) gives none: two rounds more, 5 of 6 groups.
     batch, _, stream = collect(engine, FlatOnOdd(rlvr), n=6, zero_variance_groups="resample", max_resamples=2)
     assert stream.asked == [6, 3, 1]
     assert [prompt.index for prompt in batch.prompts] == [0, 2, 4, 6, 8]
-    assert batch.counts == {"prompts": 6, "refills": 4, "episodes": 10, "groups_without_spread": 5}
+    assert batch.counts == {"prompts": 6, "resampled": 4, "episodes": 10, "zero_variance_groups": 5}
 
 
 def test_batch_in_which_no_group_has_spread_is_empty_not_an_error(engine: InProcessEngine, tokenizer: Any) -> None:
@@ -238,7 +238,7 @@ def test_batch_in_which_no_group_has_spread_is_empty_not_an_error(engine: InProc
     batch, _, stream = collect(engine, workflow, n=3, zero_variance_groups="resample", max_resamples=2)
     assert not batch
     assert stream.asked == [3, 3, 3]
-    assert batch.counts["groups_without_spread"] == 9
+    assert batch.counts["zero_variance_groups"] == 9
 
 
 def test_recorded_numbers_are_averaged_over_the_batch(engine: InProcessEngine, tokenizer: Any) -> None:
@@ -256,8 +256,8 @@ def test_values_the_trainer_cannot_replay_are_refused_for_training_and_allowed_f
 ) -> None:
     """Also those a custom workflow puts into its own requests, which no configuration shows."""
     workflow = RLVRWorkflow(rewards.constant, GCONFIG.new(**refused), tokenizer)
-    rollout = Rollout(engine, workflow, check=lambda gconfig: check_replayable(gconfig, 1.0))
-    with pytest.raises(ConfigError, match=f"gconfig.{next(iter(refused))}.*cannot replay"):
+    rollout = Rollout(engine, workflow, check=lambda gconfig: check_recomputable(gconfig, 1.0))
+    with pytest.raises(ConfigError, match=f"gconfig.{next(iter(refused))}.*cannot recompute"):
         asyncio.run(rollout.run(prompts(2)))
     episodes = asyncio.run(rollout.run(prompts(2), is_eval=True))
     assert all(episode.trajectories for episode in episodes)
@@ -266,7 +266,7 @@ def test_values_the_trainer_cannot_replay_are_refused_for_training_and_allowed_f
 def test_sampling_defaults_are_explicit() -> None:
     defaults = GenerationHyperparameters()
     assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.greedy) == (1.0, 1.0, None, False)
-    check_replayable(defaults, 1.0)
+    check_recomputable(defaults, 1.0)
 
 
 def test_context_tells_evaluation_from_training(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:

@@ -13,7 +13,7 @@ from archon.generation.record import TokenRecord
 from archon.generation.types import ModelResponse
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import RolloutBatch
-from archon.rl.summary import NO_FAILURES, batch_metrics, gains, staleness, write_groups
+from archon.rl.summary import NO_FAILURES, batch_metrics, reward_gains, staleness, write_groups
 from archon.rl.trajectories import trajectory_tensors
 from archon.training.metrics import TrajectoryWriter, read_jsonl
 
@@ -38,7 +38,7 @@ def batch(tokenizer: Any) -> RolloutBatch:
     short.observe([text[c] for c in "7+7="])
     short.answer(ModelResponse(short.input_ids[:], [text["4"]], [-0.25], [6], "stop"))
     trajectories = trajectory_tensors([two_turns(text), short], [1.0, 0.0])
-    counts = Counter({"prompts": 5, "episodes": 5, "rejected": 1, "failed/KeyError": 1, "groups_without_spread": 2})
+    counts = Counter({"prompts": 5, "episodes": 5, "rejected": 1, "failed/KeyError": 1, "zero_variance_groups": 2})
     return RolloutBatch(
         trajectories | {"group_ids": torch.zeros(2, dtype=torch.int64)}, [Prompt(9, {"answer": "14"})], counts
     )
@@ -62,14 +62,16 @@ def test_batch_metrics_worked_by_hand(batch: RolloutBatch) -> None:
     assert metrics["truncated"] == 0.5
     assert metrics["group_size"] == 2.0
     # Of 5 episodes one was rejected and one failed; 2 of the other 3 groups were rewarded alike.
-    assert metrics["no_spread_fraction"] == pytest.approx(2 / 3)
+    assert metrics["zero_variance_fraction"] == pytest.approx(2 / 3)
 
 
 def test_a_step_of_which_nothing_is_left_still_says_what_was_lost() -> None:
-    metrics = batch_metrics(RolloutBatch(counts=Counter({"episodes": 4, "groups_without_spread": 4})), version=0)
-    assert metrics["no_spread_fraction"] == 1.0
+    metrics = batch_metrics(RolloutBatch(counts=Counter({"episodes": 4, "zero_variance_groups": 4})), version=0)
+    assert metrics["zero_variance_fraction"] == 1.0
     assert "reward" not in metrics and "staleness_mean" not in metrics
-    assert "no_spread_fraction" not in batch_metrics(RolloutBatch(counts=Counter({"episodes": 2, "rejected": 2})), 0)
+    assert "zero_variance_fraction" not in batch_metrics(
+        RolloutBatch(counts=Counter({"episodes": 2, "rejected": 2})), 0
+    )
 
 
 def test_reward_failures_are_a_series_of_each_kind(batch: RolloutBatch) -> None:
@@ -107,5 +109,5 @@ def test_the_dump_of_a_plain_answer_is_what_it_was(batch: RolloutBatch, tokenize
 def test_gains_are_of_what_was_measured_both_before_and_after() -> None:
     """A resumed run may measure otherwise than the one it goes on from."""
     before, after = {"eval/reward": 0.25, "eval/greedy_reward": 0.5}, {"eval/reward": 0.75}
-    assert gains([before, {"loss": 1.0}, after]) == ["held-out reward, sampled: 0.250 before, 0.750 after"]
-    assert len(gains([before, before])) == 2
+    assert reward_gains([before, {"loss": 1.0}, after]) == ["held-out reward, sampled: 0.250 before, 0.750 after"]
+    assert len(reward_gains([before, before])) == 2

@@ -18,8 +18,8 @@ from archon.checkpoint.native import load_latest
 from archon.generation.types import InferenceEngine
 from archon.rl import RLTrainer, RLVRWorkflow
 from archon.rl.config import RLConfig
-from archon.rl.context import workflow_context
-from archon.rl.replay import GATE_LIMITS, check_gate, gate_limit
+from archon.rl.episode_context import workflow_context
+from archon.rl.logprob_check import MISMATCH_LIMITS, check_mismatch, mismatch_limit
 from archon.rl.rollout import WorkflowError
 from archon.schema.errors import ConfigError, RewardError, RolloutError
 from archon.training.metrics import read_jsonl
@@ -57,7 +57,7 @@ def test_gate_refuses_to_train_when_generator_and_trainer_disagree(rl_config: Ma
         before = weights(trainer)
         wrong = {name: tensor * 1.01 for name, tensor in before.items()}
         trainer.generator.update_weights(wrong.items(), version=0)
-        with pytest.raises(RolloutError, match=r"ratio gate: .* differ from the generator's by .*limit 1.0e-04"):
+        with pytest.raises(RolloutError, match=r"logprob check: .* differ from the generator's by .*limit 1.0e-04"):
             trainer.train_step()
         assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
 
@@ -74,15 +74,15 @@ def test_weights_that_stop_reaching_the_generator_end_the_run(
         trainer.generator.update_weights(weights(trainer).items(), version=trainer.engine.version)
         monkeypatch.setattr(trainer.generator, "update_weights", lambda *_, **__: None)
         trainer.train_step()
-        with pytest.raises(RolloutError, match=r"ratio gate: the trainer's logprobs differ"):
+        with pytest.raises(RolloutError, match=r"logprob check: the trainer's logprobs differ"):
             trainer.train_step()
 
 
 def test_gate_limit_grows_below_temperature_one_and_a_nan_never_passes() -> None:
-    assert gate_limit("float32", 1.0) == gate_limit("float32", 2.0) == GATE_LIMITS["float32"]
-    assert gate_limit("float32", 0.5) == 2 * GATE_LIMITS["float32"]
+    assert mismatch_limit("float32", 1.0) == mismatch_limit("float32", 2.0) == MISMATCH_LIMITS["float32"]
+    assert mismatch_limit("float32", 0.5) == 2 * MISMATCH_LIMITS["float32"]
     with pytest.raises(RolloutError):
-        check_gate(float("nan"), 1.0)
+        check_mismatch(float("nan"), 1.0)
 
 
 def test_positive_kl_coefficient_without_reference_model_is_an_error(rl_config: MakeConfig) -> None:
@@ -234,7 +234,7 @@ def test_batch_without_spread_skips_the_update_and_says_so(rl_config: MakeConfig
         before = weights(trainer)
         metrics = trainer.train_step()
         assert metrics["skipped_update"] == 1
-        assert (metrics["rollout/groups_without_spread"], metrics["rollout/refills"]) == (6, 3)
+        assert (metrics["rollout/zero_variance_groups"], metrics["rollout/resampled"]) == (6, 3)
         assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
         assert trainer.engine.version == 0
 
@@ -242,12 +242,12 @@ def test_batch_without_spread_skips_the_update_and_says_so(rl_config: MakeConfig
 def test_a_run_says_when_its_rewards_teach_nothing(
     rl_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("archon.rl.summary.STEPS_ALIKE", (2,))
+    monkeypatch.setattr("archon.rl.summary.WARN_AFTER_STEPS", (2,))
     trainer = RLTrainer(rl_config(reward="tests.rl.rewards_for_tests.constant"))
     with trainer.opened():
         for told in (False, True, False):
             trainer.train_step()
-            assert ("the answers of every group have been rewarded alike" in capsys.readouterr().out) is told
+            assert ("all answers of a group have had the same reward" in capsys.readouterr().out) is told
 
 
 def test_existing_run_is_not_overwritten_without_resume(rl_config: MakeConfig) -> None:

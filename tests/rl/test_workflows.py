@@ -13,7 +13,7 @@ import torch
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from archon.rl import RLVRWorkflow, RolloutWorkflow
-from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, RewardRaised
 from archon.rl.trajectories import trajectory_tensors, validate_trajectory
 from archon.rl.workflows import resolve_workflow

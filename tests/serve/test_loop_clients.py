@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.schema.errors import ConfigError
 from tests.serve.scripted import Start
 from tests.tolerances import SOON_SECONDS
@@ -87,5 +87,7 @@ async def test_without_the_package_the_extra_is_named(kind: str, monkeypatch: py
 
 
 def test_neither_package_is_imported_before_it_is_asked_for() -> None:
-    code = "import sys, archon.rl.context; print([name for name in ('aiohttp', 'httpx') if name in sys.modules])"
+    code = (
+        "import sys, archon.rl.episode_context; print([name for name in ('aiohttp', 'httpx') if name in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -14,8 +14,8 @@ import torch
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from archon.rl import AgentWorkflow
-from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
-from archon.rl.replay import check_replayable
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.logprob_check import check_recomputable
 from archon.rl.trajectories import validate_trajectory
 from archon.rl.workflows import resolve_workflow
 from archon.rl.workflows.agent_process import ProcessAgent
@@ -242,8 +242,8 @@ def test_sampling_that_cannot_be_replayed_stops_the_run_by_name(engine: InProces
             return 1.0
 
     workflow = AgentWorkflow(Greedy(), GCONFIG, tokenizer)
-    with pytest.raises(ConfigError, match=r"gconfig.greedy: got True, which the trainer cannot replay"):
-        run_episode(engine, workflow, check=lambda gconfig: check_replayable(gconfig, 1.0))
+    with pytest.raises(ConfigError, match=r"gconfig.greedy: got True, whose logprobs the trainer cannot recompute"):
+        run_episode(engine, workflow, check=lambda gconfig: check_recomputable(gconfig, 1.0))
     run_episode(engine, workflow)  # as in an evaluation
 
 

@@ -18,12 +18,12 @@ from archon.rl.compat.trinity import builtin, react  # noqa: F401 (register the 
 from archon.rl.compat.trinity.model import ModelWrapper
 from archon.rl.compat.trinity.types import Experience, FormatConfig, GenerationConfig, Task
 from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS, RewardFn, Workflow, says
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import RewardFailure
-from archon.rl.rows import own_copy
 from archon.rl.trajectories import trajectory_tensors
+from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.agent import Serving
-from archon.rl.workflows.base import RolloutWorkflow, count_lost, wrapped_reward
+from archon.rl.workflows.base import RolloutWorkflow, count_failure, wrapped_reward
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
 from archon.schema.lazy import import_dotted
@@ -122,7 +122,7 @@ class TrinityWorkflow(RolloutWorkflow):
             for run, outcome in zip(runs, outcomes, strict=True):
                 if isinstance(outcome, RewardFailure | UnusableAnswerError) and len(runs) > 1:
                     lost.append(outcome)
-                    count_lost(outcome)
+                    count_failure(outcome)
                 elif isinstance(outcome, BaseException):
                     raise outcome
                 else:
@@ -151,7 +151,7 @@ class TrinityWorkflow(RolloutWorkflow):
         task = Task(
             workflow=self.kind,
             reward_fn=self._reward,
-            raw_task=own_copy(data["raw_task"]),
+            raw_task=copy_containers(data["raw_task"]),
             format_args=replace(self._format_args),
             rollout_args=GenerationConfig(
                 n=n,
@@ -160,8 +160,8 @@ class TrinityWorkflow(RolloutWorkflow):
                 top_k=-1 if rollout.top_k is None else rollout.top_k,
                 max_tokens=rollout.max_new_tokens,
             ),
-            workflow_args=own_copy(self._workflow_args),
-            reward_fn_args=own_copy(self._reward_fn_args),
+            workflow_args=copy_containers(self._workflow_args),
+            reward_fn_args=copy_containers(self._reward_fn_args),
             is_eval=workflow_context.get().is_eval,
             task_id=workflow_context.get().task_id,
         )

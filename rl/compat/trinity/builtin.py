@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from archon.rl.compat.trinity.types import Experience, Task
 from archon.rl.compat.trinity.workflow import WORKFLOWS, ModuleRegistry, Workflow
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, RewardRaised, as_reward
 from archon.rl.workflows.base import kept_samples
 from archon.schema.config import nearest

@@ -16,7 +16,7 @@ from archon.generation.record import TokenRecord, UnusableAnswerError, check_ans
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
 from archon.rl.compat.trinity.types import Experience
-from archon.rl.context import workflow_context
+from archon.rl.episode_context import workflow_context
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
 
@@ -142,11 +142,11 @@ class ModelWrapper:
             raise RolloutError(f"the OpenAI client needs the package openai ({error}): pip install openai") from None
         import httpx
 
-        from archon.rl.clients import certificates
+        from archon.rl.clients import tls_context
 
         # It goes by no proxy, and waits as long as an answer takes.
         plain = httpx.Client if kind == "OpenAI" else httpx.AsyncClient
-        http_client = plain(trust_env=False, timeout=None, verify=certificates())
+        http_client = plain(trust_env=False, timeout=None, verify=tls_context())
         server, base_url = self._endpoint
         client = getattr(module, kind)(
             base_url=base_url, api_key=self._session.key, http_client=http_client, timeout=None, max_retries=0

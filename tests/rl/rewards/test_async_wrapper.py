@@ -26,6 +26,7 @@ from archon.rl.rewards import (
     RewardRaised,
     RewardTimeout,
 )
+from archon.rl.rewards.result import FAILURE_KINDS
 from archon.schema.errors import RewardError
 from tests.rl.rewards import faulty
 from tests.tolerances import REWARD_BATCH_SECONDS, REWARD_TIMEOUT_SECONDS, SOON_SECONDS
@@ -57,8 +58,6 @@ async def test_a_reward_arrives_with_its_parts(reward: AsyncRewardWrapper) -> No
 
 async def test_rewards_arrive_in_the_callers_order(reward: AsyncRewardWrapper) -> None:
     assert await outcomes(reward, *map(str, range(500))) == list(range(500))
-    assert reward.stats().calls == 500
-    assert reward.stats().mean_seconds > 0
 
 
 async def test_a_rows_columns_reach_the_reward_but_for_the_names_of_its_arguments(reward: AsyncRewardWrapper) -> None:
@@ -107,7 +106,7 @@ async def test_a_reward_that_hangs_is_killed_and_costs_one_sample(reward: AsyncR
     assert "ran longer than" in str(hung)
     assert [first, *others] == [1.0] + [2.0] * 20
     assert time.monotonic() - started < REWARD_TIMEOUT_SECONDS + SOON_SECONDS
-    assert reward.stats().failures == {"timeout": 1, "crashed": 0, "raised": 0, "invalid": 0}
+    assert hung.kind == "timeout"
 
 
 @pytest.mark.parametrize(("fault", "how"), [("os._exit", "exited with code 3"), ("segfault", "killed by SIGSEGV")])
@@ -116,7 +115,7 @@ async def test_a_reward_whose_process_dies_costs_one_sample(reward: AsyncRewardW
     assert isinstance(died, RewardCrashed)
     assert how in str(died)
     assert [first, *others] == [1.0] + [2.0] * 20
-    assert reward.stats().failures["crashed"] == 1
+    assert died.kind == "crashed"
 
 
 @pytest.mark.parametrize(("fault", "what"), [("raise", "KeyError: 'no such unit"), ("sys.exit", "SystemExit: 1")])
@@ -129,7 +128,7 @@ async def test_a_reward_that_raises_costs_one_sample_and_shows_its_traceback(
     assert "faulty.py" in raised.traceback_text and what in raised.traceback_text
     assert raised.__notes__ == [raised.traceback_text]
     assert [first, *others] == [1.0] + [2.0] * 20
-    assert reward.stats().failures["raised"] == 1
+    assert raised.kind == "raised"
 
 
 @pytest.mark.parametrize("fault", ["return a lock", "return a lambda", "return nan", "return inf", "return text"])
@@ -138,7 +137,7 @@ async def test_an_unpicklable_or_not_finite_result_costs_one_sample(reward: Asyn
     assert isinstance(invalid, RewardInvalid)
     assert "tests.rl.rewards.faulty.obey" in str(invalid)
     assert [first, *others] == [1.0] + [2.0] * 20
-    assert reward.stats().failures["invalid"] == 1
+    assert invalid.kind == "invalid"
 
 
 async def test_no_fault_becomes_a_silent_zero(reward: AsyncRewardWrapper) -> None:
@@ -147,14 +146,15 @@ async def test_no_fault_becomes_a_silent_zero(reward: AsyncRewardWrapper) -> Non
     ]
     for outcome in await outcomes(reward, *faults):
         assert isinstance(outcome, RewardFailure)
-    assert sum(reward.stats().failures.values()) == reward.stats().calls == len(faults)
+        assert outcome.kind in FAILURE_KINDS
 
 
 async def test_the_timeout_starts_when_execution_starts_and_not_in_the_queue() -> None:
     seconds, count = 0.4 * REWARD_TIMEOUT_SECONDS, 5
     with AsyncRewardWrapper(faulty.obey, timeout_seconds=REWARD_TIMEOUT_SECONDS, max_workers=1) as reward:
+        started = time.monotonic()
         assert await outcomes(reward, *["sleep"] * count, seconds=seconds) == [1.0] * count
-        assert reward.stats().longest_seconds > REWARD_TIMEOUT_SECONDS
+        assert time.monotonic() - started > REWARD_TIMEOUT_SECONDS
 
 
 async def test_the_timeout_of_calls_sent_ahead_starts_when_they_start() -> None:
@@ -271,7 +271,7 @@ async def test_async_rewards_run_in_the_loop_with_a_timeout() -> None:
     assert isinstance(raised, RewardRaised) and "furlong" in raised.traceback_text
     assert isinstance(invalid, RewardInvalid)
     assert isinstance(own_timeout, RewardRaised)
-    assert reward.stats().failures == {"timeout": 1, "crashed": 0, "raised": 2, "invalid": 1}
+    assert [each.kind for each in (hung, raised, invalid, own_timeout)] == ["timeout", "raised", "invalid", "raised"]
 
 
 # -- the end --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +29,12 @@ def told() -> Iterator[AsyncRewardWrapper]:
 async def test_the_kinds_of_failure_and_the_time_limit_are_those_of_the_wrapper_within(function: Any) -> None:
     with AsyncRewardWrapper(function, timeout_seconds=REWARD_TIMEOUT_SECONDS, max_workers=1) as inner:
         outer = AsyncRewardWrapper(inner)
+        assert outer is inner
         ask = ["1.0", "hang", "raise"] + ["os._exit"] * (function is faulty.obey)
         outcomes = await asyncio.gather(*(outer("", each, [], []) for each in ask), return_exceptions=True)
         kinds = [1.0, RewardTimeout, RewardRaised, RewardCrashed][: len(ask)]
         assert [type(o) if isinstance(o, RewardFailure) else o for o in outcomes] == kinds
         assert outer.timeout_seconds == REWARD_TIMEOUT_SECONDS
-        assert inner.stats().calls == outer.stats().calls == len(ask)
 
 
 async def test_time_begins_when_execution_does_whichever_wrapper_is_asked() -> None:
@@ -41,8 +42,9 @@ async def test_time_begins_when_execution_does_whichever_wrapper_is_asked() -> N
     with AsyncRewardWrapper(faulty.obey, timeout_seconds=REWARD_TIMEOUT_SECONDS, max_workers=1) as inner:
         both = [inner, AsyncRewardWrapper(AsyncRewardWrapper(inner))]
         calls = [both[i % 2]("", "sleep", [], [], seconds=0.4 * REWARD_TIMEOUT_SECONDS) for i in range(5)]
+        started = time.monotonic()
         assert await asyncio.gather(*calls) == [1.0] * 5
-        assert inner.stats().longest_seconds > REWARD_TIMEOUT_SECONDS
+        assert time.monotonic() - started > REWARD_TIMEOUT_SECONDS
 
 
 @pytest.mark.parametrize("limits", [{"timeout_seconds": 3.0}, {"max_workers": 5}])

@@ -13,8 +13,8 @@ import torch
 from archon.generation import InProcessEngine
 from archon.rl import GenerationHyperparameters, TrinityWorkflow, Workflow
 from archon.rl.bootstrap import make_tokenizer
-from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
-from archon.rl.workflows.results import checked_result
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.trajectories import checked_group
 from archon.training.bootstrap_config import TokenizerRecipe
 from tests.rl import rewards_for_tests as rewards
 from tests.small_qwen3 import small_model
@@ -59,6 +59,6 @@ def run_episode(engine: InProcessEngine) -> RunEpisode:
             return await workflow.arun_episode(EpisodeEngine(engine, context), row)
 
         result = asyncio.run(episode())
-        return (None if result is None else checked_result(result, context, "test")), context
+        return (None if result is None else checked_group(result, context, "test")), context
 
     return run

@@ -12,8 +12,8 @@ import pytest
 from archon.generation.record import UnusableAnswerError
 from archon.generation.types import ModelRequest, ModelResponse
 from archon.rl import Experience, GenerationHyperparameters, Workflow
-from archon.rl.context import EpisodeContext, EpisodeEngine, workflow_context
-from archon.rl.replay import check_replayable
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.logprob_check import check_recomputable
 from archon.schema.errors import ConfigError, RolloutError, UserError
 from tests.rl.compat.trinity.conftest import GCONFIG, ROW
 from tests.tolerances import SOON_SECONDS
@@ -211,7 +211,7 @@ def test_a_wrong_call_says_what_is_wrong(adapted, engine, ask, message) -> None:
 
 
 def test_values_that_cannot_be_trained_on_end_the_run(adapted, engine) -> None:
-    checked = EpisodeEngine(engine, EpisodeContext(), lambda gconfig: check_replayable(gconfig, 1.0))
+    checked = EpisodeEngine(engine, EpisodeContext(), lambda gconfig: check_recomputable(gconfig, 1.0))
     with pytest.raises(ConfigError, match=r"gconfig.temperature: got 0.5"):
         episode(adapted, checked, lambda self: self.model.chat(ASKED, temperature=0.5))
 

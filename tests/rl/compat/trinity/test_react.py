@@ -71,7 +71,7 @@ def test_a_model_calls_the_calculator_and_its_answers_alone_are_trained(tokenize
 def test_a_tool_that_fails_tells_the_model_why(tokenizer: Any) -> None:
     says = [call("search", "x"), call("calculator", "1/0"), call("calculator", "import os"), "84"]
     episode, told = said_to(tokenizer, says)
-    assert episode.error is None and episode.earned.tolist() == [1.0]
+    assert episode.error is None and episode.rewards.tolist() == [1.0]
     last = tokenizer.decode(told.requests[-1].input_ids)
     for error in ("no tool search; there are calculator", "ZeroDivisionError: division by zero", "SyntaxError"):
         assert f"<tool_response>\nerror: {error}" in last
@@ -79,7 +79,7 @@ def test_a_tool_that_fails_tells_the_model_why(tokenizer: Any) -> None:
 
 def test_turns_are_bounded(tokenizer: Any) -> None:
     episode, told = said_to(tokenizer, SAYS[:1] * 3, workflow_args={"max_turns": 2})
-    assert len(told.requests) == 2 and episode.earned.tolist() == [0.0]
+    assert len(told.requests) == 2 and episode.rewards.tolist() == [0.0]
 
 
 def half(of: int, exactly: bool = True) -> float:

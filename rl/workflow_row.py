@@ -1,4 +1,4 @@
-"""What a workflow is given of a dataset's row: a copy of its own, which it may change."""
+"""The dataset row that a workflow is given: a copy, which it may change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from archon.rl.rewards.async_wrapper import ARGUMENTS
 
 
-class Row(dict[str, Any]):
+class WorkflowRow(dict[str, Any]):
     """A row that a reward can be called with by keyword: `reward_fn(prompt=…, completions=…, **row)`.
 
     `prompt`, which archon's rows have, and the names of a reward's other arguments are left out where the row is
@@ -23,19 +23,19 @@ class Row(dict[str, Any]):
         return (name for name in super().__iter__() if name not in ARGUMENTS)
 
 
-def own_copy(value: Any) -> Any:
-    """A copy with dictionaries, lists, tuples and sets of its own, to any depth; whatever else stands in them (text,
-    tensors, images) is shared."""
+def copy_containers(value: Any) -> Any:
+    """Returns a copy with new dictionaries, lists, tuples and sets, to any depth; everything else (text, tensors,
+    images) is shared."""
     copied = value
     if isinstance(value, dict):
         copied = copy(value)
         for name, item in value.items():
-            copied[name] = own_copy(item)
+            copied[name] = copy_containers(item)
     elif isinstance(value, list):
         copied = copy(value)
-        copied[:] = map(own_copy, value)
+        copied[:] = map(copy_containers, value)
     elif type(value) is tuple:
-        copied = tuple(map(own_copy, value))
+        copied = tuple(map(copy_containers, value))
     elif isinstance(value, set):
         copied = copy(value)
     return copied

@@ -1,4 +1,4 @@
-"""Which documents of a batch a data-parallel rank has: every process knows the whole batch and trains its share."""
+"""Shards a batch over data-parallel ranks: every process has the whole batch, and computes on its documents of it."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ def require_documents(n: int, ranks: int, what: str) -> None:
         )
 
 
-def own_rows(dp: Group) -> slice:
-    """The rows of this rank: every `dp.size`-th, so that a batch sorted by length is shared out evenly."""
+def shard_slice(dp: Group) -> slice:
+    """Returns the slice of this rank's rows: every `dp.size`-th, so that a batch sorted by length is sharded evenly."""
     return slice(dp.rank, None, dp.size)
 
 
-def own_documents(batch: Mapping[str, Tensor], dp: Group) -> dict[str, Tensor]:
-    """This rank's documents of a padded batch [B, S]; where there are fewer than ranks, a document of which nothing is
-    trained stands in."""
+def shard_batch(batch: Mapping[str, Tensor], dp: Group) -> dict[str, Tensor]:
+    """Returns this rank's documents of a padded batch [B, S].
+
+    Where there are fewer documents than ranks, a rank without one gets a copy of which no token is trained.
+    """
     n = len(batch["input_ids"])
     if dp.rank < n:
-        return {name: value[own_rows(dp)] for name, value in batch.items()}
+        return {name: value[shard_slice(dp)] for name, value in batch.items()}
     spare = {name: value[:1].clone() for name, value in batch.items()}
     spare["loss_mask"].zero_()
     return spare
 
 
-def score_shared(
+def score_sharded(
     score: Callable[[dict[str, Tensor]], Tensor], batch: Mapping[str, Tensor], dp: Group, device: torch.device
 ) -> Tensor:
-    """`score` of every document, [B, S] on the CPU, each computed by the rank that has it and known to all.
+    """Returns `score` of every document, [B, S] on the CPU of every rank, each computed by the rank that has it.
 
     `device` is the engine's, where the group communicates.
     """
-    own = score(own_documents(batch, dp))
+    own = score(shard_batch(batch, dp))
     if dp.size == 1:
         return own
     n = len(batch["input_ids"])
     whole = own.new_zeros(n, *own.shape[1:])
     if dp.rank < n:
-        whole[own_rows(dp)] = own
+        whole[shard_slice(dp)] = own
     return all_reduce(whole.to(device), dp).cpu()

@@ -1,4 +1,4 @@
-"""From an engine in any layout to a generator in this process."""
+"""Weights from an engine in any layout to a generator in this process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from archon.generation.replica import WeightSource
 
 
 def weights_of(engine: ArchonEngine) -> WeightSource:
-    """What a generator is given: the model, or its weights one by one where it lies on several processes, all of which
-    then take them together."""
+    """Returns the model, or an iterator of its weights where it is sharded over processes; all ranks then consume it
+    together."""
     return engine.weights() if engine.parallel_dims.world_size > 1 else engine.whole_model
 
 
 def in_process(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProcessEngine:
-    """A generator with the engine's weights; of a model that lies on several processes each gets a whole replica.
+    """Returns a generator with the engine's weights; where the model is sharded, each process gets a whole replica.
 
     `options` are those of `InProcessEngine.from_model`. Raises `RolloutError`, with the estimate, where replica and
     cache do not fit.

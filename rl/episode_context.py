@@ -1,4 +1,4 @@
-"""What a workflow may know about the episode it runs in, and where it leaves its statistics."""
+"""The episode that a workflow runs in: what it is, its statistics, its HTTP clients and its view of the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from archon.generation.seeds import derive_seed
-from archon.rl.clients import aiohttp_session, http_client, of_this_loop
+from archon.rl.clients import aiohttp_session, http_client, loop_client
 
 if TYPE_CHECKING:
     import aiohttp
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 class EpisodeContext:
     """One episode: one prompt run through a workflow.
 
-    `task_id` is the prompt's place in the data stream, `seed` what its random streams derive from. `drops` counts the
-    samples that were lost, by kind, with the first error of each kind; `numbers` collects what `record` was given.
-    `sample_index` says which answer of the group the task works on, None where it works on all of them.
+    Attributes:
+        task_id: the prompt's place in the data stream.
+        is_eval: whether this is an evaluation.
+        seed: its random streams derive from it.
+        sample_index: the answer of the group that the running task works on; None: all of them.
+        drops: lost samples by kind.
+        first_errors: the first error of each kind.
+        numbers: what `record` was given, by name.
     """
 
     task_id: int = 0
@@ -49,7 +54,7 @@ class WorkflowContext:
     """Access to the episode that the calling coroutine belongs to; import the one instance, `workflow_context`."""
 
     def get(self) -> EpisodeContext:
-        """The running episode; a fresh one where a workflow is called by hand, outside a rollout."""
+        """Returns the running episode; a new one where a workflow is called by hand, outside a rollout."""
         context = _current.get(None)
         if context is None:
             context = EpisodeContext()
@@ -57,7 +62,7 @@ class WorkflowContext:
         return context
 
     def stat_scope(self) -> str:
-        """`rollout`, or `eval` while the trainer evaluates."""
+        """Returns "rollout", or "eval" while the trainer evaluates."""
         return "eval" if self.get().is_eval else "rollout"
 
     def record(self, **numbers: float) -> None:
@@ -67,19 +72,19 @@ class WorkflowContext:
             self.get().numbers[name].append(float(value))
 
     def drop(self, kind: str, error: BaseException) -> None:
-        """Say that one sample of this episode is lost, and why. It is counted by kind and shown, never scored 0."""
+        """Count one lost sample of this episode under `kind`; it is logged with its error, and never scored 0."""
         self.get().drop(kind, error)
 
     async def get_httpx_client(self) -> httpx.AsyncClient:
-        """The event loop's own client, closed with it: for `AsyncOpenAI`, or for what tools ask elsewhere."""
-        return await of_this_loop(http_client, lambda client: client.is_closed, lambda client: client.aclose())
+        """Returns the event loop's own client, closed with it: for `AsyncOpenAI`, or for tools."""
+        return await loop_client(http_client, lambda client: client.is_closed, lambda client: client.aclose())
 
     async def get_aiohttp_session(self) -> aiohttp.ClientSession:
-        """The event loop's own session, closed with it."""
-        return await of_this_loop(aiohttp_session, lambda session: session.closed, lambda session: session.close())
+        """Returns the event loop's own session, closed with it."""
+        return await loop_client(aiohttp_session, lambda session: session.closed, lambda session: session.close())
 
     def enter_sample(self, index: int) -> EpisodeContext:
-        """Say that the running task, which must be one of its own, works on answer `index` of its episode."""
+        """Make the running task one that works on answer `index` of its episode, and return its context."""
         own = copy(self.get())  # drops and numbers stay the episode's
         own.sample_index = index
         _current.set(own)
@@ -94,7 +99,7 @@ workflow_context = WorkflowContext()
 
 
 class EpisodeEngine:
-    """The generator as one run of an episode sees it; `answered` holds all that it gave it.
+    """The generator as one run of an episode sees it.
 
     Each request without a seed gets one from (the episode's seed, its number within the episode), so that what is
     sampled does not depend on what else is running, and a resumed run repeats it. `check` sees every request's sampling
@@ -111,7 +116,6 @@ class EpisodeEngine:
         self._context = context
         self._check = check
         self._requests = 0
-        self.answered: list[ModelResponse] = []
 
     @property
     def version(self) -> int:
@@ -129,8 +133,7 @@ class EpisodeEngine:
             seed = derive_seed(self._context.seed, self._requests)
             req.gconfig = req.gconfig.model_copy(update={"seed": seed})
         self._requests += 1
-        self.answered.append(response := await self._engine.agenerate(req))
-        return response
+        return await self._engine.agenerate(req)
 
     def pause(self) -> None:
         self._engine.pause()

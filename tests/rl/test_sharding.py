@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from archon.parallel.comm import Group
-from archon.rl.context import EpisodeContext
 from archon.rl.episode import Episode
+from archon.rl.episode_context import EpisodeContext
 from archon.rl.episode_io import RemoteError, error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.prompts import Prompt
 from archon.rl.rewards.result import RewardRaised
 from archon.schema.errors import ConfigError, RolloutError
-from archon.training.shares import own_documents, require_documents
+from archon.training.sharding import require_documents, shard_batch
 
 
 def batch(n: int) -> dict[str, torch.Tensor]:
@@ -22,14 +22,14 @@ def batch(n: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("n", [3, 4, 7])
 def test_every_document_goes_to_one_rank(n: int) -> None:
-    shares = [own_documents(batch(n), Group("dp", 3, rank))["input_ids"][:, 0].tolist() for rank in range(3)]
+    shares = [shard_batch(batch(n), Group("dp", 3, rank))["input_ids"][:, 0].tolist() for rank in range(3)]
     assert sorted(row for share in shares for row in share) == [10 + i for i in range(n)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_a_rank_without_a_document_is_given_one_that_trains_nothing() -> None:
     whole = batch(2)
-    spare = own_documents(whole, Group("dp", 3, 2))
+    spare = shard_batch(whole, Group("dp", 3, 2))
     assert spare["input_ids"].shape == (1, 3)
     assert spare["loss_mask"].sum() == 0
     assert whole["loss_mask"].sum() == 6

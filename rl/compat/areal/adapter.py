@@ -1,0 +1,146 @@
+"""Makes a whole group, as trajectory tensors, of whatever the runs of a workflow in AReaL's style return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from archon.generation.record import UnusableAnswerError
+from archon.generation.seeds import derive_seed
+from archon.generation.types import InferenceEngine, ModelRequest, ModelResponse
+from archon.rl.compat.areal.short_forms import expand_short_form
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.rewards import RewardFailure
+from archon.rl.trajectories import checked_group, concat_padded_tensors, trajectory_ids
+from archon.rl.workflow_row import copy_containers
+from archon.rl.workflows.base import RolloutWorkflow, count_failure
+from archon.schema.errors import RolloutError
+
+
+class RecordingEngine(EpisodeEngine):
+    """The engine as one run sees it: requests have that run's seeds, and `answers` holds every response."""
+
+    def __init__(self, engine: InferenceEngine, context: EpisodeContext) -> None:
+        super().__init__(engine, context)
+        self.answers: list[ModelResponse] = []
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        response = await super().agenerate(req)
+        self.answers.append(response)
+        return response
+
+
+class GroupedWorkflow(RolloutWorkflow):
+    """Returns a group for each prompt from a workflow whose runs may return a single trajectory, or a short form.
+
+    How often the workflow is run for a prompt, its `returns_group` says: see `RolloutWorkflow`.
+
+    Args:
+        workflow: as the user wrote it.
+        n_samples: trajectories in a group, where each is a run of its own.
+        log: is told, once, that a workflow which does not declare `returns_group` is run several times a prompt.
+    """
+
+    returns_group = True
+
+    def __init__(self, workflow: RolloutWorkflow, n_samples: int, log: Callable[[str], None]) -> None:
+        self._workflow = workflow
+        self._name = type(workflow).__name__
+        self._returns_group: bool | None = getattr(workflow, "returns_group", None)
+        self._n_samples = n_samples
+        self._log = log
+        self._logged = False
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns one group as trajectory tensors, or None where the prompt is rejected.
+
+        Of several runs, one that returns None, or ends with an unusable answer or a failed reward, costs its sample and
+        is counted. Raises the first such failure where no run is left, and anything else that a run raises.
+        """
+        if self._returns_group:
+            return (await self._run(engine, data))[0]
+        samples: list[dict[str, Any]] = []
+        if self._returns_group is None:
+            first, is_single = await self._run(engine, copy_containers(data))
+            if first is None or not is_single or self._n_samples == 1:
+                return first
+            samples.append(checked_group(first, workflow_context.get(), self._name))
+            self._log_repeats()
+        runs = range(len(samples), self._n_samples)
+        outcomes = await asyncio.gather(
+            *(self._sample(engine, copy_containers(data), run) for run in runs), return_exceptions=True
+        )
+        failures: list[BaseException] = []
+        for outcome in outcomes:
+            if isinstance(outcome, RewardFailure | UnusableAnswerError):
+                count_failure(outcome)
+                failures.append(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            elif outcome is None:
+                count_failure(UnusableAnswerError("rejected_run", "a run of the workflow returned None"))
+            else:
+                samples.append(outcome)
+        if not samples and failures:
+            raise failures[0]
+        return joined(samples) if samples else None
+
+    async def _sample(self, engine: InferenceEngine, data: dict[str, Any], run: int) -> dict[str, Any] | None:
+        """Returns the one trajectory of run number `run`, checked, or None; runs in a task of its own."""
+        context = workflow_context.enter_sample(run)
+        context.seed = derive_seed(context.seed, run, 0) if run else context.seed
+        result, is_single = await self._run(engine, data)
+        if result is None:
+            return None
+        checked = checked_group(result, context, self._name)
+        if not is_single:
+            raise RolloutError(
+                f"{self._name}: a run of several for one prompt returned several trajectories; return one, or set "
+                "returns_group = True on the class and return the whole group"
+            )
+        return checked
+
+    async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Any, bool]:
+        """Returns what one run returned, a short form expanded, and whether that is a single trajectory."""
+        recording = RecordingEngine(engine, workflow_context.get())
+        result = await self._workflow.arun_episode(recording, data)
+        separate = self._returns_group is True
+        return expand_short_form(result, recording.answers, self._name, separate=separate), is_one_trajectory(result)
+
+    def _log_repeats(self) -> None:
+        if self._logged or workflow_context.get().is_eval:
+            return
+        self._logged = True
+        self._log(
+            f"{self._name} returned one trajectory, so each prompt is run {self._n_samples} times, which "
+            "gconfig.n_samples says, for a group; returns_group = False on the class starts all runs at once, True "
+            "says that one is the whole group"
+        )
+
+
+def is_one_trajectory(result: Any) -> bool:
+    """Returns whether what a run returned is a single trajectory, usable or not; False where it is malformed."""
+    if isinstance(result, list):
+        return len(result) == 1
+    if not isinstance(result, dict):
+        return False
+    if "attention_mask" not in result:  # a short form of one answer, or the parts of one trajectory
+        return True
+    ids = result.get("trajectory_ids")
+    if isinstance(ids, Tensor):
+        return len(ids.unique()) == 1
+    rewards = result.get("rewards")
+    return isinstance(rewards, Tensor) and rewards.numel() == 1
+
+
+def joined(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the checked results of several runs on one prompt as one group; no trajectory is of two runs."""
+    parts, before = [], 0
+    for sample in samples:
+        ids = trajectory_ids(sample)
+        parts.append({**sample, "trajectory_ids": before + ids})
+        before += int(ids.max()) + 1
+    return concat_padded_tensors(parts)

@@ -1,0 +1,129 @@
+"""Short forms of a result: an answer's tokens and its reward, whose logprobs and versions the engine has recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archon.generation.record import UnusableAnswerError, check_answer
+from archon.generation.types import ModelResponse
+from archon.rl.rewards import Reward
+from archon.rl.trajectories import trajectory_tensors
+from archon.rl.workflows.base import kept_samples
+from archon.schema.errors import RolloutError
+
+SHORT_FORM = ("input_ids", "output_ids", "reward")
+
+
+@dataclass
+class InteractionWithTokenLogpReward(ModelResponse):
+    """One answer and its reward; None means that no reward is known, which is not a reward of 0."""
+
+    reward: float | None = None
+
+    @classmethod
+    def of(cls, response: ModelResponse, reward: float | None = None) -> InteractionWithTokenLogpReward:
+        return cls(**vars(response), reward=reward)
+
+
+def expand_short_form(result: Any, answers: Sequence[ModelResponse], source: str, *, separate: bool = False) -> Any:
+    """Returns the trajectory tensors that a short form stands for; any other result as it is.
+
+    Short are `{"input_ids": prompt, "output_ids": answer, "reward": number}`, a list of such rows, and a dictionary of
+    `InteractionWithTokenLogpReward` by id. Interactions without a reward are left out; the others are parts of one
+    trajectory.
+
+    Args:
+        result: what a run of a workflow returned.
+        answers: every response that the engine gave in this run.
+        source: opens the message of the `RolloutError` for what cannot be expanded.
+        separate: each interaction is a trajectory of its own.
+    """
+    rows = result if isinstance(result, list) else [result]
+    if any(isinstance(row, dict) and "output_ids" in row and "attention_mask" not in row for row in rows):
+        return _of_short_rows(rows, answers, source)
+    if isinstance(result, dict) and any(isinstance(v, InteractionWithTokenLogpReward) for v in result.values()):
+        return _of_interactions(result, source, separate)
+    return result
+
+
+def _of_short_rows(rows: Sequence[Any], answers: Sequence[ModelResponse], source: str) -> dict[str, Tensor]:
+    recorded: defaultdict[tuple[tuple[int, ...], tuple[int, ...]], list[ModelResponse]] = defaultdict(list)
+    for answer in answers:
+        recorded[tuple(answer.input_tokens), tuple(answer.output_tokens)].append(answer)
+    found, rewards = [], []
+    for index, row in enumerate(rows):
+        where = f"{source}: row {index}" if len(rows) > 1 else source
+        if missing := [key for key in SHORT_FORM if key not in row]:
+            raise RolloutError(f"{where} lacks key {missing[0]!r} of the short form; it has {sorted(map(str, row))}")
+        prompt, output = (_token_ids(row[key], key, where) for key in SHORT_FORM[:2])
+        same = recorded.get((prompt, output))
+        if not same:
+            asked = sum(tuple(answer.input_tokens) == prompt for answer in answers)
+            raise RolloutError(
+                f"{where}: the logprobs of the {len(output)} tokens of 'output_ids' are missing: the engine gave "
+                f"{len(answers)} answers in this episode, {asked} of them to the {len(prompt)} tokens of 'input_ids', "
+                "and none of these is 'output_ids'; return the tokens of one answer as they are, or the whole form "
+                "(attention_mask, loss_mask, logprobs, versions, rewards)"
+            )
+        found.append(same.pop(0) if len(same) > 1 else same[0])
+        rewards.append(_number(row["reward"], where))
+    return _scored(found, rewards)
+
+
+def _of_interactions(result: dict[str, Any], source: str, separate: bool) -> dict[str, Tensor]:
+    for name, item in result.items():
+        if not isinstance(item, InteractionWithTokenLogpReward):
+            raise RolloutError(
+                f"{source}: {name!r} is a {type(item).__name__}, expected an InteractionWithTokenLogpReward like others"
+            )
+    rewarded = [item for item in result.values() if item.reward is not None]
+    if not rewarded:
+        raise RolloutError(f"{source}: none of the {len(result)} interactions has a reward; set one, or return None")
+    return _scored(rewarded, [_number(item.reward, source) for item in rewarded], one_trajectory=not separate)
+
+
+def _scored(
+    answers: Sequence[ModelResponse], rewards: Sequence[float], *, one_trajectory: bool = False
+) -> dict[str, Tensor]:
+    """Returns the tensors of the answers that can be trained on; the others are counted.
+
+    Raises the first failure where no answer can be.
+    """
+    outcomes: list[Reward | BaseException] = []
+    for answer, reward in zip(answers, rewards, strict=True):
+        try:
+            check_answer(answer)
+            outcomes.append(Reward(reward))
+        except UnusableAnswerError as error:
+            outcomes.append(error)
+    kept = kept_samples(answers, outcomes)
+    ids = [0] * len(kept) if one_trajectory else None
+    return trajectory_tensors([answer for answer, _ in kept], [float(reward) for _, reward in kept], ids)
+
+
+def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
+    try:
+        ids = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise RolloutError(f"{where}: {key!r} is a {type(value).__name__}, expected a tensor of integers") from None
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or (ids.is_floating_point() and ids.numel()):
+        raise RolloutError(
+            f"{where}: {key!r} is {ids.dtype} of shape {tuple(ids.shape)}, expected integers of shape [L] or [1, L]; "
+            "several answers are a list of such rows"
+        )
+    return tuple(map(int, ids.tolist()))
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        return float(torch.as_tensor(value, dtype=torch.float64).reshape(()))
+    except (TypeError, ValueError, RuntimeError):
+        raise RolloutError(f"{where}: 'reward' is {value!r:.80}, expected one number") from None
