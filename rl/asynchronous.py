@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from archon.rl.episode import Episode, ZeroVarianceGroups
+from archon.rl.algorithms.config import ZeroVarianceGroups
+from archon.rl.episode import Episode
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout, RolloutBatch
 

@@ -175,7 +175,8 @@ def _is_made(target: Path, wanted: dict[str, Any]) -> bool:
 
 
 def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
-    """Fine-tunes the blank model. Returns the number of the signal that asked any rank to end early, or 0."""
+    """Fine-tunes the blank model. Returns the number of the signal that asked any rank to end early, or 0: the same on
+    all ranks."""
     sft = SFTConfig(
         run_dir=str(run_dir),
         resume=True,

@@ -30,7 +30,7 @@ class RolloutConfig(StrictModel):
     """How a batch of trajectories is gathered."""
 
     prompts_per_step: int = Field(32, ge=1, description="groups in a training batch")
-    max_refills: int = Field(
+    max_resamples: int = Field(
         3,
         ge=0,
         description="further rounds of prompts a step, for zero_variance_groups=resample; with max_staleness above 0 "
@@ -49,6 +49,8 @@ class RolloutConfig(StrictModel):
     reward_workers: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
     gold_checked: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
     dump_groups: int = Field(1, ge=0, description="groups a step written to trajectories.jsonl")
+
+    renamed: ClassVar[Mapping[str, str]] = {"max_refills": "rollout.max_resamples"}
 
 
 class EvaluationConfig(StrictModel):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from archon.rl.algorithms.advantages import Groups
+from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode_context import EpisodeContext
 from archon.rl.prompts import Prompt
-
-ZeroVarianceGroups = Literal["keep", "drop", "resample"]
-"""What happens to groups whose trajectories all have one reward."""
 
 
 @dataclass

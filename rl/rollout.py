@@ -13,7 +13,8 @@ import torch
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.parallel.control_plane import ControlPlane
-from archon.rl.episode import Episode, ZeroVarianceGroups
+from archon.rl.algorithms.config import ZeroVarianceGroups
+from archon.rl.episode import Episode
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.episode_io import error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.prompts import Prompt

@@ -148,7 +148,7 @@ class RLTrainer(BaseTrainer):
                 rollout.prompts_per_step,
                 self.step,
                 zero_variance_groups=self.config.algorithm.zero_variance_groups,
-                max_resamples=rollout.max_refills,
+                max_resamples=rollout.max_resamples,
             )
         )
 
@@ -267,9 +267,8 @@ class RLTrainer(BaseTrainer):
             shuffle_rewards=config.control.shuffle_rewards,
         )
         self._logprobs_checked = False
-        self._mismatch_limit = config.logprob_check.max_mismatch or mismatch_limit(
-            config.actor.dtype, config.gconfig.temperature
-        )
+        limit = mismatch_limit(config.actor.dtype, config.gconfig.temperature)
+        self._mismatch_limit = config.logprob_check.max_mismatch or limit
 
     def _open_rollouts(
         self,
@@ -309,8 +308,8 @@ class RLTrainer(BaseTrainer):
                 batch=config.rollout.prompts_per_step,
                 staleness=config.rollout.max_staleness,
                 concurrent=config.rollout.max_concurrent,
-                zero_variance_groups=config.algorithm.zero_variance_groups,
-                max_resamples=config.rollout.max_refills,
+                zero_variance_groups=self.config.algorithm.zero_variance_groups,
+                max_resamples=config.rollout.max_resamples,
             )
         evaluated = evaluation_workflows(config, trained, eval_workflow) if self.held_out else {}
         self.evaluations = {

@@ -228,7 +228,7 @@ def test_a_workflow_to_evaluate_without_held_out_prompts_has_nothing_to_do(rl_co
 
 def test_batch_without_spread_skips_the_update_and_says_so(rl_config: MakeConfig) -> None:
     algorithm = {"kl": {"coef": 0.0}, "zero_variance_groups": "resample"}
-    rollout = {"prompts_per_step": 3, "max_refills": 1}
+    rollout = {"prompts_per_step": 3, "max_resamples": 1}
     trainer = RLTrainer(rl_config(reward="tests.rl.rewards_for_tests.constant", algorithm=algorithm, rollout=rollout))
     with trainer.opened():
         before = weights(trainer)
