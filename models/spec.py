@@ -6,6 +6,7 @@ A package outside archon joins by an entry point of the group `archon.models` wh
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,6 +17,8 @@ from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import UnknownModelError
+
+logger = logging.getLogger(__name__)
 
 ParallelizeFn = Callable[..., Any]
 PipeliningFn = Callable[..., None]
@@ -65,9 +68,14 @@ def family_spec(
 
 class _Registry:
     """Specs by `model_type`; the built-in families and the entry points are read on first use, by one thread while
-    others wait."""
+    others wait.
+
+    Attributes:
+        failures: one line for each plugin that is left out, and for each model type that several plugins claim.
+    """
 
     def __init__(self) -> None:
+        self.failures: list[str] = []
         self._lock = RLock()
         self._specs: dict[str, ModelSpec] = {}
         self._discovered = False
@@ -86,10 +94,57 @@ class _Registry:
     def specs(self) -> dict[str, ModelSpec]:
         with self._lock:
             if not self._discovered:
-                self._discovered = True
-                self.add(importlib.import_module(f"archon.models.{family}").SPEC for family in FAMILIES)
-                self.add(entry.load() for entry in metadata.entry_points(group=ENTRY_POINT_GROUP))
+                self._discovered = True  # first, since a plugin may register a family while it is imported
+                try:
+                    self.add(importlib.import_module(f"archon.models.{family}").SPEC for family in FAMILIES)
+                    self._add_plugins()
+                except BaseException:
+                    self._discovered = False
+                    raise
         return self._specs
+
+    def _add_plugins(self) -> None:
+        """Load every entry point. One that fails is left out with a warning, and the others serve; of plugins that
+        claim the same model type none is taken, as nothing says which one is meant."""
+        self.failures.clear()
+        loaded: list[tuple[metadata.EntryPoint, ModelSpec]] = []
+        for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+            try:
+                spec = entry.load()
+                if not isinstance(spec, ModelSpec):
+                    raise TypeError(f"it is a {type(spec).__name__}, expected a ModelSpec")
+                loaded.append((entry, spec))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - another package's code
+                self._leave_out(entry, error)
+        claims: dict[str, list[tuple[metadata.EntryPoint, ModelSpec]]] = {}
+        for entry, spec in loaded:
+            for model_type in spec.supported_model_types:
+                if all(spec is not other for _, other in claims.setdefault(model_type, [])):
+                    claims[model_type].append((entry, spec))
+        contested = {model_type: several for model_type, several in sorted(claims.items()) if len(several) > 1}
+        for model_type, several in contested.items():
+            who = " and by ".join(_describe(entry) for entry, _ in several)
+            self._fail(f"model_type {model_type!r} is claimed by {who}; none of them is taken: uninstall all but one")
+        for entry, spec in loaded:
+            if not contested.keys() & spec.supported_model_types:
+                try:
+                    self.add([spec])
+                except ValueError as error:
+                    self._leave_out(entry, error)
+
+    def _leave_out(self, entry: metadata.EntryPoint, error: BaseException) -> None:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        self._fail(f"{_describe(entry)} cannot be loaded and is left out: {reason}")
+
+    def _fail(self, line: str) -> None:
+        self.failures.append(line)
+        logger.warning("%s", line)
+
+
+def _describe(entry: metadata.EntryPoint) -> str:
+    """A plugin in words: its entry point and its package."""
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "of an unknown name"
+    return f"the plugin {entry.name!r} (entry point {entry.group}: {entry.value}) of package {package}"
 
 
 _REGISTRY = _Registry()
@@ -102,12 +157,14 @@ def register_model_spec(spec: ModelSpec) -> None:
 
 
 def get_model_spec(model_type: str) -> ModelSpec:
-    """The spec that serves a Hugging Face `model_type`; UnknownModelError names what is available."""
+    """The spec that serves a Hugging Face `model_type`; UnknownModelError names what is available, and the plugins that
+    could not be loaded, for one of them may have served it."""
     specs = _REGISTRY.specs()
     if model_type not in specs:
         raise UnknownModelError(
             f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(specs))} "
             f"(other packages add families by the entry-point group {ENTRY_POINT_GROUP!r})"
+            + "".join(f"; {failure}" for failure in _REGISTRY.failures)
         )
     return specs[model_type]
 

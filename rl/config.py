@@ -16,6 +16,7 @@ from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.logprob_check import check_recomputable
 from archon.schema.config import (
+    MAX_SECONDS,
     EngineConfig,
     MetricsConfig,
     StrictModel,
@@ -45,7 +46,7 @@ class RolloutConfig(StrictModel):
     max_concurrent: int | None = Field(
         None, ge=1, description="episodes at once, where max_staleness is above 0; null: as many as it admits"
     )
-    reward_timeout: float = Field(15.0, gt=0, description="seconds one reward may run")
+    reward_timeout: float = Field(15.0, gt=0, le=MAX_SECONDS, description="seconds one reward may run")
     reward_workers: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
     gold_checked: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
     dump_groups: int = Field(1, ge=0, description="groups a step written to trajectories.jsonl")

@@ -200,7 +200,9 @@ class Rollout:
             episode.trajectories = await self._group(episode.prompt, episode.context)
         except ConfigError:
             raise  # a mistake in the configuration is the same for every prompt
-        except (Exception, asyncio.CancelledError) as error:  # a user's code: what it raises costs its episode
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a user's code: what it raises costs its episode
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             episode.error = error

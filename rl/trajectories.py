@@ -6,7 +6,7 @@ ids each row is one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,8 +115,8 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
         if value.is_floating_point() and not bool(value.isfinite().all()):
             where = tuple((~value.isfinite()).nonzero()[0].tolist())
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value[where].item()} at {where}")
-        # A float64 run keeps float64 numbers.
-        checked[key] = value.to(torch.promote_types(value.dtype, dtype) if dtype.is_floating_point else dtype)
+        # A float64 run keeps float64 numbers; none of them is trained through.
+        checked[key] = value.detach().to(torch.promote_types(value.dtype, dtype) if dtype.is_floating_point else dtype)
     if bool((checked["loss_mask"].bool() & ~checked["attention_mask"]).any()):
         raise RolloutError(f"{source}: 'loss_mask' of shape {shape} is 1 where 'attention_mask' is 0")
     return checked
@@ -172,11 +172,37 @@ def trajectory_ids(group: Mapping[str, Any]) -> Tensor:
     return ids
 
 
+def require_usable_tensors(result: Any, source: str, also: Collection[str] = ()) -> None:
+    """Raises RolloutError, naming the key, for a tensor of a workflow's result whose values cannot be read one by one.
+
+    Of the documented keys and those of `also` it refuses numbers that are neither integers nor of at least 16 bits.
+    """
+    numeric = {*_TOKEN_FIELDS, *_ROW_FIELDS, *also}
+    for row in result if isinstance(result, list) else [result]:
+        for key, value in row.items() if isinstance(row, Mapping) else ():
+            if isinstance(value, Tensor) and (kind := _unusable_kind(value, key in numeric)):
+                raise RolloutError(f"{source}: {key!r} is {kind}, expected a dense tensor of ordinary numbers")
+
+
+def _unusable_kind(value: Tensor, numeric: bool) -> str | None:
+    if value.is_nested:
+        return "a nested tensor"
+    if value.layout != torch.strided:
+        return f"a sparse tensor ({value.layout})"
+    if value.is_meta:
+        return "a tensor of the meta device, which holds no values"
+    if value.is_quantized:
+        return "a quantized tensor"
+    narrow = value.is_floating_point() and value.dtype.itemsize < 2
+    return f"of {value.dtype}" if numeric and (value.is_complex() or narrow) else None
+
+
 def checked_group(result: dict[str, Any], context: EpisodeContext, source: str) -> dict[str, Any]:
     """Returns a workflow's result, validated, without the rows that cannot be trained on; `context` counts those.
 
     Raises `RolloutError` naming key and shape when the result is malformed, or when no row is left.
     """
+    require_usable_tensors(result, source)
     return validate_trajectory(_without_unusable_rows(result, context), source)
 
 

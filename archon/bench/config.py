@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from archon.bench.shapes import Shape, even_shape, parse_shape
-from archon.schema.config import ActivationCheckpointConfig, ComputeDtype, EngineConfig, StrictModel
+from archon.schema.config import MAX_SECONDS, ActivationCheckpointConfig, ComputeDtype, EngineConfig, StrictModel
 from archon.schema.errors import ConfigError, UserError
 
 Recompute = Annotated[str, AfterValidator(lambda name: ActivationCheckpointConfig.named(name).name)]
@@ -75,7 +75,7 @@ class SweepConfig(StrictModel):
     device: str = Field("auto", description="auto | cpu | cuda")
     threads: int | None = Field(None, ge=1, description="threads of a process; null shares out the cores")
     peak_tflops: float | None = Field(None, gt=0, description="TFLOP/s of a device, for MFU")
-    time_limit_s: float = Field(600.0, gt=0, description="seconds a point may take")
+    time_limit_s: float = Field(600.0, gt=0, le=MAX_SECONDS, description="seconds a point may take")
     fresh: bool = Field(False, description="random weights although there are others")
     engine: dict[str, Any] = Field(default_factory=dict, description="further fields of EngineConfig")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
 from archon.bench.config import Point
 from archon.bench.origin import Check, Machine, Spread
@@ -45,7 +45,9 @@ class RankResult(StrictModel):
     """What one rank measured."""
 
     step_s: list[float] = Field(description="of each timed step, none of them profiled")
-    memory_bytes: dict[str, int] = Field(description="by kind: allocated, reserved (GPU), rss_growth")
+    memory_bytes: dict[str, Annotated[int, Field(lt=2**63)]] = Field(
+        description="by kind: allocated, reserved (GPU), rss_growth"
+    )
     profiled_s: float = Field(description="of the profiled step, by the clock")
     start_us: float = Field(description="of the profiled step, in the time that the ranks share")
     phases_s: dict[str, float] = Field(description="by phase and kind of collective; they add up to the profiled step")
@@ -62,20 +64,29 @@ class RankResult(StrictModel):
 class Measurement(StrictModel):
     """What all ranks of a point measured."""
 
-    ranks: int
+    ranks: int = Field(ge=1, lt=2**31)
     threads: int
     losses: Losses
     routing: Literal["natural", "forced"] | None = Field(
         None, description="of a mixture of experts: by its own router, or evened by force; null of a dense model"
     )
     traffic: list[Traffic] = Field(description="of rank 0")
-    by_rank: list[RankResult]
-    peak_flops: float | None = Field(description="FLOP/s of all ranks together, against which MFU stands")
+    by_rank: list[RankResult] = Field(min_length=1)
+    peak_flops: float | None = Field(gt=0, description="FLOP/s of all ranks together, against which MFU stands")
     peak_source: str
     flops_full: float = Field(description="of a step, all ranks; attention without regard to causality")
     flops_causal: float
     step_s: Spread = Field(description="of the slowest rank")
     tokens_per_s: Spread
+
+    @model_validator(mode="after")
+    def _times_are_of_work(self) -> Measurement:
+        schedules = [rank.schedule_us for rank in self.by_rank if rank.schedule_us is not None]
+        phases = [sum(rank.phases_s.values()) for rank in self.by_rank if rank.phases_s]
+        spans = [self.step_s.median, self.tokens_per_s.median, *phases, *(last - first for first, last, _ in schedules)]
+        if min(spans) <= 0:
+            raise ValueError("a step took no time, or handled no token")
+        return self
 
 
 class Row(StrictModel):
@@ -159,6 +170,14 @@ class BenchRecord(StrictModel):
     setup: dict[str, Any] = Field(description="the sweep's configuration, and the model's sizes")
     rows: list[Row] = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _setup_is_of_mappings(self) -> BenchRecord:
+        sweep = self.setup.get("sweep", {})
+        for part in (sweep, self.setup.get("model", {}), sweep.get("engine", {}) if isinstance(sweep, dict) else None):
+            if not isinstance(part, dict):
+                raise ValueError("setup: expected the fields of sweep, of its engine and of model")
+        return self
+
     def write(self, path: str | Path) -> None:
         """As JSON, a row a line; whole or not at all."""
         data = self.model_dump()
@@ -172,6 +191,8 @@ class BenchRecord(StrictModel):
 def read_record(path: str | Path) -> BenchRecord:
     """ConfigError for a file that is not a sweep's record."""
     try:
-        return BenchRecord.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (ValidationError, UnicodeDecodeError, json.JSONDecodeError, ConfigError, RecursionError):
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair could be shown nowhere
+        return BenchRecord.model_validate(data)
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, not these fields, a number of thousands of digits
         raise ConfigError(f"{path} is not a record of archon bench; expected the JSON that --record writes") from None

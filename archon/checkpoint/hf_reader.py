@@ -26,6 +26,7 @@ from archon.checkpoint.safetensors_file import PIECE_BYTES, SafetensorsFile, Ten
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.schema.errors import CheckpointError
+from archon.schema.exhausted import what_ran_out
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -361,7 +362,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        refuse(file, f"cannot be read: {os.strerror(error.errno or 0)}")
+        refuse(file, f"cannot be read: {what_ran_out(error) or os.strerror(error.errno or 0)}")
     except (ValueError, RecursionError) as error:
         refuse(file, f"it is not JSON ({error})")
     if not isinstance(content, dict):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from archon.checkpoint.atomic import kill_point
 from archon.schema.errors import CheckpointError
+from archon.schema.exhausted import what_ran_out
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -163,7 +164,7 @@ class SafetensorsFile:
                 refuse(path, "it is not a regular file")
             self._handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            refuse(path, f"cannot be read: {os.strerror(error.errno or 0)}")
+            refuse(path, f"cannot be read: {what_ran_out(error) or os.strerror(error.errno or 0)}")
         try:
             self.size = os.fstat(self._handle).st_size
             self.header = self._read_header()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ from archon.cli import (
     sft,
 )
 from archon.schema.errors import UserError
+from archon.schema.exhausted import what_ran_out
 
 # What the file system or the network may answer to a wrong path, name or port; anything else is a defect and traced.
 USER_ERRNOS = {
@@ -92,6 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # A reward or a workflow of the user's own is looked for where they stand, as by `python -m archon`.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # The name of a file, or a text of its JSON, may hold what no encoding writes.
+            stream.reconfigure(errors="backslashreplace")
     with errors_told():
         sys.exit(app(args=arguments, prog_name="archon", standalone_mode=False))
 
@@ -133,6 +139,8 @@ def user_message(error: Exception) -> str | None:
         return str(error.format_message())
     if isinstance(error, UserError):
         return str(error)
+    if (line := what_ran_out(error)) is not None:
+        return line
     if not isinstance(error, OSError) or error.errno not in USER_ERRNOS:
         return None
     return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)

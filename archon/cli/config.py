@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from archon.training.bootstrap_config import BootstrapConfig
 
 Config = TypeVar("Config", bound=StrictModel)
+# Names joined by dots, or in brackets: actor.optimizer.lr, actor[optimizer][lr]. None of them is empty.
+_NAME = r"\s*[^\s.\[\]][^.\[\]]*"
+_DOTTED_KEY = re.compile(rf"(?:{_NAME}|\[{_NAME}\])(?:\.{_NAME}|\[{_NAME}\])*")
+_TOO_DEEP = "nested too deep to be read"
 Alternatives = dict[type[BaseModel], list[str]]
 
 
@@ -69,25 +74,65 @@ def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[s
             `kind`, to which overrides add settings.
     """
     OmegaConf.register_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True, replace=True)
-    for override in overrides:
-        if not override.partition("=")[0].strip(" .[]") or "=" not in override:
-            raise ConfigError(f"override {override!r} is not key=value; write for example actor.optimizer.lr=1e-5")
     source = _source(file)
     try:
-        under = _read(file)
+        under, over = _read(file), _read_overrides(overrides)
         for key in choices:
             named = any(override.startswith(f"{key}.") for override in overrides) and OmegaConf.select(under, key)
             if isinstance(named, str):
                 OmegaConf.update(under, key, {"kind": named})
-        merged = OmegaConf.merge(under, OmegaConf.from_dotlist(list(overrides)))
-        data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        _require_same_kinds(under, over, source)
+        data = OmegaConf.to_container(OmegaConf.merge(under, over), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
         raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: an override is not YAML: {_first_line(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: {_TOO_DEEP}") from None
     assert isinstance(data, dict)
     return {str(key): value for key, value in data.items()}
+
+
+def _read_overrides(overrides: Sequence[str]) -> DictConfig:
+    """`key=value` each, later ones laid over earlier ones."""
+    read = OmegaConf.create({})
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        shown = repr(override if len(override) <= 80 else override[:80] + "…")
+        if not equals or not _DOTTED_KEY.fullmatch(key):
+            raise ConfigError(
+                f"override {shown} is not key=value, the key one name or several with dots between; write for example "
+                "actor.optimizer.lr=1e-5"
+            )
+        try:
+            read.merge_with_dotlist([override])
+        except yaml.YAMLError as error:
+            raise ConfigError(f"an override is not YAML: {shown}: {_first_line(error)}") from None
+        except RecursionError:
+            raise ConfigError(f"override {shown}: {_TOO_DEEP}") from None
+        except (ValueError, TypeError) as error:  # a number of thousands of digits, a name where a list has numbers
+            if isinstance(error, OmegaConfBaseException):
+                raise
+            raise ConfigError(
+                f"override {shown} cannot be read, or not after those before it: {_reason(error)}"
+            ) from None
+    return read
+
+
+def _require_same_kinds(under: DictConfig, over: DictConfig, source: str) -> None:
+    """ConfigError, naming the key, where a list and a mapping would have to be merged."""
+
+    def find(first: Any, second: Any, key: str) -> None:
+        if isinstance(first, dict) and isinstance(second, dict):
+            for name in first.keys() & second.keys():
+                find(first[name], second[name], f"{key}.{name}" if key else str(name))
+        elif isinstance(first, dict | list) and isinstance(second, dict | list) and type(first) is not type(second):
+            kinds = {dict: "a mapping", list: "a list"}
+            raise ConfigError(
+                f"{source}: {key} is {kinds[type(first)]}, and an override lays {kinds[type(second)]} over it; give "
+                "the whole of it in the file or in one override"
+            )
+
+    find(OmegaConf.to_container(under), OmegaConf.to_container(over), "")
 
 
 def _source(file: Path | None) -> str:
@@ -104,9 +149,24 @@ def _read(file: Path | None) -> DictConfig:
         raise ConfigError(f"{file}: not YAML: {_first_line(error)}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: not a text file; expected YAML") from None
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise ConfigError(f"{file}: one value alone; expected a mapping of keys to values") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: {_TOO_DEEP}") from None
+    except ValueError as error:  # a number of thousands of digits
+        if isinstance(error, OmegaConfBaseException):
+            raise
+        raise ConfigError(f"{file}: a value cannot be read: {_reason(error)}") from None
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{file}: a list; expected a mapping of keys to values")
     return loaded
+
+
+def _reason(error: Exception) -> str:
+    """What Python says, without its advice to programmers."""
+    return str(error).splitlines()[0].partition(";")[0]
 
 
 def _first_line(error: yaml.YAMLError) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from archon.schema.config import ComputeDtype, StrictModel
+from archon.schema.config import MAX_SECONDS, ComputeDtype, StrictModel
 
 
 class ServeConfig(StrictModel):
@@ -22,5 +22,9 @@ class ServeConfig(StrictModel):
     max_sessions: int = Field(1024, ge=1, description="open at a time")
     max_calls_per_session: int = Field(1000, ge=1, description="answers recorded")
     max_requests: int = Field(256, ge=1, description="answered at a time; further ones get status 429")
-    session_idle_seconds: float = Field(3600.0, gt=0, description="after which a session that nobody uses is closed")
-    request_seconds: float = Field(60.0, gt=0, description="for a request's headers to come in, and then for its body")
+    session_idle_seconds: float = Field(
+        3600.0, gt=0, le=MAX_SECONDS, description="after which a session that nobody uses is closed"
+    )
+    request_seconds: float = Field(
+        60.0, gt=0, le=MAX_SECONDS, description="for a request's headers to come in, and then for its body"
+    )

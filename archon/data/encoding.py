@@ -93,9 +93,10 @@ def render(
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
-    except (TemplateError, TypeError, KeyError) as error:
+    except Exception as error:  # a template is a program: it divides by zero, or calls itself without end
         roles = [message.get("role") for message in messages]
-        raise DatasetError(f"{where}: the chat template refuses this conversation (roles {roles}): {error}") from error
+        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise DatasetError(f"{where}: the chat template refuses this conversation (roles {roles}): {reason}") from error
     return str(text)
 
 

@@ -125,4 +125,10 @@ class RowLoader:
         """Of some rows, evenly spread: enough to notice another dataset, or this one in another order."""
         count = min(_FINGERPRINT_ROWS, len(self.rows))
         sample = [self.rows[index * len(self.rows) // count] for index in range(count)]
-        return hashlib.sha256(json.dumps(sample, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+        try:
+            text = json.dumps(sample, sort_keys=True, default=repr)
+        except (TypeError, ValueError, RecursionError) as error:  # keys of several types, a row within itself
+            raise DatasetError(
+                f"a row holds what JSON cannot: {error}; expected texts, numbers, lists and mappings"
+            ) from None
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -73,6 +73,8 @@ def rl_dataset(
         answer = column(row, response_key)
         if isinstance(answer, (int, float)) and not isinstance(answer, bool):
             answer = str(answer)
+        if isinstance(answer, str):
+            _require_text(answer, response_key, row.where)
         others = {key: value for key, value in row.data.items() if key not in (prompt_key, response_key)}
         rows.append({**others, "messages": messages, "prompt": plain_prompt(messages, plain_end), "answer": answer})
     if max_length is None:
@@ -144,6 +146,17 @@ def column(row: SourceRow, key: str) -> Any:
     if value is None or value == "":
         raise DatasetError(f"{row.where}: {key!r} is empty")
     return value
+
+
+def _require_text(value: str, key: str, where: str) -> None:
+    """DatasetError for half of a surrogate pair, which JSON's escapes can leave and no model can write."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DatasetError(
+            f"{where}: {key!r} holds half of a surrogate pair at character {error.start}, which is no text: "
+            f"{value[:80]!a}"
+        ) from None
 
 
 def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, instruction: str | None) -> list[Message]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from archon.schema.config import StrictModel
+from archon.schema.config import (
+    StrictModel,
+)
 
 
 class GeneratorConfig(StrictModel):

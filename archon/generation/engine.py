@@ -26,7 +26,8 @@ from archon.generation.sequence import Sequence
 from archon.generation.types import ModelRequest, ModelResponse
 from archon.models.attention.paged import PagedCache
 from archon.models.base import BaseArchonModel
-from archon.schema.errors import RolloutError, UserError
+from archon.schema.errors import ExhaustedError, RolloutError, UserError
+from archon.schema.exhausted import what_ran_out
 
 logger = logging.getLogger(__name__)
 
@@ -274,6 +275,9 @@ class InProcessEngine:
         except UserError as error:  # whoever asked is told, and that is enough
             self._generator.fail(error)
         except Exception as error:
+            if (line := what_ran_out(error)) is not None:
+                self._generator.fail(ExhaustedError(line))
+                return
             logger.exception("generation failed; every unfinished request fails with it")
             self._generator.fail(error)
         except BaseException as error:  # the loop is closing, or the process is

@@ -78,7 +78,11 @@ def read_hardware(name: str) -> Hardware:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"gpu is {name!r}; expected one of {', '.join(known_hardware())}, or a .yaml file")
-    return Hardware.parse(_mapping(path.read_text(encoding="utf-8"), name), name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: not a text file; expected YAML") from None
+    return Hardware.parse(_mapping(text, name), name)
 
 
 def _data() -> Any:
@@ -88,8 +92,12 @@ def _data() -> Any:
 def _mapping(text: str, source: str) -> dict[str, Any]:
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits, brackets without end
+        raise ConfigError(f"{source}: not YAML that can be read: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{source}: expected fields and their values, got {type(found).__name__}")
     return found

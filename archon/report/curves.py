@@ -19,7 +19,7 @@ def draw_curves(run: Run, folder: Path) -> list[Path]:
     """
     try:
         import matplotlib.pyplot as plt
-    except ImportError:
+    except ModuleNotFoundError:
         raise UserError(
             "curves as PNG need matplotlib, which is not installed: pip install 'archon-engine[plots]'"
         ) from None

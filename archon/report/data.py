@@ -14,6 +14,7 @@ from archon.schema.errors import ConfigError
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
 
 NOT_SERIES = {"step", "time"}
+LARGEST_DRAWN = 1e300  # beyond it the length of an axis overflows
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def load_run(run_dir: str | Path) -> Run:
     series = _series(records)
     if not series:
         raise ConfigError(f"{metrics} holds no number yet; wait for the run's first step")
-    times = [time for record in records if (time := _number(record.get("time"))) is not None]
+    times = [time for record in records if math.isfinite(time := _number(record.get("time")) or math.nan)]
     trajectories = path / TRAJECTORIES_FILE
     config = path / "config.yaml"
     return Run(
@@ -101,7 +102,7 @@ def load_run(run_dir: str | Path) -> Run:
         series=series,
         sampled=sample(read_jsonl(trajectories) if trajectories.is_file() else []),
         seconds=times[-1] - times[0] if times else 0.0,
-        config=config.read_text(encoding="utf-8") if config.is_file() else "",
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
     )
 
 
@@ -119,11 +120,10 @@ def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
 
 
 def _number(value: Any) -> float | None:
-    """A metric's value; the strings NaN and ±Infinity are numbers that JSON lacks. None for anything else."""
-    if isinstance(value, bool):
-        return float(value)
+    """A metric's value, NaN where it is too large to be drawn; the strings NaN and ±Infinity are numbers that JSON
+    lacks. None for anything else."""
     if isinstance(value, int | float):
-        return float(value)
+        return float(value) if abs(value) <= LARGEST_DRAWN else math.nan
     if value in ("NaN", "Infinity", "-Infinity"):
         return math.nan
     return None

@@ -50,7 +50,9 @@ def _render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
     }
     page = (assets / "page.html").read_text(encoding="utf-8")
     head, *parts = page.split("{{")
-    return head + "".join(fields[name] + rest for name, _, rest in (part.partition("}}") for part in parts))
+    text = head + "".join(fields[name] + rest for name, _, rest in (part.partition("}}") for part in parts))
+    # Half a surrogate pair, which no file can hold, becomes a question mark.
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _page_data(run: Run) -> dict[str, Any]:
@@ -88,8 +90,6 @@ def _short(value: float) -> float | None:
 
 
 def _json_for_html(data: Any) -> str:
-    """JSON that no text inside it can end or comment out: `<` never occurs in it. Half a surrogate pair, which no file
-    can hold, becomes a question mark."""
+    """JSON that no text inside it can end or comment out: `<` never occurs in it."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    text = text.encode("utf-8", "replace").decode("utf-8")
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -15,6 +15,8 @@ MAX_TOKENS = 4096  # of an answer
 MAX_CHARACTERS = 20_000  # of a prompt or an answer
 MAX_SIZE = 6_000_000  # of all together, in characters as `_size` counts them
 TOKEN_SIZE = 14  # what a token takes in the page, about
+MAX_DEPTH = 20  # of lists and mappings in each other
+LARGEST_LOGPROB = 1e300
 
 SHOWN = ("step", "split", "prompt", "answer", "completion", "reward", "rewards", "advantage", "length", "stop_reason")
 SHARED = ("prompt", "answer")  # by a group; stored with its first answer alone
@@ -49,7 +51,8 @@ def sample(records: Iterable[dict[str, Any]]) -> Sampled:
     """Choose whole groups evenly, the first and the last included: as many as the bounds leave room for."""
     found: dict[tuple[int, str, str], Group] = {}
     for record in records:
-        found.setdefault((record["step"], str(record.get("split")), str(record.get("group"))), []).append(record)
+        split, group = (str(_plain(record.get(name))) for name in ("split", "group"))
+        found.setdefault((record["step"], split, group), []).append(record)
     groups = list(found.values())
     sizes = [sum(map(_size, group[:MAX_ANSWERS])) for group in groups]
     count = min(len(groups), MAX_GROUPS)
@@ -70,7 +73,9 @@ def _evenly(n: int, count: int) -> list[int]:
 
 
 def _size(record: Mapping[str, Any]) -> int:
-    texts = sum(min(len(str(record.get(name, ""))), MAX_CHARACTERS) for name in ("prompt", "completion", "answer"))
+    texts = sum(
+        min(len(str(_plain(record.get(name, "")))), MAX_CHARACTERS) for name in ("prompt", "completion", "answer")
+    )
     tokens = record.get("tokens")
     return 200 + texts + TOKEN_SIZE * min(len(tokens) if isinstance(tokens, list) else 0, MAX_TOKENS)
 
@@ -93,7 +98,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = record.get("logprobs")
     if not (_is_column(tokens, str) and isinstance(logprobs, list) and len(tokens) == len(logprobs)):
         return shown
-    numbers = [round(x, 3) if isinstance(x, int | float) and math.isfinite(x) else None for x in logprobs]
+    numbers = [round(x, 3) if isinstance(x, int | float) and abs(x) <= LARGEST_LOGPROB else None for x in logprobs]
     texts = readable(tokens, [number is None for number in numbers], str(record.get("completion", "")))
     shown |= {"tokens": texts[:MAX_TOKENS], "logprobs": numbers[:MAX_TOKENS]}
     if len(tokens) > MAX_TOKENS:
@@ -109,14 +114,16 @@ def _is_column(value: Any, kind: type) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(type(item) is kind for item in value)
 
 
-def _plain(value: Any) -> Any:
-    """`value` as JSON has it, long texts cut."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """`value` as JSON has it, long texts cut, and what is nested deeper than a page can show."""
+    if depth > MAX_DEPTH:
+        return "…"
     if isinstance(value, str) and len(value) > MAX_CHARACTERS:
         return f"{value[:MAX_CHARACTERS]}\n… and {len(value) - MAX_CHARACTERS:,} more characters"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     return value

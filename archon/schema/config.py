@@ -22,6 +22,7 @@ else:
 
 ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
+MAX_SECONDS = 1e9  # thirty years; the clocks of the libraries below overflow some time later
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 RELATIVE_TO_CONFIG = "a path relative to the configuration file that it stands in"
 """Annotates a field; reading a file makes its value absolute."""
@@ -88,9 +89,18 @@ def describe_validation_error(error: ValidationError) -> str:
             close = _close(str(item["input"]), re.findall("'([^']*)'", item["ctx"]["expected"]))
             message += f", did you mean {close!r}?" if close else ""
         # The input of a missing field is the whole of what surrounds it.
-        given = "" if item["type"] in ("value_error", "missing") else f"got {item['input']!r}, "
+        given = "" if item["type"] in ("value_error", "missing") else f"got {_shown(item['input'])}, "
         lines.append(f"{where + ': ' if where else ''}{given}{message}")
     return "; ".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """A value for a message of one line: its beginning, where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits, unless it is asked to
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 class OptimizerConfig(StrictModel):
@@ -198,12 +208,14 @@ class EngineConfig(StrictModel):
     timeout_s: float = Field(
         600.0,
         gt=0,
+        le=MAX_SECONDS,
         description="seconds a collective may take before the run is ended; half an hour at least where ranks wait for "
         "one another's rollouts and checkpoint files",
     )
     stall_s: float | None = Field(
         None,
         gt=0,
+        le=MAX_SECONDS,
         description="seconds a training step may take before every rank writes its stacks to stacks/rankN.txt",
     )
     router_aux_loss_coef: float = Field(

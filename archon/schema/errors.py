@@ -54,6 +54,10 @@ class LayoutError(UserError):
     """A parallel layout that breaks a rule; names the rule and the nearest legal layouts."""
 
 
+class ExhaustedError(UserError):
+    """Memory, open files or threads that ran out; names which, and what to do."""
+
+
 class NotFiniteError(ArithmeticError, UserError):
     """Weights whose logits are NaN or infinite: of a damaged checkpoint, or of a training that diverged."""
 

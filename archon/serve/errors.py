@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from archon.generation.record import UnusableAnswerError
 from archon.schema.config import describe_validation_error
-from archon.schema.errors import ContextOverflowError, NotFiniteError, UserError
+from archon.schema.errors import ContextOverflowError, ExhaustedError, NotFiniteError, UserError
 from archon.serve.api import ResponseModel
 from archon.serve.sessions import LimitError
 
@@ -68,6 +68,9 @@ def failure_of(error: Exception) -> Failure:
         return Failure(429, message)
     if isinstance(error, UnusableAnswerError | NotFiniteError):
         return Failure(503, message, "unusable_answer")
+    if isinstance(error, ExhaustedError):
+        logger.error("a request failed: %s", message)
+        return Failure(503, "the server ran out of memory, of open files or of threads; its log says which")
     if isinstance(error, UserError):
         return Failure(400, message)
     if isinstance(error, RecursionError):

@@ -7,7 +7,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from archon.data.config import DatasetConfig
-from archon.schema.config import OptimizerConfig, SchedulerConfig, StrictModel
+from archon.schema.config import (
+    OptimizerConfig,
+    SchedulerConfig,
+    StrictModel,
+)
 
 
 class TokenizerRecipe(StrictModel):

@@ -38,7 +38,7 @@ class JsonlWriter:
         Returns what was written.
         """
         plain = _to_json(record)
-        line = memoryview((json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        line = memoryview(_line(plain))
         end = self._file.seek(0, os.SEEK_END)
         try:
             while line:
@@ -58,8 +58,8 @@ class JsonlWriter:
         if len(kept) < len(records):
             self._file.close()
             temporary = self.path.with_name(self.path.name + ".tmp")
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in kept)
+            with temporary.open("wb") as file:
+                file.writelines(map(_line, kept))
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)
@@ -154,10 +154,15 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             raise DatasetError(f"{path}: line {number} is not JSON ({reason}); remove or fix it") from None
         if not isinstance(record, dict):
             raise DatasetError(f"{path}: line {number} is not a JSON object; remove or fix it")
-        if type(record.get("step")) is not int:
+        if type(step := record.get("step")) is not int or abs(step) >= 2**63:
             raise DatasetError(f"{path}: line {number} is without a whole number as step; remove or fix it")
         records.append(record)
     return records
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    """Returns JSON and a newline in UTF-8; half a surrogate pair, which UTF-8 lacks, as JSON's escape (`\\ud800`)."""
+    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _to_json(value: Any) -> Any:

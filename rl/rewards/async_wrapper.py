@@ -123,7 +123,9 @@ class AsyncRewardWrapper:
         try:
             async with limit:
                 value = await self._function(*arguments, **data)
-        except Exception as error:
+        except (KeyboardInterrupt, asyncio.CancelledError):  # of whoever waits for the reward
+            raise
+        except BaseException as error:
             if limit.expired():
                 raise RewardTimeout(
                     f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was cancelled"

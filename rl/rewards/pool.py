@@ -48,6 +48,7 @@ _STARTS = 3  # workers in a row that die before they are ready: then the reward 
 _AHEAD_SECONDS = 0.004  # cheap calls are sent ahead of time, up to this much work …
 _AHEAD_CALLS = 32  # … and this many calls, so that a round trip is paid once for all of them
 _READ_BYTES = 1 << 16
+_LONGEST_WAIT_SECONDS = 86_400.0  # epoll takes no more than some weeks
 _NO_SIGNAL = getattr(
     socket, "MSG_NOSIGNAL", 0
 )  # writing to a dead worker is an error, also where SIGPIPE is not ignored
@@ -169,7 +170,7 @@ class WorkerPool:
         nearest = min((worker.deadline for worker in self._workers), default=float("inf"))
         if self._dying:
             nearest = min(nearest, time.monotonic() + 1.0)
-        return None if nearest == float("inf") else max(0.0, nearest - time.monotonic())
+        return None if nearest == float("inf") else min(max(0.0, nearest - time.monotonic()), _LONGEST_WAIT_SECONDS)
 
     def _take_inbox(self) -> None:
         self._queue.extend(_pop_all(self._inbox))

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,39 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"rows": 1}')
     with pytest.raises(ConfigError, match=r"b.json is not a record of archon bench"):
         read_record(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("command",), "\ud800"),
+        (("setup", "sweep"), 3),
+        (("setup", "sweep"), {"engine": []}),
+        (("rows", 0, "measured", "by_rank"), []),
+        (("rows", 0, "measured", "ranks"), 0),
+        (("rows", 0, "measured", "ranks"), 10**400),
+        (("rows", 0, "measured", "peak_flops"), 0),
+        (("rows", 0, "measured", "step_s", "median"), 0),
+        (("rows", 0, "measured", "tokens_per_s", "median"), 0),
+        (("rows", 0, "measured", "step_s", "max"), float("inf")),
+        (("rows", 0, "measured", "by_rank", 0, "memory_bytes"), {"rss_growth": 10**400}),
+        (("rows", 0, "measured", "by_rank", 0, "phases_s"), {"forward": 0.0}),
+        (("rows", 0, "measured", "by_rank", 0, "schedule_us"), [1.0, 1.0, 0.0]),
+    ],
+)
+def test_a_record_of_what_no_sweep_can_measure_is_none(tmp_path: Path, path: tuple[str | int, ...], value: Any) -> None:
+    file = tmp_path / "a.json"
+    record(row("d1", [1.0, 1.1])).write(file)
+    part = data = json.loads(file.read_text())
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = value
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=r"a.json is not a record of archon bench"):
+        read_record(file)
+    file.write_text("9" * 5000)
+    with pytest.raises(ConfigError, match=r"a.json is not a record of archon bench"):
+        read_record(file)
 
 
 def test_the_figures_of_a_row() -> None:

@@ -169,7 +169,43 @@ def test_text_that_the_tokenizer_refuses(archon, dataset, checkpoint, sft_overri
     )
 
 
-@pytest.mark.parametrize("template", ["{% if", "{{ raise_exception('never') }}", "{{ messages.no.such }}"])
+def test_gold_answer_that_is_no_text(archon, dataset, rl_overrides):
+    lines = dataset.read_text().splitlines()
+    lines[4] = '{"prompt": "1+1=", "response": "2\\udfff"}'
+    dataset.write_text("\n".join(lines))
+    complaint = archon("rl", *rl_overrides).complaint
+    assert f"{dataset}:5: 'response' holds half of a surrogate pair at character 1" in complaint
+
+
+@pytest.mark.parametrize("what", ["file", "key", "type"])
+def test_checkpoint_whose_json_holds_half_a_surrogate_pair(archon, checkpoint, what, tmp_path):
+    if what == "type":
+        change_config(checkpoint, model_type="\ud800")
+        complaints = [archon(*command).complaint for command in (["inspect", checkpoint], ["plan", checkpoint])]
+        assert all("\\ud800' is not supported" in complaint for complaint in complaints)
+        return
+    shard = checkpoint / "model.safetensors"
+    weight_map = dict.fromkeys(load_file(shard), "model-1.safetensors")
+    shard.rename(checkpoint / "model-1.safetensors")
+    weight_map |= {"x": "\ud800.safetensors"} if what == "file" else {"\ud800": "model-1.safetensors"}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "\\ud800" in archon("convert", checkpoint, tmp_path / "out", "--to", "dcp").complaint
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if",
+        "{{ raise_exception('never') }}",
+        "{{ messages.no.such }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{% for message in messages recursive %}{{ loop(messages) }}{% endfor %}",
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ 1 // 0 }}",
+        "{{ 10.0 ** 400 }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
 def test_chat_template_that_refuses_the_prompt(archon, checkpoint, template):
     (checkpoint / "chat_template.jinja").write_text(template)
     complaint = archon("generate", checkpoint, "--prompt", "1+1=").complaint
@@ -212,6 +248,15 @@ def test_value_of_the_wrong_type(archon, sft_overrides):
         ("actor.optimizer.lr=inf", "actor.optimizer.lr: got 'inf', input should be a finite number"),
         ("generator.memory_gib=inf", "generator.memory_gib: got 'inf', input should be a finite number"),
         ("logprob_check.max_mismatch=inf", "logprob_check.max_mismatch: got 'inf', input should be a finite number"),
+        ("actor.timeout_s=1e308", "actor.timeout_s: got 1e+308, input should be less than or equal to 1000000000"),
+        ("actor.timeout_s=nan", "actor.timeout_s: got 'nan', input should be a finite number"),
+        ("actor.stall_s=1e308", "actor.stall_s: got 1e+308, input should be less than or equal to 1000000000"),
+        ("actor.stall_s=inf", "actor.stall_s: got 'inf', input should be a finite number"),
+        ("actor.stall_s=-1", "actor.stall_s: got -1, input should be greater than 0"),
+        (
+            "rollout.reward_timeout=1e308",
+            "reward_timeout: got 1e+308, input should be less than or equal to 1000000000",
+        ),
         ("gconfig.temperature=1e-30", "gconfig.temperature: got 1e-30, input should be greater than or equal to 0.001"),
         ("algorithm.preset=[1]", "algorithm.preset: got [1], input should be a valid string"),
         ("algorithm.preset=null", "algorithm.preset: got None, input should be a valid string"),

@@ -52,6 +52,10 @@ def test_the_time_of_the_start_can_be_named(tmp_path):
     assert load_config(Small, write(tmp_path, "name: run-${now:%Y}\n"), []).name.startswith("run-2")
 
 
+def test_a_key_may_stand_in_brackets():
+    assert load_config(Small, None, ["[name]=b", "optimizer[lr]=2"]).optimizer.lr == 2
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "complaint"),
     [
@@ -63,6 +67,24 @@ def test_the_time_of_the_start_can_be_named(tmp_path):
         ("steps: 4\n", [], "name: "),
         ("name: a\n  steps: 4\n", [], "not YAML: mapping values are not allowed in this context in line 2"),
         ("- name\n", [], "a list; expected a mapping"),
+        ("5\n", [], "one value alone; expected a mapping"),
+        (".nan\n", [], "one value alone; expected a mapping"),
+        ("name: " + "[" * 4000 + "]" * 4000, [], "nested too deep to be read"),
+        ("\n".join(" " * depth + "a:" for depth in range(3000)), [], "nested too deep to be read"),
+        ("steps: " + "1" * 5000, [], "a value cannot be read: Exceeds the limit (4300 digits)"),
+        ("steps: -0x" + "f" * 5000, [], "steps: got a number of thousands of digits"),
+        ("steps: 1.5" + "1" * 5000, [], "steps: got 1.5"),
+        ("name: a\n", ["steps=" + "1" * 5000], "Exceeds the limit (4300 digits)"),
+        ("name: a\n", ["steps=" + "[" * 4000 + "]" * 4000], "nested too deep to be read"),
+        ("name: a\n", [".".join("a" * 3000) + "=1"], "nested too deep to be read"),
+        ("tags: [a]\n", ["tags.x=1"], "tags is a list, and an override lays a mapping over it"),
+        ("optimizer: {lr: 1}\n", ["optimizer=[1]"], "optimizer is a mapping, and an override lays a list over it"),
+        ("name: a\n", ["tags=[a]", "tags.x=1"], "override 'tags.x=1' cannot be read, or not after those before it"),
+        ("name: a\n", ["optimizer..lr=1"], "override 'optimizer..lr=1' is not key=value"),
+        ("name: a\n", [".steps=1"], "override '.steps=1' is not key=value"),
+        ("name: a\n", ["steps.=1"], "override 'steps.=1' is not key=value"),
+        ("name: a\n", ["optimizer[lr=1"], "override 'optimizer[lr=1' is not key=value"),
+        ("name: a\n", ["steps.a=1"], "steps: got {'a': 1}, input should be a valid integer"),
         ("name: ${oc.env:NOBODY_SET_THIS}\n", [], "Environment variable 'NOBODY_SET_THIS' not found"),
         ("name: ${nowhere}\n", [], "nowhere"),
         ("name: a\n", ["steps"], "override 'steps' is not key=value"),

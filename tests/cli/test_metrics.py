@@ -90,6 +90,15 @@ def test_trajectories_keep_text_as_it_is(tmp_path):
     assert (record["step"], record["group"], record["reward"], record["length"]) == (7, "p3", 0.5, 4)
 
 
+def test_half_a_surrogate_pair_is_kept_as_an_escape(tmp_path):
+    with TrajectoryWriter(tmp_path / "trajectories.jsonl") as writer:
+        writer.write(7, "p3", "7√3 \ud800", "\udcff", 0.5)
+        writer.write(8, "p3", "", "", 0.5)
+        assert writer.truncate(7) == 1
+    [record] = read_jsonl(tmp_path / "trajectories.jsonl")
+    assert (record["prompt"], record["completion"]) == ("7√3 \ud800", "\udcff")
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [
@@ -99,6 +108,7 @@ def test_trajectories_keep_text_as_it_is(tmp_path):
         ('{"step": ' + "9" * 5000 + "}", "not JSON"),
         ('{"loss": 1}', "without a whole number as step"),
         ('{"step": "x"}', "without a whole number as step"),
+        ('{"step": ' + "9" * 400 + "}", "without a whole number as step"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, what):

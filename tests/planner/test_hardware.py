@@ -45,6 +45,8 @@ def test_a_file_of_ones_own_comes_back(tmp_path: Path) -> None:
     [
         ("- a list", "expected fields"),
         ("{", "not YAML"),
+        ("memory_bytes: " + "1" * 5000, "not YAML that can be read: Exceeds the limit"),
+        ("[" * 5000, "not YAML that can be read"),
         ("name: x\nnode_bandwith: 1", "did you mean 'node_bandwidth'"),
         ("name: x", "bf16_flops: field required"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import sys
 import threading
@@ -139,6 +140,27 @@ def test_strange_values_do_not_stop_the_report(tmp_path):
     (tmp_path / "trajectories.jsonl").write_text('{"step": 0, "group": [1], "split": {}, "prompt": 3, "reward": "x"}\n')
     assert load_run(tmp_path).sampled.total_groups == 1
     assert any(path.name == "report.html" for path in write_report(tmp_path, curves=False))
+
+
+@pytest.mark.parametrize("value", ["1e308", "-1.7e308", "9" * 400, "Infinity", "NaN"])
+def test_a_number_that_no_axis_can_hold_is_a_gap(tmp_path, value):
+    lines = [f'{{"step": {step}, "time": {value}, "loss": {value}, "reward": {step}}}\n' for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    page, *curves = write_report(tmp_path)
+    data = page_data(page.read_text())
+    values = {series["name"]: series["values"] for panel in data["panels"] for series in panel["series"]}
+    assert values == {"reward": [0, 1, 2], "loss": [None, None, None]} and data["seconds"] == 0
+    assert {path.name for path in curves} == {"reward.png", "loss.png"}
+
+
+def test_text_that_is_none_is_replaced_in_the_page(tmp_path):
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss\\ud800": 2}\n')
+    (folder / "config.yaml").write_bytes(b"seed: \xff")
+    page, *_ = write_report(folder, curves=False)
+    data = page_data(page.read_text())
+    assert data["name"] == "run?" and data["config"] == "seed: \ufffd"
 
 
 def test_without_matplotlib_the_page_is_written_and_the_extra_named(run_dir, monkeypatch):

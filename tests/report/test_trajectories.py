@@ -96,6 +96,18 @@ def test_tokens_that_were_given_do_not_hide_the_alphabet():
     assert readable(["Ġyes", "Ġagain", "Ġno"], [False, True, False], " yes no") == [" yes", " again", " no"]
 
 
+def test_a_logprob_beyond_all_numbers_is_none():
+    assert shown(text="abc", logprobs=[10**400, 1e308, float("nan")])["logprobs"] == [None, None, None]
+
+
+def test_what_is_nested_deeper_than_a_page_shows_is_cut():
+    deep = 1
+    for _ in range(900):
+        deep = [deep]
+    record = shown(prompt=deep, group=deep, split=deep)
+    assert json.dumps(record["prompt"]) == "[" * 21 + '"\\u2026"' + "]" * 21
+
+
 def test_a_long_run_is_shown_evenly_and_says_so():
     run = sample(answer(step, step) for step in range(1000))
     assert len(run.groups) == trajectories.MAX_GROUPS and run.total_groups == 1000

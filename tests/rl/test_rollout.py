@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from archon.data import encode_prompt
 from archon.generation import InProcessEngine
-from archon.generation.types import GenerationHyperparameters, InferenceEngine
+from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
 from archon.rl import RLVRWorkflow, RolloutWorkflow
 from archon.rl.episode_context import workflow_context
 from archon.rl.logprob_check import check_recomputable
 from archon.rl.prompts import Prompt
-from archon.rl.rollout import Rollout, WorkflowError
+from archon.rl.rollout import Rollout, WorkflowError, WorkflowRefusedError
 from archon.schema.errors import ConfigError, RolloutError
 from tests.rl import rewards_for_tests as rewards
 
@@ -114,6 +118,79 @@ def test_workflow_that_raises_sometimes_costs_those_prompts_and_is_counted(
     assert [prompt.index for prompt in batch.prompts] == [0, 2, 4]
     assert batch.counts["failed/KeyError"] == 3
     assert log == ["step 0: 3 episodes failed (KeyError): 'prompt 1'"]
+
+
+@pytest.mark.parametrize("error", [StopIteration, GeneratorExit, BaseException])
+def test_an_exception_of_any_kind_costs_its_prompt(
+    engine: InProcessEngine, rlvr: RLVRWorkflow, error: type[BaseException]
+) -> None:
+    class Raises(Wrapped):
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            if index == 1:
+                raise error("by the user")
+            return result
+
+    batch, log, _ = collect(engine, Raises(rlvr), n=3)
+    assert [prompt.index for prompt in batch.prompts] == [0, 2]
+    # Python itself turns a StopIteration that leaves a coroutine into a RuntimeError.
+    kind = "RuntimeError" if error is StopIteration else error.__name__
+    assert batch.counts[f"failed/{kind}"] == 1 and len(log) == 1
+
+
+def test_ctrl_c_in_a_workflow_ends_the_rollout(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+    class Interrupted(Wrapped):
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(engine, Interrupted(rlvr), n=3)
+
+
+UNUSABLE: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "meta": ("a tensor of the meta device", lambda tensor: tensor.to("meta")),
+    "sparse": ("a sparse tensor", lambda tensor: tensor.to_sparse()),
+    "complex": ("of torch.complex64", lambda tensor: tensor.to(torch.complex64)),
+    "8 bits": ("of torch.float8_e4m3fn", lambda tensor: tensor.float().to(torch.float8_e4m3fn)),
+    "nested": ("a nested tensor", lambda tensor: torch.nested.as_nested_tensor([*tensor], layout=torch.jagged)),
+}
+
+
+OF_TOKENS, OF_ROWS = ("input_ids", "loss_mask", "logprobs", "versions"), ("rewards", "trajectory_ids")
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    # Numbers alone cannot be nested.
+    [(key, kind) for key in OF_TOKENS + OF_ROWS for kind in UNUSABLE if key in OF_TOKENS or kind != "nested"],
+)
+def test_a_tensor_without_ordinary_numbers_is_refused_by_name(
+    engine: InProcessEngine, rlvr: RLVRWorkflow, key: str, kind: str
+) -> None:
+    said, make = UNUSABLE[kind]
+
+    class Unusable(Wrapped):
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            result = {"trajectory_ids": torch.arange(len(result["rewards"])), **result}
+            return {**result, key: make(result[key])}
+
+    with pytest.raises(WorkflowRefusedError, match=f"Unusable: '{key}' is {re.escape(said)}.*, expected a dense"):
+        collect(engine, Unusable(rlvr), n=2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNUSABLE if kind != "nested"])
+@pytest.mark.parametrize("key", ["input_ids", "output_ids", "reward"])
+def test_so_it_is_in_the_short_form(engine: InProcessEngine, tokenizer: Any, key: str, kind: str) -> None:
+    said, make = UNUSABLE[kind]
+
+    class Short(RolloutWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+            ids = encode_prompt(tokenizer, data)
+            answer = await engine.agenerate(ModelRequest(ids, GCONFIG.new(n_samples=1)))
+            short = {"input_ids": ids, "output_ids": answer.output_tokens, "reward": [1.0]}
+            return short | {key: make(torch.tensor(short[key]))}
+
+    with pytest.raises(WorkflowRefusedError, match=f"Short: '{key}' is {re.escape(said)}.*, expected a dense"):
+        collect(engine, Short(), n=2)
 
 
 def test_a_workflow_that_awaits_what_is_cancelled_fails(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:

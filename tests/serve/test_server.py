@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import logging
 import random
 import sys
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
@@ -350,6 +352,29 @@ async def test_no_malformed_body_is_answered_with_5xx(serve: Start, client: http
         if response.status_code != 200:
             check_error(response, 400)
     assert statuses == {200, 400}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_memory_that_runs_out_is_told_in_one_line_and_costs_the_requests_of_the_moment(
+    serve: Start,
+    client: httpx.AsyncClient,
+    engine: InProcessEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+) -> None:
+    _, url = await serve()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._generator, "step", lambda: torch.empty(2**58))  # PyTorch refuses it by itself
+        response = await client.post(f"{url}/chat/completions", json=CHAT | {"stream": stream})
+    told = "the server ran out of memory, of open files or of threads; its log says which"
+    if stream:
+        assert told in response.text
+    else:
+        assert check_error(response, 503) == told
+    [line] = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "chat/completions failed: memory ran out (" in line.getMessage() and line.exc_info is None
+    assert (await client.post(f"{url}/chat/completions", json=CHAT)).status_code == 200
 
 
 def test_without_the_framework_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

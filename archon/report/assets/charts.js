@@ -3,7 +3,9 @@ function niceTicks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough);
   const ticks = [];
-  for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) ticks.push(tick);
+  const first = Math.ceil(low / step);
+  // Counted: of numbers beyond 2^53 the next one may be the same again.
+  for (let i = 0; i <= count + 1 && (first + i) * step <= high + step * 1e-9; i += 1) ticks.push((first + i) * step);
   return ticks.map((tick) => Number(tick.toPrecision(12)));
 }
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import InferenceEngine, ModelRequest, ModelResponse
-from archon.rl.compat.areal.short_forms import expand_short_form
+from archon.rl.compat.areal.short_forms import SHORT_FORM, expand_short_form
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.rewards import RewardFailure
-from archon.rl.trajectories import checked_group, concat_padded_tensors, trajectory_ids
+from archon.rl.trajectories import checked_group, concat_padded_tensors, require_usable_tensors, trajectory_ids
 from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.base import RolloutWorkflow, count_failure
 from archon.schema.errors import RolloutError
@@ -107,6 +107,7 @@ class GroupedWorkflow(RolloutWorkflow):
         """Returns what one run returned, a short form expanded, and whether that is a single trajectory."""
         recording = RecordingEngine(engine, workflow_context.get())
         result = await self._workflow.arun_episode(recording, data)
+        require_usable_tensors(result, self._name, also=SHORT_FORM)
         separate = self._returns_group is True
         return expand_short_form(result, recording.answers, self._name, separate=separate), is_one_trajectory(result)
 

@@ -114,7 +114,7 @@ def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
         raise RolloutError(f"{where}: {key!r} is a {type(value).__name__}, expected a tensor of integers") from None
     if ids.ndim == 2 and len(ids) == 1:
         ids = ids[0]
-    if ids.ndim != 1 or (ids.is_floating_point() and ids.numel()):
+    if ids.ndim != 1 or ((ids.is_floating_point() or ids.is_complex()) and ids.numel()):
         raise RolloutError(
             f"{where}: {key!r} is {ids.dtype} of shape {tuple(ids.shape)}, expected integers of shape [L] or [1, L]; "
             "several answers are a list of such rows"

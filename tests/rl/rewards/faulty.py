@@ -78,6 +78,8 @@ async def obey_async(prompt: Any, completions: str, prompt_ids: Any, completion_
         await asyncio.sleep(3600)
     if completions == "time out by itself":
         raise TimeoutError("the judge did not answer")
+    if completions == "generator exit":
+        raise GeneratorExit
     return obey(prompt, completions, prompt_ids, completion_ids, **data)
 
 

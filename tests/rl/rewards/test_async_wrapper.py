@@ -274,6 +274,19 @@ async def test_async_rewards_run_in_the_loop_with_a_timeout() -> None:
     assert [each.kind for each in (hung, raised, invalid, own_timeout)] == ["timeout", "raised", "invalid", "raised"]
 
 
+async def test_an_async_reward_that_exits_costs_one_sample() -> None:
+    reward = AsyncRewardWrapper(faulty.obey_async)
+    good, left, closed = await outcomes(reward, "1.0", "sys.exit", "generator exit")
+    assert good == 1.0
+    assert isinstance(left, RewardRaised) and "raised SystemExit: 1" in str(left)
+    assert isinstance(closed, RewardRaised) and "raised GeneratorExit" in str(closed)
+
+
+async def test_a_timeout_of_years_is_waited_for() -> None:
+    with AsyncRewardWrapper(faulty.obey, timeout_seconds=1e9, max_workers=1) as reward:
+        assert await outcomes(reward, "1.0", "2.0") == [1.0, 2.0]
+
+
 # -- the end --------------------------------------------------------------------------------------------------------
 
 
