@@ -57,13 +57,6 @@ def tracked_files():
     return [ROOT / name for name in listed.splitlines() if not (ROOT / name).is_symlink() and (ROOT / name).is_file()]
 
 
-def test_no_file_under_rl_has_more_than_400_lines():
-    inside = [path for path in tracked_files() if path.is_relative_to(ROOT / "rl")]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in inside}
-    assert lengths
-    assert {name: n for name, n in lengths.items() if n > 400} == {}
-
-
 def test_no_package_registry_is_named():
     hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", r"download\.py" + "torch"]))
     named = [str(path) for path in tracked_files() if hosts.search(path.read_text(encoding="utf-8", errors="ignore"))]

@@ -321,7 +321,7 @@ class ArchonEngine:
             self.saver.save(path, self.step, state, None, model_fingerprint(self.args), asynchronous=asynchronous)
             return
         if format != "hf":
-            raise ConfigError(f"format must be 'hf' or 'native' (once called 'dcp'), got {format!r}")
+            raise ConfigError(f"format must be 'hf' or 'native', got {format!r} (what was 'dcp' is 'native')")
         if asynchronous:
             raise ConfigError(
                 "asynchronous saves belong to format='native'; an 'hf' export is written before save returns"
