@@ -81,11 +81,11 @@ def load_dcp(options: dict[str, Any]) -> Any:
 def load_nothing(options: dict[str, Any]) -> Any:
     """The same model allocated, each page of it provided by as many threads as archon reads with."""
     from archon.checkpoint.hf_reader import READERS
-    from archon.checkpoint.prefault import populate
+    from archon.checkpoint.prefault import prefault
 
     model = allocated(options)
     with ThreadPoolExecutor(READERS) as pool:
-        for _ in pool.map(populate, model.parameters()):
+        for _ in pool.map(prefault, model.parameters()):
             pass
     return model
 
