@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from archon.checkpoint.convert import opened_weights
-from archon.checkpoint.megatron.config import megatron_arguments
-from archon.checkpoint.megatron.layout import MegatronLayout, Placement, Rank, padded_vocabulary
+from archon.checkpoint.convert import open_weights
+from archon.checkpoint.megatron.gpt_config import megatron_arguments
 from archon.checkpoint.megatron.rank_files import rank_state
+from archon.checkpoint.megatron.sharding import MegatronLayout, RankCoordinates, RankTensors, padded_vocabulary
 
 
 def hf_tensors(path: str) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ def megatron_model(path: str) -> nn.Module:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    return megatron_rank(path, MegatronLayout(), Rank(0, 0, 0))
+    return megatron_rank(path, MegatronLayout(), RankCoordinates(0, 0, 0))
 
 
 def megatron_on_a_cpu() -> None:
@@ -164,7 +164,7 @@ def megatron_on_a_cpu() -> None:
         moe_utils.te_general_gemm = None
 
 
-def megatron_rank(path: str, layout: MegatronLayout, rank: Rank) -> nn.Module:
+def megatron_rank(path: str, layout: MegatronLayout, rank: RankCoordinates) -> nn.Module:
     """The GPTModel of one rank, of a vocabulary padded no further than tp asks, with the weights of a checkpoint.
 
     Megatron's parallel state must be that of `layout` and `rank`.
@@ -174,11 +174,11 @@ def megatron_rank(path: str, layout: MegatronLayout, rank: Rank) -> nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
 
-    with opened_weights(Path(path), "hf") as weights:
+    with open_weights(Path(path), "hf") as weights:
         rows = padded_vocabulary(weights.adapter.args.vocab_size, layout.tp, 1)
-        placement = Placement(weights.adapter, replace(layout, vocab_rows=rows))
-        state = {name: made.make() for name, made in rank_state(placement, rank, weights.tensors).items()}
-    config, arguments = megatron_arguments(placement.args, placement.layout)
+        rank_tensors = RankTensors(weights.adapter, replace(layout, vocab_rows=rows))
+        state = {name: made.make() for name, made in rank_state(rank_tensors, rank, weights.tensors).items()}
+    config, arguments = megatron_arguments(rank_tensors.args, rank_tensors.layout)
     config = TransformerConfig(
         **config,
         activation_func=F.silu,

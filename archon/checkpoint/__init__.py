@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face folders in and out, the native format that survives `kill -9`, conversion."""
+"""Checkpoints: import and export of Hugging Face folders, the crash-safe native format, and conversion."""
 
 from archon.schema.lazy import lazy_exports
 
@@ -12,9 +12,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "save_model",
         ),
         "native": (
-            "agreed_latest",
-            "opened_state",
-            "state_folder",
+            "agree_on_latest",
+            "open_state",
+            "find_checkpoint",
         ),
     },
 )

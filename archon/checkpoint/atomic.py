@@ -1,8 +1,8 @@
-"""Folders and files that appear whole or not at all, and the named points at which a test may kill a save.
+"""Atomic writes of folders and files, and the named points at which a test may kill a save.
 
 A folder is written beside its destination under a temporary name, every file and folder is synced, and one rename
-makes it visible. The temporary folder is locked for as long as its writer lives, so that what a killed writer left is
-told from what a living one is writing, and removed by the next save.
+makes it visible. The temporary folder is locked while its writer runs, so that the next save can tell the leftovers of
+a killed writer, which it removes, from the folder of a running one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from archon.schema.errors import CheckpointError, ConfigError
 
 KILL_AT = "ARCHON_KILL_AT"
-# In the order in which a save passes them. `test_kill` kills a process at each.
+# In the order in which a save reaches them. `test_kill` kills a process at each.
 KILL_POINTS = (
     "save.begin",
     "save.staged",
@@ -56,9 +56,10 @@ _passed: Counter[str] = Counter()
 
 
 def kill_point(name: str) -> None:
-    """Fault injection: die by SIGKILL where `ARCHON_KILL_AT=<name>[:n]` says so, at the n-th (first) passage.
+    """Fault injection: kill this process by SIGKILL where `ARCHON_KILL_AT=<name>[:n]` names this point.
 
-    Without the variable it does nothing. ConfigError when the variable names no point of `KILL_POINTS`.
+    The process is killed the n-th time (by default the first) that it reaches the point. Without the variable, does
+    nothing. Raises ConfigError where the variable names no point of `KILL_POINTS`.
     """
     assert name in KILL_POINTS, name
     wanted = os.environ.get(KILL_AT)
@@ -73,8 +74,8 @@ def kill_point(name: str) -> None:
 
 
 @contextmanager
-def writing(target: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the operating system's refusal to write into one line that names `target`."""
+def write_errors(target: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an OSError within the block into a CheckpointError that names `target`."""
     try:
         yield
     except OSError as error:
@@ -87,9 +88,9 @@ def writing(target: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A locked temporary folder beside `target`, which must be renamed or published within; removed if it was not.
+    """Yield a locked temporary folder beside `target`, to be renamed or published within the block, else removed.
 
-    What killed writers of the same target left is removed first.
+    Leftovers of killed writers of the same target are removed first.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent, target.name)
@@ -105,7 +106,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(parent: Path, name: str = "*") -> None:
-    """Remove the temporary folders and files of dead writers of `name` (a glob) in `parent`."""
+    """Remove the temporary folders and files that killed writers of `name` (a glob) left in `parent`."""
     for leftover in parent.glob(f".{name}{_PARTIAL}*"):
         if leftover.is_symlink() or not leftover.is_dir():
             leftover.unlink(missing_ok=True)
@@ -122,8 +123,10 @@ def remove_leftovers(parent: Path, name: str = "*") -> None:
 
 
 def hide(folder: Path) -> Path:
-    """Rename a folder to a temporary name, so that a kill in the middle of its removal leaves nothing that looks
-    whole."""
+    """Rename a folder to a temporary name, so that no incomplete folder stays visible if its removal is interrupted.
+
+    Returns the new path.
+    """
     hidden = folder.with_name(f".{folder.name}{_PARTIAL}old")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
@@ -132,11 +135,11 @@ def hide(folder: Path) -> Path:
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Make a synced `folder` appear as `target`, in place of what is there.
+    """Move a synced `folder` to `target`, replacing what is there.
 
-    Where something is there, the two are exchanged in one step (Linux's `renameat2`), so that `target` is whole at
-    every moment. A file system that cannot exchange (NFS) sees two renames, with the previous content kept whole
-    under `.<name>.replaced` until the second is on disk; `restore_aside` undoes the first after a kill between them.
+    An existing `target` is exchanged with `folder` atomically (Linux's `renameat2`), so that it is complete at every
+    moment. Where the file system cannot exchange (NFS), two renames are used, and the previous content is kept under
+    `.<name>.replaced` until the second is on disk; `undo_replacement` undoes the first after a kill between them.
     """
     aside = _aside(target)
     if not target.exists():
@@ -148,8 +151,8 @@ def publish(folder: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def restore_aside(target: Path) -> None:
-    """Undo the first half of a `publish` by two renames that was killed between them."""
+def undo_replacement(target: Path) -> None:
+    """Undo the first rename of a `publish` that was killed between its two renames."""
     aside = _aside(target)
     if not aside.exists():
         return
@@ -173,7 +176,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_file(path: Path, content: str, kill_before_rename: str) -> None:
-    """Write a small text file so that readers see the old content or the new, never a part."""
+    """Replace a small text file atomically: readers see either the old content or the new."""
     partial = path.with_name(f".{path.name}{_PARTIAL}new")
     write_synced(partial, content)
     kill_point(kill_before_rename)
@@ -190,7 +193,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's list of names is on disk."""
+    """Wait until a folder's directory entries are on disk."""
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
@@ -207,7 +210,7 @@ def _aside(target: Path) -> Path:
 
 
 def _lock(handle: int) -> bool:
-    """Whether the folder could be locked; never on a file system without locks, where leftovers then stay."""
+    """Try to lock a folder. Returns False where it is locked, or where its file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -216,7 +219,7 @@ def _lock(handle: int) -> bool:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot."""
+    """Swap two names atomically. Returns False where the operating system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:

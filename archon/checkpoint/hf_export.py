@@ -1,4 +1,4 @@
-"""Export to a Hugging Face checkpoint folder that appears whole or not at all."""
+"""Atomic export to a Hugging Face checkpoint folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from archon.checkpoint.atomic import kill_point, publish, restore_aside, staged_folder, sync_tree, write_json, writing
+from archon.checkpoint.atomic import (
+    kill_point,
+    publish,
+    staged_folder,
+    sync_tree,
+    undo_replacement,
+    write_errors,
+    write_json,
+)
 from archon.checkpoint.hf_reader import (
     CONFIG_FILE,
     INDEX_FILE,
     WEIGHT_DTYPES,
     WEIGHTS_FILE,
-    existing_folder,
+    checkpoint_folder,
     read_hf_config,
 )
 from archon.checkpoint.safetensors_file import write_safetensors
@@ -29,7 +37,7 @@ from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-# What tokenizers of transformers are made of.
+# The files of a tokenizer of transformers.
 VOCABULARY_FILES = (
     "tokenizer.json",
     "vocab.json",
@@ -60,41 +68,42 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint that transformers loads: shards, index, config, generation config and tokenizer.
+    """Write a checkpoint that transformers can load: weights, index, config, generation config and tokenizer.
 
     Args:
-        path: folder to make, or an earlier export to replace.
-        weights: (Hugging Face name, tensor) of any device and layout, each once; held a shard at a time.
+        path: folder to create, or an earlier export to replace.
+        weights: (Hugging Face name, tensor) pairs, each name once, on any device and in any layout; only one shard of
+            them is in memory at a time.
         hf_config: the config to write; by default that of `like`. Its dtype field is set to the weights' dtype.
         like: checkpoint folder whose config, generation config and tokenizer files are copied. May be `path`.
-        tokenizer: a tokenizer to save in place of the files of `like`.
-        dtype: dtype to convert the weights to; by default each is written as it is.
-        max_shard_bytes: bytes of data in a shard; a larger tensor has a shard of its own.
+        tokenizer: a tokenizer to save instead of the files of `like`.
+        dtype: dtype to convert the weights to; by default each keeps its own.
+        max_shard_bytes: bytes of data in a shard; a larger tensor gets a shard of its own.
 
     Everything is written and synced in a hidden folder beside `path`, which one rename (or exchange, where there is an
-    earlier export) makes visible: a kill at any moment leaves the earlier export whole or the new one whole.
+    earlier export) makes visible: a kill at any moment leaves either the earlier export or the new one.
 
-    Raises CheckpointError unless the names and shapes are exactly those of the config and every value is finite; where
-    `path` holds anything that an export would not put back; or where it cannot be written. `path` is untouched then.
+    Raises CheckpointError, leaving `path` untouched, unless the names and shapes are exactly those of the config and
+    every value is finite; where `path` holds files that are not part of an export; or where it cannot be written.
     """
     if hf_config is None and like is None:
-        raise CheckpointError(f"{path}: neither hf_config nor like was given; one must say what model this is")
+        raise CheckpointError(f"{path}: neither hf_config nor like was given; give one, to name the model's config")
     if max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; expected at least 1")
     if dtype is not None and dtype not in WEIGHT_DTYPES:
-        raise CheckpointError(f"{path}: dtype {dtype} was asked for; weights are float64, float32, float16 or bfloat16")
-    assets = None if like is None else existing_folder(like)
+        raise CheckpointError(f"{path}: dtype is {dtype}; expected torch.float64, float32, float16 or bfloat16")
+    assets = None if like is None else checkpoint_folder(like)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
     target = Path(os.path.realpath(path))
     kill_point("export.begin")
-    with writing(target):
+    with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        restore_aside(target)
-        _require_replaceable(target)
+        undo_replacement(target)
+        _check_replaceable(target)
         with staged_folder(target) as folder:
             kill_point("export.staged")
             written = _write_weights(folder, weights, dtype, max_shard_bytes)
-            _require_whole(target, config, {name: shape for name, (shape, _) in written.items()})
+            _check_names_and_shapes(target, config, {name: shape for name, (shape, _) in written.items()})
             _write_config(folder, config, written)
             kill_point("export.config_written")
             copy_assets(folder, assets, tokenizer)
@@ -105,16 +114,16 @@ def save_hf(
     kill_point("export.end")
 
 
-def save_hf_together(
+def save_hf_distributed(
     path: str | os.PathLike[str],
     weights: Iterator[tuple[str, Tensor]],
     *,
     like: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """`save_hf` of weights that all ranks of the run gather together; rank 0 writes, and every rank must call it.
+    """Call `save_hf` on rank 0 with `weights`, an iterator that gathers tensors from all ranks. A collective.
 
-    Raises on every rank where the writing fails.
+    Raises on every rank where rank 0 fails to write.
     """
     ranks = ControlPlane.patient("exports")
 
@@ -123,37 +132,43 @@ def save_hf_together(
             if ranks.rank == 0:
                 save_hf(path, weights, like=like, dtype=dtype)
         finally:
-            for _ in weights:  # every rank gathers all of them, also where the writing failed
+            for _ in weights:  # gathering is a collective, so every rank must finish it, also after an error
                 pass
 
     ranks.run_on_all(export)
 
 
-def refuse_expert_biases(model: nn.Module, pp: Group | None = None) -> None:
-    """CheckpointError where a router's balancing bias is not 0, on all ranks of the pipeline `pp` alike: the format
-    has no place for it, and without it the export would send tokens to other experts."""
+def require_zero_expert_biases(model: nn.Module, pp: Group | None = None) -> None:
+    """Raise CheckpointError on all ranks of the pipeline `pp` where a router's balancing bias is not 0.
+
+    A Hugging Face checkpoint has no field for the bias, and without it the router would choose other experts.
+    """
     moved = [name for name, bias in expert_biases(model).items() if bool(bias.any())]
     found = torch.tensor(len(moved), device=next(model.parameters()).device)
     if pp is not None:
         found = all_reduce(found, pp)
-    refuse_moved_biases(moved, int(found))
+    require_zero_biases(moved, int(found))
 
 
-def refuse_moved_biases(moved: Sequence[str], count: int | None = None) -> None:
-    """CheckpointError where there are names of balancing biases that are not 0; `count` is that of all ranks."""
+def require_zero_biases(moved: Sequence[str], count: int | None = None) -> None:
+    """Raise CheckpointError unless `moved`, the names of balancing biases that are not 0, is empty.
+
+    Args:
+        count: number of such biases on all ranks; by default the length of `moved`.
+    """
     count = len(moved) if count is None else count
     if count:
         raise CheckpointError(
             f"{count} balancing biases are not 0 ({moved[0] if moved else 'in other stages'}, …), and a Hugging "
-            "Face checkpoint cannot hold them; keep this model in a training checkpoint (archon.checkpoint.native), "
-            "and train with router_bias_update_rate = 0 what is to be exported"
+            "Face checkpoint cannot hold them; save this model in the native format (archon.checkpoint.native), "
+            "or train it with router_bias_update_rate = 0"
         )
 
 
 def _write_weights(
     folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Write shards and index; gives back shape and dtype of each tensor."""
+    """Write shards and index. Returns (shape, dtype) of each tensor."""
     shards: list[dict[str, int]] = []
     written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     shard: dict[str, Tensor] = {}
@@ -169,13 +184,16 @@ def _write_weights(
 
     for name, tensor in weights:
         if name in written:
-            raise CheckpointError(f"{name!r} came twice; each weight of an export must come once")
+            raise CheckpointError(f"weight {name!r} was given twice; expected each weight of an export once")
         if tensor.dtype not in WEIGHT_DTYPES:
-            raise CheckpointError(f"{name!r} is {tensor.dtype}; weights are float64, float32, float16 or bfloat16")
+            raise CheckpointError(
+                f"weight {name!r} is {tensor.dtype}; expected float64, float32, float16 or bfloat16: convert it first"
+            )
         tensor = tensor.detach().to(dtype or tensor.dtype)
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(
-                f"{name!r} holds NaN or infinite values as {tensor.dtype}; such an export would be of no use to anyone"
+                f"weight {name!r} holds NaN or infinite values as {tensor.dtype}; expected finite ones: export an "
+                "earlier checkpoint, or in a wider dtype"
             )
         tensor = tensor.cpu()
         written[name] = (tuple(tensor.shape), tensor.dtype)
@@ -191,7 +209,7 @@ def _write_weights(
 
 
 def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
-    """Give shards their names, now that their number is known, and list them in the index."""
+    """Rename the shards to their final names, which contain their number, and write the index."""
     if len(shards) == 1:
         (folder / _shard_name(0, 0)).rename(folder / WEIGHTS_FILE)
         return
@@ -208,15 +226,15 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _require_whole(target: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Every tensor of the config's model must have been written, in its shape, and nothing else."""
+def _check_names_and_shapes(target: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the names and shapes written are exactly those of the config's model."""
     spec = get_model_spec(config["model_type"])
     expected = spec.state_dict_adapter_class(config, is_critic="score.weight" in shapes).hf_shapes()
     for name in [*expected, *shapes]:
         if expected.get(name) != shapes.get(name):
             raise CheckpointError(
                 f"export {target}: key {name!r} is {_shape(shapes.get(name))} among the weights and "
-                f"{_shape(expected.get(name))} by the config; is it the config of another model?"
+                f"{_shape(expected.get(name))} in the config's model; is it the config of another model?"
             )
 
 
@@ -227,13 +245,13 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def _write_config(
     folder: Path, config: dict[str, Any], written: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """Write `config.json`, its dtype and head being those of the weights."""
-    # Where several dtypes are mixed, the widest holds them all without loss.
+    """Write `config.json`, with the dtype and the architecture of the weights."""
+    # Of several dtypes the config names the widest, which can represent all of them exactly.
     dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in written.values()))
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
     config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
     if "score.weight" in written:
-        # transformers' class with a value head of one output; it reads the head's size from the labels.
+        # The class of transformers that has a value head reads its number of outputs from the labels.
         causal = (config.get("architectures") or [""])[0].removesuffix("ForCausalLM")
         if causal and not causal.endswith("ForSequenceClassification"):
             config["architectures"] = [f"{causal}ForSequenceClassification"]
@@ -242,7 +260,7 @@ def _write_config(
 
 
 def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> None:
-    """Put the tokenizer's files and the generation config of `assets` into `folder`."""
+    """Copy the generation config and the tokenizer's files of `assets` to `folder`; `tokenizer` replaces the latter."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if assets is None:
@@ -253,8 +271,8 @@ def copy_assets(folder: Path, assets: Path | None, tokenizer: Any = None) -> Non
             shutil.copyfile(assets / name, folder / name)
 
 
-def _require_replaceable(target: Path) -> None:
-    """Replacing removes a folder, so it must hold nothing but an earlier export."""
+def _check_replaceable(target: Path) -> None:
+    """Raise CheckpointError where `target` holds files that are not part of an export, since replacing removes it."""
     if not target.exists():
         return
     if not target.is_dir():

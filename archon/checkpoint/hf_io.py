@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out: models, configs and tokenizers by path.
+"""Import and export of Hugging Face checkpoints: models, configs and tokenizers by path.
 
 model = archon.load_model("Qwen3-0.6B")
 archon.save_model(model, "mine", like="Qwen3-0.6B")
@@ -20,9 +20,9 @@ from torch import nn
 from archon.checkpoint.hf_export import (
     MAX_SHARD_BYTES,
     VOCABULARY_FILES,
-    refuse_expert_biases,
+    require_zero_expert_biases,
     save_hf,
-    save_hf_together,
+    save_hf_distributed,
 )
 from archon.checkpoint.hf_reader import WEIGHT_DTYPES, HFCheckpoint, load_hf_weights, read_hf_config
 from archon.models import get_model_spec
@@ -36,9 +36,9 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "read_hf_config",
-    "refuse_expert_biases",
+    "require_zero_expert_biases",
     "save_hf",
-    "save_hf_together",
+    "save_hf_distributed",
     "save_model",
 ]
 
@@ -51,19 +51,19 @@ def load_model(
     init_score: bool = False,
     attn_type: str = "auto",
 ) -> BaseArchonModel:
-    """The model of a checkpoint folder, with its weights, as one plain module on `device`.
+    """Returns the model of a checkpoint folder, with its weights, as a plain unsharded module on `device`.
 
     Args:
-        dtype: of the parameters; by default what the config names (`dtype` or `torch_dtype`), else float32.
-        is_critic: with a value head `score` in place of the language-model head.
-        init_score: allow a critic from an actor's checkpoint: `score` starts at normal(0, initializer_range) from the
-            global random generator, `lm_head` is dropped.
+        dtype: of the parameters; by default the config's (`dtype` or `torch_dtype`), else float32.
+        is_critic: build a value head `score` in place of the language-model head.
+        init_score: build a critic from an actor's checkpoint: `score` is drawn from normal(0, initializer_range) by the
+            global random generator, and `lm_head` is not loaded.
         attn_type: the attention backend, `auto` or a registered name.
 
-    Raises CheckpointError, ConfigError or UnknownModelError in one line for a folder that archon cannot load exactly.
+    Raises CheckpointError, ConfigError or UnknownModelError for a folder that archon cannot load exactly.
     """
     if init_score and not is_critic:
-        raise ConfigError("init_score=True makes a critic from an actor; set is_critic=True as well")
+        raise ConfigError("init_score is True and is_critic False; init_score builds a critic: set is_critic=True")
     hf_config = read_hf_config(path)
     dtype = dtype or config_dtype(hf_config)
     if dtype not in WEIGHT_DTYPES:
@@ -78,7 +78,7 @@ def load_model(
     adapter = spec.state_dict_adapter_class(hf_config, str(path), is_critic=is_critic, init_score=init_score)
     with torch.device("meta"):
         model = spec.model_class(args).to(dtype)
-    materialise(model, device)
+    materialize(model, device)
     model.tie_weights()
     model.init_buffers(device)
     load_hf_weights(model, adapter, path)
@@ -89,24 +89,27 @@ def load_model(
 
 
 def checkpoint_digest(path: str | os.PathLike[str]) -> str:
-    """What tells a checkpoint from another without reading its weights: a hash of its config and of the headers of its
-    files, as 16 hexadecimal digits."""
+    """Returns a hash of a checkpoint's config and of its files' headers, as 16 hexadecimal digits.
+
+    It distinguishes checkpoints of different models or layouts of files without reading their weights.
+    """
     with HFCheckpoint(path) as checkpoint:
         entries = sorted((key, str(e.dtype), e.shape, e.start, e.end) for key, e in checkpoint.entries.items())
     config = json.dumps(read_hf_config(path), sort_keys=True)
     return hashlib.sha256(f"{config} {entries}".encode()).hexdigest()[:16]
 
 
-def materialise(model: nn.Module, device: str | torch.device) -> None:
-    """Give a model built on the meta device its memory; ConfigError, with the size, where there is not enough."""
+def materialize(model: nn.Module, device: str | torch.device) -> None:
+    """Allocate the memory of a model built on the meta device. Raises ConfigError where it does not fit `device`."""
     try:
         model.to_empty(device=device)
-    except RuntimeError as error:  # of a CPU a plain one; CUDA's OutOfMemoryError is one too
+    except RuntimeError as error:  # CUDA's OutOfMemoryError is a RuntimeError too
         if "memory" not in str(error):
             raise
         size = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
         raise ConfigError(
-            f"the model's {size / 2**30:,.1f} GiB of weights do not fit the memory of {device}; choose a smaller model"
+            f"the model's {size / 2**30:,.1f} GiB of weights do not fit the memory of {device}; choose a smaller model "
+            "or a layout that shards it over more ranks"
         ) from None
 
 
@@ -120,21 +123,21 @@ def save_model(
 ) -> None:
     """Export a model with the config and the tokenizer of the checkpoint folder `like`; see `save_hf`.
 
-    Raises CheckpointError where that config describes another model, or a balancing bias is not 0.
+    Raises CheckpointError where that config is of another model, or a balancing bias is not 0.
     """
-    refuse_expert_biases(model)
+    require_zero_expert_biases(model)
     hf_config = read_hf_config(like)
     spec = get_model_spec(hf_config["model_type"])
-    own = asdict(model.args)
-    if "balance_by_bias" in own:
-        own["balance_by_bias"] = False  # biases of 0 change nothing
-    given = asdict(
+    saved_args = asdict(model.args)
+    if "balance_by_bias" in saved_args:
+        saved_args["balance_by_bias"] = False  # biases of 0 change nothing
+    like_args = asdict(
         spec.model_args_class.from_hf_config(hf_config, model.args.is_critic, attn_type=model.args.attn_type)
     )
-    for name in [*own, *given]:
-        if own.get(name) != given.get(name):
+    for name in [*saved_args, *like_args]:
+        if saved_args.get(name) != like_args.get(name):
             raise CheckpointError(
-                f"{like}: its config has {name}={given.get(name)!r}, the model to save {own.get(name)!r}; "
+                f"{like}: its config has {name}={like_args.get(name)!r}, the model to save {saved_args.get(name)!r}; "
                 "`like` must be a checkpoint of the same model"
             )
     adapter = spec.state_dict_adapter_class(hf_config, str(like), is_critic=model.args.is_critic)
@@ -147,7 +150,7 @@ def save_model(
 
 
 def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:
-    """The dtype a Hugging Face config names, in the new style or the old; float32 where it names none."""
+    """Returns the dtype of a Hugging Face config (`dtype` or the older `torch_dtype`); float32 where it names none."""
     name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -156,18 +159,18 @@ def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a folder; `apply_chat_template(tokenize=True)` returns a plain list of ids.
+    """Returns the tokenizer of a folder, whose `apply_chat_template(tokenize=True)` returns a plain list of ids.
 
-    transformers 5 returns a mapping there unless asked otherwise, while workflows written for the public RL frameworks
-    expect the list. Raises TokenizerError where the folder holds no tokenizer, or one without an end-of-text token.
+    transformers 5 returns a mapping there by default, while workflows written for other RL frameworks expect the list.
+    Raises TokenizerError where the folder holds no tokenizer, or one without an end-of-text token.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder; expected one with a tokenizer")
-    # Without a vocabulary transformers makes a tokenizer of the config's family that knows no token.
+    # Without vocabulary files transformers would build a tokenizer of the config's family with an empty vocabulary.
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
         raise TokenizerError(f"{folder}: it holds no tokenizer (no tokenizer.json); copy the tokenizer's files there")
-    # Importing transformers takes seconds, and only text needs it.
+    # Imported here because importing transformers takes seconds.
     from transformers import AutoTokenizer
 
     try:
@@ -177,7 +180,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         raise TokenizerError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
     if tokenizer.eos_token_id is None:
         raise TokenizerError(
-            f"{folder}: its tokenizer has no end-of-text token, which ends an answer; set eos_token in it"
+            f"{folder}: its tokenizer has no end-of-text token to end an answer with; set eos_token in its config"
         )
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     return tokenizer

@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints, read tensor by tensor into a model that is already in memory.
+"""Reads Hugging Face checkpoints into a model whose memory is already allocated.
 
-Everything is checked before the first weight is touched: the headers of all shards, the index against them, and every
-key and parameter, each used exactly once. Then pieces of a few megabytes are read straight into the parameters' own
-memory, or through one small buffer a thread where dtype, layout or device differ.
+Everything is checked before the first weight is written: the headers of all files, the index against them, and that
+every key and every parameter is used exactly once. Then the data is read in chunks directly into the parameters'
+memory, or through one small buffer per thread where dtype, layout or device differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.checkpoint.prefault import prefault
-from archon.checkpoint.safetensors_file import PIECE_BYTES, SafetensorsFile, TensorEntry, bytes_of, pieces, refuse
+from archon.checkpoint.safetensors_file import CHUNK_BYTES, SafetensorsFile, TensorEntry, bytes_of, chunks, fail
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.schema.errors import CheckpointError
@@ -31,25 +31,25 @@ from archon.schema.exhausted import what_ran_out
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Reading releases the GIL and copies from the page cache as fast as one core can; a second thread hides page faults.
+# Reading releases the GIL and one thread saturates a core; the second one hides the time of page faults.
 READERS = 2
-# What a weight may be stored in; integers and 8-bit floats carry scales that archon would have to know of.
+# Integers and 8-bit floats are not accepted: they come with scales that archon does not apply.
 WEIGHT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class HFCheckpoint:
-    """An open checkpoint folder: `entries` and the `files` that hold them, by key. Headers and index are checked.
+    """An open checkpoint folder with valid headers and index: `entries` and the `files` that hold them, by key.
 
-    Raises CheckpointError naming file and key for whatever is missing, damaged, contradictory or outside the folder.
+    Raises CheckpointError that names file and key for anything missing, damaged, contradictory or outside the folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = existing_folder(path)
+        self.path = checkpoint_folder(path)
         self.files: dict[str, SafetensorsFile] = {}
         self.entries: dict[str, TensorEntry] = {}
         index, single = self.path / INDEX_FILE, self.path / WEIGHTS_FILE
         if index.exists() and single.exists():
-            refuse(self.path, f"it holds both {INDEX_FILE} and {WEIGHTS_FILE}; remove the one that is stale")
+            fail(self.path, f"it holds both {INDEX_FILE} and {WEIGHTS_FILE}; remove the one that is stale")
         with ExitStack() as opened:
             if index.exists():
                 self._open_shards(index, opened)
@@ -60,11 +60,11 @@ class HFCheckpoint:
             self._opened = opened.pop_all()
 
     def _open(self, name: str, opened: ExitStack) -> SafetensorsFile:
-        _require_inside(self.path, name)
+        _check_inside(self.path, name)
         file = opened.enter_context(SafetensorsFile(self.path / name))
         for key, entry in file.entries.items():
             if key in self.entries:
-                refuse(file.path, f"key {key!r} stands in {self.files[key].path.name} as well; it must stand once")
+                fail(file.path, f"key {key!r} is also in {self.files[key].path.name}; expected each key in one file")
             self.entries[key], self.files[key] = entry, file
         return file
 
@@ -73,42 +73,41 @@ class HFCheckpoint:
         for name in sorted({*weight_map.values()}):
             if not (self.path / name).exists():
                 key = next(key for key, shard in weight_map.items() if shard == name)
-                refuse(index, f"key {key!r} is said to be in {name}, which does not exist")
+                fail(index, f"it lists key {key!r} in {name}, which does not exist; copy that file into the folder")
             self._open(name, opened)
         for key, name in weight_map.items():
             if key not in self.entries:
-                refuse(self.path / name, f"key {key!r}, which {INDEX_FILE} places here, is missing")
+                fail(self.path / name, f"key {key!r} is missing, though {INDEX_FILE} lists it in this file")
             if self.files[key].path.name != name:
-                refuse(
-                    self.path / name, f"key {key!r}, which {INDEX_FILE} places here, is in {self.files[key].path.name}"
-                )
+                found = self.files[key].path.name
+                fail(self.path / name, f"key {key!r} is in {found}, though {INDEX_FILE} lists it in this file")
         for key, file in self.files.items():
             if key not in weight_map:
-                refuse(file.path, f"key {key!r} is not listed in {INDEX_FILE}")
+                fail(file.path, f"key {key!r} is not listed in {INDEX_FILE}")
 
-    def where(self, key: str) -> Path:
-        """The file that holds a key."""
+    def file_of(self, key: str) -> Path:
+        """Returns the path of the file that holds a key."""
         return self.files[key].path
 
     def same_bytes(self, key: str, other: str) -> bool:
-        """Whether two tensors are bitwise equal, dtype and shape included."""
+        """Returns whether two tensors are bitwise equal, dtype and shape included."""
         first, second = self.entries[key], self.entries[other]
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
-        buffers = torch.empty(2, PIECE_BYTES, dtype=torch.uint8)
-        for offset in range(0, first.end - first.start, PIECE_BYTES):
-            count = min(PIECE_BYTES, first.end - first.start - offset)
+        buffers = torch.empty(2, CHUNK_BYTES, dtype=torch.uint8)
+        for offset in range(0, first.end - first.start, CHUNK_BYTES):
+            count = min(CHUNK_BYTES, first.end - first.start - offset)
             for name, entry, buffer in ((key, first, buffers[0]), (other, second, buffers[1])):
                 self.files[name].read_into(bytes_of(buffer)[:count], entry.start + offset, f"key {name!r}")
             if not torch.equal(buffers[0, :count], buffers[1, :count]):
                 return False
         return True
 
-    def read(self, targets: Iterable[Target]) -> None:
-        """Fill each tensor, of any device, layout and float dtype, with its part of the key."""
-        ordered = sorted(targets, key=lambda t: (str(self.where(t.key)), self.entries[t.key].start))
-        jobs = [job for target in ordered for job in self._pieces(target)]
-        reader = _PieceReader()
+    def read(self, targets: Iterable[ReadTarget]) -> None:
+        """Fill the tensors of `targets`, of any device, layout and float dtype, with their regions of the keys."""
+        ordered = sorted(targets, key=lambda t: (str(self.file_of(t.key)), self.entries[t.key].start))
+        jobs = [job for target in ordered for job in self._read_jobs(target)]
+        reader = _JobReader()
         with (
             _single_threaded_workers(),
             ThreadPoolExecutor(READERS, initializer=torch.set_num_threads, initargs=(1,)) as pool,
@@ -116,19 +115,19 @@ class HFCheckpoint:
             for _ in pool.map(reader.read, jobs):
                 pass
 
-    def _pieces(self, target: Target) -> Iterator[_Piece]:
-        file, entry, (rows, *inner) = self.files[target.key], self.entries[target.key], target.part
+    def _read_jobs(self, target: ReadTarget) -> Iterator[_ReadJob]:
+        file, entry, (rows, *inner) = self.files[target.key], self.entries[target.key], target.region
         itemsize, row = entry.dtype.itemsize, math.prod(entry.shape[1:])
         first = entry.start + rows.start * row * itemsize
         if all(part == slice(0, size) for part, size in zip(inner, entry.shape[1:], strict=True)):
-            for offset, piece in pieces(target.tensor, itemsize):
-                yield _Piece(file, target.key, entry.dtype, first + offset, piece)
+            for offset, view in chunks(target.tensor, itemsize):
+                yield _ReadJob(file, target.key, entry.dtype, first + offset, view)
         elif target.tensor.numel():
-            # Columns of a matrix: whole rows are read, since the neighbours' parts are in the same pages.
-            step = max(1, PIECE_BYTES // (row * itemsize))
+            # For some columns of a matrix whole rows are read, because the other columns are in the same pages anyway.
+            step = max(1, CHUNK_BYTES // (row * itemsize))
             for start in range(0, rows.stop - rows.start, step):
-                part = target.tensor[start : start + step]
-                yield _Piece(file, target.key, entry.dtype, first + start * row * itemsize, part, (row, inner[0]))
+                view = target.tensor[start : start + step]
+                yield _ReadJob(file, target.key, entry.dtype, first + start * row * itemsize, view, (row, inner[0]))
 
     def close(self) -> None:
         self._opened.close()
@@ -140,18 +139,20 @@ class HFCheckpoint:
         self.close()
 
 
-class Target(NamedTuple):
-    """A tensor, and the part of a key's tensor that fills it: one slice a dimension, of its own shape."""
+class ReadTarget(NamedTuple):
+    """A tensor to fill, and the region of a key's tensor to fill it with: one slice per dimension, of equal shape."""
 
     key: str
     tensor: Tensor
-    part: tuple[slice, ...]
+    region: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A stretch of a file, of `dtype` from byte `offset`, and the view that it fills: wholly, or with the columns
-    (length of a row in the file, which of it)."""
+class _ReadJob:
+    """One read: data of `dtype` at byte `offset` of a file, and the view `target` to fill with it.
+
+    `columns`, where given, is (length of a row in the file, the slice of each row that `target` takes).
+    """
 
     file: SafetensorsFile
     key: str
@@ -161,46 +162,45 @@ class _Piece:
     columns: tuple[int, slice] | None = None
 
 
-class _PieceReader:
-    """Reads pieces in any number of threads, with one buffer each for those that cannot be read in place."""
+class _JobReader:
+    """Runs read jobs in any number of threads, with one buffer per thread for data that cannot be read in place."""
 
     def __init__(self) -> None:
         self._buffers = threading.local()
 
-    def read(self, piece: _Piece) -> None:
-        target = piece.target
+    def read(self, job: _ReadJob) -> None:
+        target = job.target
         if target.device.type != "cpu" or not target.is_contiguous():
-            self._read_through_buffer(piece)
+            self._read_through_buffer(job)
             return
         prefault(target)
-        if target.dtype == piece.dtype and piece.columns is None:
-            piece.file.read_into(bytes_of(target), piece.offset, f"key {piece.key!r}")
+        if target.dtype == job.dtype and job.columns is None:
+            job.file.read_into(bytes_of(target), job.offset, f"key {job.key!r}")
         else:
-            self._read_through_buffer(piece)
+            self._read_through_buffer(job)
 
-    def _read_through_buffer(self, piece: _Piece) -> None:
-        target = piece.target
+    def _read_through_buffer(self, job: _ReadJob) -> None:
+        target = job.target
         if not hasattr(self._buffers, "bytes"):
-            self._buffers.bytes = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=target.is_cuda)
-        shape = target.shape if piece.columns is None else (target.shape[0], piece.columns[0])
-        size = math.prod(shape) * piece.dtype.itemsize
-        if size > self._buffers.bytes.numel():  # a single row wider than a piece
+            self._buffers.bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=target.is_cuda)
+        shape = target.shape if job.columns is None else (target.shape[0], job.columns[0])
+        size = math.prod(shape) * job.dtype.itemsize
+        if size > self._buffers.bytes.numel():  # a single row larger than a chunk
             self._buffers.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=target.is_cuda)
         staged = self._buffers.bytes[:size]
-        piece.file.read_into(bytes_of(staged), piece.offset, f"key {piece.key!r}")
-        whole = staged.view(piece.dtype).view(shape)
-        if piece.columns is not None:
-            whole = whole[:, piece.columns[1]]
-        # To a GPU in the dtype of the file, converted there: fewer bytes on the bus, no second buffer here.
-        target.copy_(whole.to(target.device))
+        job.file.read_into(bytes_of(staged), job.offset, f"key {job.key!r}")
+        values = staged.view(job.dtype).view(shape)
+        if job.columns is not None:
+            values = values[:, job.columns[1]]
+        # Sent to a GPU in the file's dtype and converted there: fewer bytes on the bus, and no second buffer here.
+        target.copy_(values.to(target.device))
 
 
 @contextmanager
 def _single_threaded_workers() -> Iterator[None]:
-    """Within, `torch.set_num_threads(1)` may be called in worker threads; this thread and later ones keep their
-    number.
+    """Restore this thread's `torch.set_num_threads` after worker threads in the block have set theirs to 1.
 
-    PyTorch keeps the number for each thread, and the last one set for threads that are yet to start.
+    PyTorch keeps the number per thread, but threads started later get the last number that any thread set.
     """
     threads = torch.get_num_threads()
     try:
@@ -211,171 +211,177 @@ def _single_threaded_workers() -> Iterator[None]:
 
 @torch.no_grad()
 def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str | os.PathLike[str]) -> None:
-    """Load a checkpoint into the parameters of a materialised model, whatever their dtype, layout and device.
+    """Load a checkpoint into the allocated parameters of a model, of any dtype, layout and device.
 
-    The adapter says what to expect: a critic made from an actor (`init_score`) keeps its `score` and drops `lm_head`.
-    A tied checkpoint that also ships `lm_head.weight` is accepted only where the two are bitwise equal.
+    The adapter defines the expected keys: a critic built from an actor (`init_score`) keeps its `score`, and `lm_head`
+    is not loaded. A tied checkpoint that also has `lm_head.weight` is accepted only where it is bitwise equal to the
+    embedding.
 
-    Raises CheckpointError naming file and key unless every key and every parameter is used exactly once; no weight has
-    been touched then.
+    Raises CheckpointError that names file and key, before any weight is written, unless every key and every parameter
+    is used exactly once.
     """
     with HFCheckpoint(path) as checkpoint:
         checkpoint.read(match_parameters(checkpoint, model, adapter))
 
 
-def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> list[Target]:
-    """What each key fills: a parameter or the row of a stacked one, of those the part that this rank holds.
+def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> list[ReadTarget]:
+    """Returns what to read: for each key, the parameter or row of a stacked parameter, as far as this rank holds it.
 
-    Errors are those of `load_hf_weights`.
+    Raises CheckpointError as `load_hf_weights` does.
     """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    whole = not hasattr(model, "stages")  # a pipeline's rank leaves to others what it does not hold
+    holds_all = not hasattr(model, "stages")  # a rank of a pipeline holds only its stages' parameters
     expected = adapter.hf_shapes()
     if "score.weight" in expected and "score.weight" not in checkpoint.entries:
-        refuse(
+        fail(
             checkpoint.path,
-            "key 'score.weight' missing from its weights; for a critic made from an actor set init_score=True",
+            "key 'score.weight' missing from its weights; to build a critic from an actor set init_score=True",
         )
-    ties, targets, filled = list[tuple[str, str]](), list[Target](), set[str]()
+    ties, targets, filled = list[tuple[str, str]](), list[ReadTarget](), set[str]()
     for key in checkpoint.entries:
         try:
             target = adapter.hf_to_native(key)
         except CheckpointError as error:
-            refuse(checkpoint.where(key), str(error))
+            fail(checkpoint.file_of(key), str(error))
         if target.name is None:
             continue
         if target.must_equal:
             ties.append((key, target.name))
             continue
-        if whole or target.name in parameters:
-            destination = _destination(checkpoint, key, target, parameters, expected)
-            if destination is not None:
-                targets.append(destination)
+        if holds_all or target.name in parameters:
+            read_target = _read_target(checkpoint, key, target, parameters, expected)
+            if read_target is not None:
+                targets.append(read_target)
         if target.name == "tok_embeddings.weight" and "output.weight" in parameters and adapter.is_tied:
             head = parameters["output.weight"]
-            targets.append(Target(key, local_tensor(head), own_part(head)))
+            targets.append(ReadTarget(key, local_tensor(head), own_part(head)))
             filled.add("output.weight")
         filled.add(target.name)
     missing = [key for key in expected if key not in checkpoint.entries]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        refuse(checkpoint.path, f"key {missing[0]!r}{more} missing from its weights")
+        fail(checkpoint.path, f"key {missing[0]!r}{more} missing from its weights")
     filled |= {*adapter.native_names()} - {*adapter.loadable_names()}
     for name in parameters:
         if name not in filled:
-            refuse(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")
+            fail(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")
     for key, name in ties:
-        _require_tie(checkpoint, key, adapter.to_hf_map[name])
+        _check_tie(checkpoint, key, adapter.to_hf_map[name])
     return targets
 
 
-def _destination(
+def _read_target(
     checkpoint: HFCheckpoint,
     key: str,
     target: NativeTarget,
     parameters: Mapping[str, Tensor],
     expected: Mapping[str, tuple[int, ...]],
-) -> Target | None:
-    """What a key fills, its shape and dtype checked against the config and against the model; None where other ranks
-    hold all of it."""
-    file, entry = checkpoint.where(key), checkpoint.entries[key]
+) -> ReadTarget | None:
+    """Returns what to read of a key; None where other ranks hold all of its parameter.
+
+    Raises CheckpointError where its shape or dtype is not that of the config and of the model.
+    """
+    file, entry = checkpoint.file_of(key), checkpoint.entries[key]
     assert target.name is not None
     if key not in expected:
-        refuse(file, f"key {key!r} would fill parameter {target.name!r} a second time")
+        fail(file, f"key {key!r} would fill parameter {target.name!r} a second time")
     if entry.shape != expected[key]:
-        refuse(file, f"key {key!r} has shape {list(entry.shape)}, the config asks for {list(expected[key])}")
+        fail(file, f"key {key!r} has shape {list(entry.shape)}, expected {list(expected[key])} by its config")
     if entry.dtype not in WEIGHT_DTYPES:
-        refuse(file, f"key {key!r} is {entry.dtype}; weights must be float64, float32, float16 or bfloat16")
+        fail(file, f"key {key!r} is {entry.dtype}; weights must be float64, float32, float16 or bfloat16")
     if target.name not in parameters:
-        refuse(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
+        fail(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
     parameter = parameters[target.name]
     shape = tuple(parameter.shape if target.index is None else parameter.shape[1:])
     if shape != entry.shape:
-        refuse(
+        fail(
             file,
-            f"key {key!r} has shape {list(entry.shape)}, the model's parameter {target.name!r} "
-            f"{list(shape)}; is the model of another config?",
+            f"key {key!r} has shape {list(entry.shape)}, but the model's parameter {target.name!r} has "
+            f"{list(shape)}; was the model built from another config?",
         )
-    own, part = local_tensor(parameter), own_part(parameter)
+    own, region = local_tensor(parameter), own_part(parameter)
     if target.index is None:
-        return Target(key, own, part)
-    if not part[0].start <= target.index < part[0].stop:
+        return ReadTarget(key, own, region)
+    if not region[0].start <= target.index < region[0].stop:
         return None
-    return Target(key, own[target.index - part[0].start], part[1:])
+    return ReadTarget(key, own[target.index - region[0].start], region[1:])
 
 
-def _require_tie(checkpoint: HFCheckpoint, key: str, embedding: str) -> None:
+def _check_tie(checkpoint: HFCheckpoint, key: str, embedding: str) -> None:
     if not checkpoint.same_bytes(key, embedding):
-        refuse(
-            checkpoint.where(key),
-            f"key {key!r} differs from {embedding!r}, though the config ties them; "
+        fail(
+            checkpoint.file_of(key),
+            f"key {key!r} differs from {embedding!r}, but the config has tie_word_embeddings=true; "
             "set tie_word_embeddings to false, or remove the key",
         )
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The parsed `config.json` of a checkpoint folder; `model_type` is there and a string.
+    """Returns the parsed `config.json` of a checkpoint folder; its `model_type` is a string.
 
-    Raises CheckpointError where the folder or the file is missing, or is not a model's config.
+    Raises CheckpointError where the folder or the file is missing, or the file is not a model's config.
     """
-    folder = existing_folder(path)
+    folder = checkpoint_folder(path)
     file = folder / CONFIG_FILE
     if not file.is_file():
-        refuse(folder, f"it is not a checkpoint: it holds no {CONFIG_FILE}")
+        fail(folder, f"it is not a checkpoint: it holds no {CONFIG_FILE}")
     config = _read_json(file)
     if not isinstance(config.get("model_type"), str):
-        refuse(file, f"model_type is {config.get('model_type')!r}; expected the name of a family, such as 'qwen3'")
+        fail(file, f"model_type is {config.get('model_type')!r}; expected the name of a family, such as 'qwen3'")
     return config
 
 
-def existing_folder(path: str | os.PathLike[str]) -> Path:
-    """`path` as a folder that exists; CheckpointError otherwise."""
+def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
+    """Returns `path` as a Path. Raises CheckpointError unless it is an existing folder."""
     folder = Path(path)
     if not folder.exists():
         is_hub_name = not folder.is_absolute() and len(folder.parts) == 2
-        hint = f"; a model of the hub is fetched by: hf download {path} --local-dir FOLDER" if is_hub_name else ""
-        refuse(folder, f"it does not exist; expected the folder of a checkpoint{hint}")
+        hint = f"; download a model of the hub by: hf download {path} --local-dir FOLDER" if is_hub_name else ""
+        fail(folder, f"it does not exist; expected the folder of a checkpoint{hint}")
     if not folder.is_dir():
-        refuse(folder, "it is a file; expected the folder of a checkpoint")
+        fail(folder, "it is a file; expected the folder of a checkpoint")
     return folder
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        refuse(index, "weight_map is missing or empty; expected {key: file}")
+        fail(index, "weight_map is missing or empty; expected {key: file}")
     for key, name in weight_map.items():
         if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".safetensors"):
-            refuse(index, f"key {key!r} is said to be in {name!r}; expected a .safetensors file of the same folder")
+            fail(index, f"it lists key {key!r} in {name!r}; expected a .safetensors file in the same folder")
     return weight_map
 
 
-def _require_inside(folder: Path, name: str) -> None:
-    """Refuse a link that leads out of the checkpoint; the hub's cache links snapshots/<commit>/* to blobs/*."""
+def _check_inside(folder: Path, name: str) -> None:
+    """Raise CheckpointError for a link that leads out of the checkpoint.
+
+    Links into blobs/* are allowed, because the hub's cache links snapshots/<commit>/* to them.
+    """
     real, home = (folder / name).resolve(), folder.resolve()
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(real.parent == allowed for allowed in homes):
-        refuse(folder / name, f"it is a link to {real}, outside the checkpoint; put the file itself there")
+        fail(folder / name, f"it is a link to {real}, outside the checkpoint; copy the file into the folder instead")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        refuse(file, f"cannot be read: {what_ran_out(error) or os.strerror(error.errno or 0)}")
+        fail(file, f"cannot be read: {what_ran_out(error) or os.strerror(error.errno or 0)}")
     except (ValueError, RecursionError) as error:
-        refuse(file, f"it is not JSON ({error})")
+        fail(file, f"it is not JSON ({error})")
     if not isinstance(content, dict):
-        refuse(file, f"expected a JSON object, got {type(content).__name__}")
+        fail(file, f"expected a JSON object, got {type(content).__name__}")
     return content
 
 
 def _refuse_without_weights(folder: Path) -> NoReturn:
     pickled = sorted(f.name for f in folder.iterdir() if f.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"})
     if pickled:
-        refuse(
+        fail(
             folder,
-            f"its weights are pickled ({pickled[0]}); reading them could run any code, so archon reads safetensors "
-            "only: convert them with transformers' save_pretrained",
+            f"its weights are pickled ({pickled[0]}); unpickling can run arbitrary code, so archon reads only "
+            "safetensors: convert them with transformers' save_pretrained",
         )
-    refuse(folder, f"it holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    fail(folder, f"it holds no weights: expected {WEIGHTS_FILE} or {INDEX_FILE}")

@@ -1,17 +1,17 @@
-"""Full-state checkpoints: everything a run needs to go on bitwise as if it had not stopped. No pickle.
+"""The native format: checkpoints of the full training state, from which a run resumes bitwise. No pickle.
 
     root/step-00000010/tensors*.safetensors  every tensor of the state (`archon.checkpoint.state_file`)
-                       index.json            where the parts of each lie, if several processes wrote it
-                       state.json            everything else, with names where the tensors stood
+                       index.json            the file of each tensor's regions, if several processes wrote it
+                       state.json            all other values, with names in place of the tensors
                        manifest.json         step, fingerprint of the model, size and SHA-256 of the files
     root/latest                              the name of the newest checkpoint
 
-Where several processes run, saving and loading are collectives: all ranks write one checkpoint together, on a file
-system they share, and each reads what it needs of it, in whatever layout it was written.
+With several processes, saving and loading are collectives: all ranks write one checkpoint together, on a shared file
+system, and each reads the regions it needs, whatever layout wrote them.
 
-A checkpoint is written under a hidden name, synced and renamed; then `latest` is replaced. So whatever moment a process
-is killed at, each `step-*` folder is whole, and `latest` names one of them. A step that is saved again gets a folder of
-its own (`step-00000010.1`) and the earlier one is removed after `latest` has moved on.
+A checkpoint is written under a hidden name, synced and renamed; then `latest` is replaced. So if a process is killed at
+any moment, each `step-*` folder is complete, and `latest` names one of them. A step that is saved again gets a new
+folder (`step-00000010.1`), and the earlier one is removed after `latest` has been updated.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from archon.checkpoint.atomic import (
     replace_file,
     staged_folder,
     sync_folder,
+    write_errors,
     write_json,
     write_synced,
-    writing,
 )
-from archon.checkpoint.safetensors_file import Deferred, refuse
+from archon.checkpoint.safetensors_file import Deferred, fail
 from archon.checkpoint.state_file import (
     INDEX_FILE,
     StateFiles,
+    assign_shards,
     build_index,
     file_digest,
-    own_share,
-    read_whole,
-    write_share,
+    read_all,
+    write_shards,
 )
-from archon.checkpoint.state_tree import Encoder, assemble, decode
+from archon.checkpoint.state_tree import Encoder, decode, merge_ranks
 from archon.models.args import BaseModelArgs
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
@@ -63,12 +63,12 @@ __all__ = [
     "load_latest",
     "load_state",
     "model_fingerprint",
-    "opened_state",
+    "open_state",
     "prepare_save",
     "save_state",
 ]
 
-# Of one process, and of several.
+# The manifest's format number of a checkpoint written by one process, and by several.
 FORMATS = (1, 2)
 LATEST_FILE = "latest"
 STATE_FILE = "state.json"
@@ -77,9 +77,9 @@ _NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
 
 
 def model_fingerprint(args: BaseModelArgs) -> dict[str, Any]:
-    """What must be equal for a checkpoint of one model to belong in another: the family and its sizes and switches.
+    """Returns the family and arguments of a model, which must be equal where a checkpoint is loaded into another one.
 
-    The attention backend is left out: any may continue what another began.
+    The attention backend is not part of it: training may resume with another backend.
     """
     fields = {name: value for name, value in asdict(args).items() if name != "attn_type"}
     return json.loads(json.dumps({"family": type(args).__name__, **fields}))
@@ -92,19 +92,19 @@ def save_state(
     keep: int | None = None,
     fingerprint: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a checkpoint of `step` and make it the latest; gives back its folder.
+    """Write a checkpoint of `step` and make it the latest. Returns its folder.
 
     Args:
-        root: folder of the run's checkpoints; made where it is missing.
+        root: folder of the run's checkpoints; created if missing.
         step: of the run, at least 0.
-        state: nested dictionaries, lists and tuples of tensors, numbers, strings, booleans and None. Floats come back
-            bit for bit, integers at any size. Tensors may be live ones of any device; they are only read. Of several
-            ranks, each gives the parts it holds (`state_tree.Part`); plain values are rank 0's.
-        keep: how many checkpoints to leave, this one included; None leaves all.
-        fingerprint: of the model (`model_fingerprint`), to be compared by whoever loads it.
+        state: nested dictionaries, lists and tuples of tensors, numbers, strings, booleans and None. Floats are
+            restored bit for bit, integers at any size. Tensors may be live ones on any device; they are only read. With
+            several ranks, each passes the shards it holds (`state_tree.Shard`); plain values are rank 0's.
+        keep: how many checkpoints to keep, this one included; None keeps all.
+        fingerprint: of the model (`model_fingerprint`), compared when the checkpoint is loaded.
 
-    Raises CheckpointError where `root` cannot be written, TypeError for a value that cannot be stored; on every rank
-    where it happens on one.
+    Raises CheckpointError where `root` cannot be written, TypeError for a value that cannot be stored. An error on one
+    rank is raised on every rank.
     """
     return prepare_save(root, step, state, keep, fingerprint)()
 
@@ -118,21 +118,21 @@ def prepare_save(
     *,
     snapshot: bool = False,
 ) -> Callable[[], Path]:
-    """The first half of `save_state`, which looks at the state; what it gives back is the second, which writes.
+    """The first half of `save_state`: encodes the state. Returns a function that writes it, the second half.
 
-    With `snapshot` what this rank will write is copied to the CPU, so that the training may go on before the second
-    half, and the second half may run in another thread.
+    With `snapshot`, this rank's shards are copied to the CPU, so that training may continue before the second half is
+    called, and the second half may run in another thread.
     """
     if step < 0 or (keep is not None and keep < 1):
-        raise CheckpointError(f"{root}: step must be at least 0 and keep at least 1, got step={step}, keep={keep}")
+        raise CheckpointError(f"{root}: expected step of at least 0 and keep of at least 1, got {step=}, {keep=}")
     plane = ControlPlane.patient("saves")
     encoder = Encoder(plane.rank)
     tree = json.dumps(plane.run_on_all(lambda: encoder.encode(state)), allow_nan=False)
-    share = own_share(encoder.parts, plane)
+    shards = assign_shards(encoder.shards, plane)
     if snapshot:
-        share = {name: replace(part, data=_copy(part.data)) for name, part in share.items()}
-    paths = {name: encoder.paths[name] for name in share if name in encoder.paths}
-    own = json.dumps(encoder.own, allow_nan=False)
+        shards = {name: replace(shard, data=_copy_to_cpu(shard.data)) for name, shard in shards.items()}
+    paths = {name: encoder.paths[name] for name in shards if name in encoder.paths}
+    per_rank = json.dumps(encoder.per_rank, allow_nan=False)
     target = Path(root)
 
     def write() -> Path:
@@ -140,18 +140,19 @@ def prepare_save(
         with ExitStack() as stack:
 
             def stage() -> Path:
-                with writing(target):
+                with write_errors(target):
                     target.mkdir(parents=True, exist_ok=True)
                     remove_leftovers(target)
                     return stack.enter_context(staged_folder(target / _free_name(target, step)))
 
             def write_own() -> dict[str, Any]:
-                with writing(folder):
-                    return write_share(folder, share, plane)
+                with write_errors(folder):
+                    return write_shards(folder, shards, plane)
 
             def publish() -> str:
-                with writing(target):
-                    text = json.dumps(assemble(json.loads(tree), _paths(written), [w["own"] for w in written]))
+                with write_errors(target):
+                    values = [entry["per_rank"] for entry in written]
+                    text = json.dumps(merge_ranks(json.loads(tree), _paths(written), values))
                     return _publish(folder, step, text, written, keep, fingerprint, plane.size)
 
             first = plane.rank == 0
@@ -160,7 +161,7 @@ def prepare_save(
             kill_point("save.staged")
             mine = plane.run_on_all(write_own)
             kill_point("save.tensors_written")
-            mine |= {"paths": paths, "own": json.loads(own)}
+            mine |= {"paths": paths, "per_rank": json.loads(per_rank)}
             written = [json.loads(text) for text in plane.gather(json.dumps(mine).encode())]
             kill_point("save.all_written")
             name = plane.run_on_all(publish if first else str)
@@ -171,7 +172,7 @@ def prepare_save(
     return write
 
 
-def _copy(data: Tensor | Deferred) -> Tensor:
+def _copy_to_cpu(data: Tensor | Deferred) -> Tensor:
     return data.make() if isinstance(data, Deferred) else data.detach().to("cpu", copy=True)
 
 
@@ -188,7 +189,7 @@ def _publish(
     fingerprint: Mapping[str, Any] | None,
     ranks: int,
 ) -> str:
-    """Complete the staged folder by what rank 0 writes, rename it and point `latest` to it; gives back its name."""
+    """Write rank 0's files to the staged folder, rename it and point `latest` to it. Returns the folder's name."""
     digests = {entry["file"]: entry["sha256"] for entry in written if entry["file"]}
     index = build_index(written)
     if ranks > 1:
@@ -216,17 +217,17 @@ def _write_text(path: Path, text: str) -> str:
 def load_latest(
     root: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]] | None:
-    """(step, state) of the checkpoint that `latest` names; None where nothing has been saved.
+    """Returns (step, state) of the checkpoint that `latest` names; None where nothing has been saved.
 
-    Where there is no `latest` (the first save was killed just before writing it), it is the newest by step. See
-    `load_state` for errors.
+    Where `latest` is missing, because the first save was killed just before writing it, loads the checkpoint of the
+    highest step. See `load_state` for errors.
     """
-    folder = agreed_latest(root)
+    folder = agree_on_latest(root)
     return None if folder is None else load_state(folder, fingerprint)
 
 
-def agreed_latest(root: str | os.PathLike[str]) -> Path | None:
-    """What rank 0 finds by `latest_checkpoint`, on every rank."""
+def agree_on_latest(root: str | os.PathLike[str]) -> Path | None:
+    """Returns on every rank the folder that rank 0 finds by `latest_checkpoint`. A collective."""
     plane = ControlPlane.patient("loads")
     found = plane.run_on_all(lambda: latest_checkpoint(root) if plane.rank == 0 else None)
     name = plane.broadcast_json(lambda: "" if found is None else found.name)
@@ -234,7 +235,7 @@ def agreed_latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """The folder that `load_latest` would load; None where nothing has been saved."""
+    """Returns the folder that `load_latest` would load; None where nothing has been saved."""
     root = Path(root)
     pointer = root / LATEST_FILE
     if not pointer.is_file():
@@ -242,35 +243,37 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
         return found[-1] if found else None
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not _NAME.fullmatch(name):
-        refuse(pointer, f"it names {name[:80]!r}; expected a checkpoint such as step-00000010")
+        fail(pointer, f"it names {name[:80]!r}; expected a checkpoint such as step-00000010")
     if not (root / name).is_dir():
-        refuse(pointer, f"it names {name}, which does not exist in {root}")
+        fail(pointer, f"it names {name}, which does not exist in {root}; write the name of a checkpoint there into it")
     return root / name
 
 
-def state_folder(path: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint at `path`: it, or the newest beneath it; None where it is another kind of folder."""
-    return Path(path) if (Path(path) / MANIFEST_FILE).is_file() else agreed_latest(path)
+def find_checkpoint(path: str | os.PathLike[str]) -> Path | None:
+    """Returns `path` where it is a native checkpoint, else the latest one beneath it; None where there is none."""
+    return Path(path) if (Path(path) / MANIFEST_FILE).is_file() else agree_on_latest(path)
 
 
 def load_state(
     path: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """(step, state) of one checkpoint folder, with whole tensors on the CPU.
+    """Returns (step, state) of one checkpoint folder, with full tensors on the CPU.
 
-    Raises CheckpointError naming the file where one is missing, truncated or altered, and naming the difference where
-    `fingerprint` is given and the checkpoint was written by another model.
+    Raises CheckpointError that names the file where one is missing, truncated or altered, and that names the difference
+    where `fingerprint` is given and the checkpoint is of another model.
     """
-    with opened_state(path, fingerprint) as (step, state):
-        return step, read_whole(state)
+    with open_state(path, fingerprint) as (step, state):
+        return step, read_all(state)
 
 
 @contextmanager
-def opened_state(
+def open_state(
     path: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """As `load_state`, with `StoredTensor`s that are read, part by part, within the block. Every file is checked first,
-    each by one rank."""
+    """Yield (step, state) as `load_state` returns it, but with `StoredTensor`s, which can be read within the block.
+
+    Every file's SHA-256 is checked first, the files being divided among the ranks.
+    """
     folder, plane = Path(path), ControlPlane.patient("loads")
     manifest = plane.run_on_all(lambda: _checked_manifest(folder, fingerprint, plane))
     files = plane.run_on_all(lambda: StateFiles(folder, {*manifest["files"]}))
@@ -287,12 +290,12 @@ def _checked_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, plane
     for name, entry in manifest["files"].items():
         file = folder / name
         if not file.is_file():
-            refuse(file, "it is missing")
+            fail(file, f"it is missing, though {MANIFEST_FILE} lists it; copy the checkpoint again")
         if file.stat().st_size != entry["bytes"]:
-            refuse(file, f"it has {file.stat().st_size} bytes, {MANIFEST_FILE} says {entry['bytes']}; truncated?")
+            fail(file, f"it has {file.stat().st_size} bytes, {MANIFEST_FILE} says {entry['bytes']}; truncated?")
     for name in sorted(manifest["files"])[plane.rank :: plane.size]:
         if file_digest(folder / name) != manifest["files"][name]["sha256"]:
-            refuse(folder / name, f"it was altered: its SHA-256 is not the one in {MANIFEST_FILE}")
+            fail(folder / name, f"it was altered: its SHA-256 is not the one in {MANIFEST_FILE}")
     return manifest
 
 
@@ -315,10 +318,13 @@ def _content_digest(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's manifest says; CheckpointError where it is missing, damaged or of another format."""
+    """Returns the content of a checkpoint's manifest.
+
+    Raises CheckpointError where it is missing, damaged or of an unknown format.
+    """
     file = folder / MANIFEST_FILE
     if not file.is_file():
-        refuse(folder, f"it is not a checkpoint to resume from: it holds no {MANIFEST_FILE}")
+        fail(folder, f"it is not a checkpoint to resume from: it holds no {MANIFEST_FILE}")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         content = manifest["content"]
@@ -326,9 +332,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
-        refuse(file, "it is damaged or was altered: its checksum does not match")
+        fail(file, "it is damaged or was altered: its checksum does not match")
     if content["format"] not in FORMATS:
-        refuse(file, f"its format is {content['format']!r}; this archon reads formats {FORMATS}")
+        fail(file, f"its format is {content['format']!r}; this version of archon reads formats {FORMATS}")
     return content
 
 
@@ -336,35 +342,35 @@ def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, given: Ma
     for name in [*given, *(saved or {})]:
         before, now = (saved or {}).get(name), given.get(name)
         if before != now:
-            refuse(
+            fail(
                 folder,
                 f"it was written by another model: {name} is {before!r} there and {now!r} here; "
-                "resume with the model it was written by, or choose another run directory",
+                "resume with the model that wrote it, or choose another run directory",
             )
 
 
-def _order(folder: Path) -> tuple[int, int]:
+def _step_and_repeat(folder: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
 
 
 def _checkpoints(root: Path) -> list[Path]:
-    """The checkpoints in `root`, by step."""
+    """Returns the checkpoint folders in `root`, ordered by step."""
     if not root.is_dir():
         return []
-    return sorted((f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir()), key=_order)
+    return sorted((f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir()), key=_step_and_repeat)
 
 
 def _free_name(root: Path, step: int) -> str:
-    again = [_order(folder)[1] for folder in _checkpoints(root) if _order(folder)[0] == step]
-    return f"step-{step:08d}" + (f".{max(again) + 1}" if again else "")
+    repeats = [_step_and_repeat(folder)[1] for folder in _checkpoints(root) if _step_and_repeat(folder)[0] == step]
+    return f"step-{step:08d}" + (f".{max(repeats) + 1}" if repeats else "")
 
 
 def _prune(root: Path, newest: Path, keep: int | None) -> None:
-    """Remove what `newest` replaces, and all but the `keep` last steps; never `newest` itself, whatever its step."""
+    """Remove earlier saves of the same step as `newest`, and all but the last `keep` checkpoints; never `newest`."""
     others = [folder for folder in _checkpoints(root) if folder != newest]
-    replaced = [folder for folder in others if _order(folder)[0] == _order(newest)[0]]
+    replaced = [folder for folder in others if _step_and_repeat(folder)[0] == _step_and_repeat(newest)[0]]
     others = [folder for folder in others if folder not in replaced]
     surplus = [] if keep is None else others[: max(0, len(others) - (keep - 1))]
     for folder in replaced + surplus:

@@ -1,4 +1,4 @@
-"""Memory that is about to be filled."""
+"""Page faults taken in one system call, for memory that is about to be filled."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _MADV_POPULATE_WRITE = 23
 
 
 def prefault(target: Tensor) -> None:
-    """Have the kernel provide the pages of fresh memory at once: one call costs less than a fault for each of them.
+    """Make the kernel map the pages of newly allocated memory at once, which costs less than one fault per page.
 
-    Huge pages would be fewer, but on a virtual machine they are fetched from the host, and cost 3 times the time.
+    Huge pages are not requested: on a virtual machine the host must provide them, which takes 3 times as long.
     """
     madvise = _madvise()
     if madvise is None:
         return
     start = target.data_ptr() - target.data_ptr() % PAGE_BYTES
     size = -(-(target.data_ptr() + target.nbytes - start) // PAGE_BYTES) * PAGE_BYTES
-    madvise(start, size, _MADV_POPULATE_WRITE)  # refused by kernels before 5.14, which do without
+    madvise(start, size, _MADV_POPULATE_WRITE)  # kernels before 5.14 return an error: the pages then fault one by one
 
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], Any] | None:
-    """The C library's; None where there is none."""
+    """Returns the C library's madvise; None where there is none."""
     try:
         function = ctypes.CDLL(None).madvise
     except (AttributeError, OSError, TypeError):

@@ -1,5 +1,4 @@
-"""One safetensors file: a header that is checked before a byte of data is believed, and tensors read and written in
-place.
+"""Reading and writing one safetensors file; its header is checked completely before any data is read.
 
 Format (https://github.com/huggingface/safetensors#format): 8 bytes of little-endian header length, a JSON object
 `{name: {"dtype", "shape", "data_offsets": [begin, end]}}` with an optional `__metadata__` of strings, then the data,
@@ -46,16 +45,16 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The reference reader's own limit: 100 MB of JSON name a million tensors.
+# The limit of the reference reader; 100 MB of JSON describe a million tensors.
 MAX_HEADER_BYTES = 100_000_000
-# A piece is read or converted at a time: large enough that calls do not count, small enough to stay in a core's cache
-# and far below the largest tensor of any real model.
-PIECE_BYTES = 2**20
+# Data is read or converted in chunks of this size: large enough to make the cost of calls negligible, small enough to
+# stay in a core's cache.
+CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: `start` and `end` are bytes from the beginning of the file."""
+    """A tensor's entry in the header. `start` and `end` are byte offsets from the beginning of the file."""
 
     name: str
     dtype: torch.dtype
@@ -66,7 +65,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A tensor that is made when it is written, so that of many only one is in memory."""
+    """A tensor that is computed when it is written, so that only one of many is in memory at a time."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -77,60 +76,65 @@ class Deferred:
 
 
 def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -> dict[str, TensorEntry]:
-    """The entries of a header, by name, in the order of their data; `data_bytes` is what follows the header.
+    """Returns the entries of a header by name, in the order of their data.
 
-    Raises CheckpointError naming `file`, and the key where there is one, for anything that the format does not allow:
-    other JSON, names twice, unknown dtypes, sizes that differ from shape × item size, overlaps, holes, data beyond
-    the end of the file or unaccounted for.
+    Args:
+        header: the JSON, without the length before it.
+        data_bytes: bytes in the file after the header.
+        file: named in errors.
+
+    Raises CheckpointError that names `file`, and the key where there is one, for anything that the format does not
+    allow: other JSON, duplicate names, unknown dtypes, sizes that differ from shape × item size, overlaps, gaps, data
+    beyond the end of the file, and bytes that belong to no tensor.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            refuse(file, f"key {twice!r} appears twice in its header")
+            fail(file, f"key {twice!r} appears twice in its header")
         return found
 
     try:
         content = json.loads(header.decode("utf-8"), object_pairs_hook=unique, parse_constant=_no_constant)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        refuse(file, f"its header is not JSON ({error}); the file is damaged")
+        fail(file, f"its header is not JSON ({error}); the file is damaged")
     except CheckpointError:
         raise
     except ValueError as error:  # an integer of more digits than Python reads, NaN
-        refuse(file, f"its header holds an impossible number ({error}); the file is damaged")
+        fail(file, f"its header holds an impossible number ({error}); the file is damaged")
     if not header.startswith(b"{") or not isinstance(content, dict):
-        refuse(file, "its header is not a JSON object; the file is damaged")
+        fail(file, "its header is not a JSON object; the file is damaged")
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        refuse(file, "its __metadata__ is not an object of strings; the file is damaged")
+        fail(file, "its __metadata__ is not an object of strings; the file is damaged")
     base = 8 + len(header)
     entries = sorted((_entry(file, base, *item) for item in content.items()), key=lambda e: (e.start, e.end))
     end = base
     for entry in entries:
         if entry.start != end:
-            what = "overlaps what precedes it" if entry.start < end else "leaves a hole before it"
-            refuse(file, f"the data of key {entry.name!r} {what} (byte {entry.start}, expected {end})")
+            what = "overlaps the data before it" if entry.start < end else "leaves a gap before it"
+            fail(file, f"the data of key {entry.name!r} {what} (byte {entry.start}, expected {end})")
         end = entry.end
     if end != base + data_bytes:
         last = f" after key {entries[-1].name!r}" if entries else ""
-        refuse(file, f"it holds {base + data_bytes} bytes, its header describes {end}{last}; truncated or overwritten?")
+        fail(file, f"it holds {base + data_bytes} bytes, its header describes {end}{last}; truncated or overwritten?")
     return {entry.name: entry for entry in entries}
 
 
 def _entry(file: str | os.PathLike[str], base: int, name: str, item: Any) -> TensorEntry:
     if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "data_offsets"}:
-        refuse(file, f"key {name!r} must have dtype, shape and data_offsets, and nothing else")
+        fail(file, f"key {name!r} must have dtype, shape and data_offsets, and nothing else")
     if not isinstance(item["dtype"], str) or item["dtype"] not in DTYPES:
-        refuse(file, f"key {name!r} has dtype {item['dtype']!r}; archon reads {', '.join(DTYPES)}")
+        fail(file, f"key {name!r} has dtype {item['dtype']!r}; archon reads {', '.join(DTYPES)}")
     dtype, shape, offsets = DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
     if not _are_sizes(shape):
-        refuse(file, f"key {name!r} has shape {shape!r}; expected a list of sizes")
+        fail(file, f"key {name!r} has shape {shape!r}; expected a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        refuse(file, f"key {name!r} has data_offsets {offsets!r}; expected [begin, end]")
+        fail(file, f"key {name!r} has data_offsets {offsets!r}; expected [begin, end]")
     size = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != size:
-        refuse(
+        fail(
             file,
             f"key {name!r} has {offsets[1] - offsets[0]} bytes, but shape {shape} of {item['dtype']} takes {size}",
         )
@@ -145,15 +149,15 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def refuse(file: str | os.PathLike[str], why: str) -> NoReturn:
-    """Raise CheckpointError: the file (or folder), and what is wrong with it."""
+def fail(file: str | os.PathLike[str], why: str) -> NoReturn:
+    """Raise CheckpointError with the file or folder and what is wrong with it."""
     raise CheckpointError(f"{os.fspath(file)}: {why}")
 
 
 class SafetensorsFile:
-    """An open safetensors file whose header has been checked; `entries` by name, in the order of their data.
+    """An open safetensors file with a valid header; `entries` are by name, in the order of their data.
 
-    Reading is thread-safe. Raises CheckpointError where the file is missing, is no regular file or fails its checks.
+    Reading is thread-safe. Raises CheckpointError where the file is missing, is no regular file or is malformed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -161,10 +165,10 @@ class SafetensorsFile:
         try:
             # A pipe or a device would block or never end.
             if not stat.S_ISREG(self.path.stat().st_mode):
-                refuse(path, "it is not a regular file")
+                fail(path, "it is not a regular file")
             self._handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            refuse(path, f"cannot be read: {what_ran_out(error) or os.strerror(error.errno or 0)}")
+            fail(path, f"cannot be read: {what_ran_out(error) or os.strerror(error.errno or 0)}")
         try:
             self.size = os.fstat(self._handle).st_size
             self.header = self._read_header()
@@ -175,14 +179,12 @@ class SafetensorsFile:
 
     def _read_header(self) -> bytes:
         if self.size < 8:
-            refuse(self.path, f"it holds {self.size} bytes, too few for a safetensors file; truncated?")
+            fail(self.path, f"it holds {self.size} bytes, too few for a safetensors file; truncated?")
         length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
         if length > MAX_HEADER_BYTES:
-            refuse(
-                self.path, f"its header claims {length} bytes, more than {MAX_HEADER_BYTES}; not a safetensors file?"
-            )
+            fail(self.path, f"its header claims {length} bytes, more than {MAX_HEADER_BYTES}; not a safetensors file?")
         if length > self.size - 8:
-            refuse(self.path, f"its header claims {length} bytes, but the file holds {self.size}; truncated?")
+            fail(self.path, f"its header claims {length} bytes, but the file holds {self.size}; truncated?")
         header = bytearray(length)
         self.read_into(memoryview(header), 8, "its header")
         return bytes(header)
@@ -193,9 +195,9 @@ class SafetensorsFile:
             try:
                 count = os.preadv(self._handle, [view], offset)
             except OSError as error:
-                refuse(self.path, f"{what} cannot be read: {os.strerror(error.errno or 0)}")
+                fail(self.path, f"{what} cannot be read: {os.strerror(error.errno or 0)}")
             if count == 0:
-                refuse(self.path, f"it ends within {what}; was it changed while being read?")
+                fail(self.path, f"it ends within {what}; was it changed while being read?")
             view, offset = view[count:], offset + count
 
     def close(self) -> None:
@@ -209,15 +211,16 @@ class SafetensorsFile:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable and without a copy."""
+    """Returns the bytes of a contiguous CPU tensor as a writable view of its memory."""
     flat = tensor.detach().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def pieces(tensor: Tensor, itemsize: int, limit: int = PIECE_BYTES) -> Iterator[tuple[int, Tensor]]:
-    """Views that cover `tensor` in row-major order, each with its offset in bytes of `itemsize` an element.
+def chunks(tensor: Tensor, itemsize: int, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, Tensor]]:
+    """Yield (byte offset, view) pairs that cover `tensor` in row-major order.
 
-    A view has at most `limit` bytes of that size; it is flat where the tensor is contiguous.
+    Offsets and the limit of `limit` bytes per view count `itemsize` bytes per element, whatever the tensor's dtype. The
+    views of a contiguous tensor are flat.
     """
     if tensor.numel() == 0:
         return
@@ -231,17 +234,17 @@ def pieces(tensor: Tensor, itemsize: int, limit: int = PIECE_BYTES) -> Iterator[
     for first in range(0, tensor.shape[0], rows):
         part = tensor[first : first + rows]
         if rows == 1 and row > limit:
-            yield from ((first * row + offset, piece) for offset, piece in pieces(part[0], itemsize, limit))
+            yield from ((first * row + offset, chunk) for offset, chunk in chunks(part[0], itemsize, limit))
         else:
             yield first * row, part
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Deferred], kill_at_tensor: str) -> str:
-    """Write tensors of any device and layout, wait until they are on disk, and give back the file's SHA-256.
+    """Write tensors of any device and layout and wait until they are on disk. Returns the file's SHA-256.
 
-    Wider items come first, so that every tensor is aligned to its item size. `kill_at_tensor` is the kill point passed
-    between a tensor's first half and its second. Needs no memory beyond a piece of a tensor that is not a contiguous
-    CPU one, and a deferred tensor.
+    Tensors of wider dtypes come first, so that every tensor is aligned to its item size. `kill_at_tensor` is the kill
+    point between the first and second half of a chunk. Extra memory is one chunk of a tensor that is not a contiguous
+    CPU tensor, and one deferred tensor.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header, offset = {"__metadata__": {"format": "pt"}}, 0
@@ -265,8 +268,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Deferred], kill
         for _, tensor in ordered:
             data = tensor.make() if isinstance(tensor, Deferred) else tensor.detach()
             assert (data.dtype, tuple(data.shape)) == (tensor.dtype, tuple(tensor.shape))
-            for _, piece in pieces(data, tensor.dtype.itemsize):
-                view = bytes_of(piece.cpu().contiguous())
+            for _, chunk in chunks(data, tensor.dtype.itemsize):
+                view = bytes_of(chunk.cpu().contiguous())
                 write(view[: len(view) // 2])
                 kill_point(kill_at_tensor)
                 write(view[len(view) // 2 :])

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the training goes on."""
+"""Saves checkpoints in the background while training continues."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 _writing: WeakSet[Saver] = WeakSet()
-"""Savers with a thread: ranks agree on one save at a time, of whichever engine."""
+"""Savers that are writing. All ranks take part in a save, so the process writes one at a time, of whichever engine."""
 
 
 class Saver:
-    """Writes one checkpoint at a time, in this thread or in one of its own.
+    """Writes one checkpoint at a time, in the calling thread or in a background thread.
 
-    What goes wrong in the background is logged when it happens, and raised by the next `save` or `wait`. The process
-    does not end before the thread has. Several ranks make the same calls in the same order.
+    An error in the background is logged when it happens and raised by the next `save` or `wait`. The process does not
+    exit before the thread has finished. All ranks must make the same calls in the same order.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,10 @@ class Saver:
         *,
         asynchronous: bool = False,
     ) -> None:
-        """`checkpoint.save_state`, once an earlier save has ended. With `asynchronous` it returns as soon as this
-        rank's share has been copied to the CPU."""
+        """Call `native.save_state` after any earlier save has finished.
+
+        With `asynchronous`, returns as soon as this rank's shards have been copied to the CPU.
+        """
         self.wait()
         for other in list(_writing):
             other._join()
@@ -55,7 +57,7 @@ class Saver:
             try:
                 write()
             except BaseException as error:
-                # A full disk says all in its line.
+                # A UserError, such as a full disk, is explained by its message; a traceback would add nothing.
                 trace = None if isinstance(error, UserError) else error
                 logger.error(
                     "the checkpoint of step %d was not written to %s: %s", step, Path(root), error, exc_info=trace
@@ -67,7 +69,7 @@ class Saver:
         _writing.add(self)
 
     def wait(self) -> None:
-        """Until what is being written is on disk; raises what went wrong."""
+        """Wait until the checkpoint being written is on disk. Raises the error of a save that failed."""
         self._join()
         error, self._error = self._error, None
         if error is not None:

@@ -1,12 +1,12 @@
-"""The tensors of a state on disk: each rank writes the parts it holds, and any rank reads any part of any tensor.
+"""Tensors of a training state on disk: each rank writes its shards, and any rank can read any region of any tensor.
 
-    tensors.safetensors          one process: every tensor whole
-    tensors-00002.safetensors    several: what rank 2 wrote
-    index.json                   several: shape and dtype of each tensor, and where its boxes lie:
+    tensors.safetensors          one process: every tensor in full
+    tensors-00002.safetensors    several processes: the shards that rank 2 wrote
+    index.json                   several processes: shape and dtype of each tensor and the file of each of its regions,
                                  {name: {"dtype", "shape", "boxes": [{"file", "start", "shape"}]}}
 
-A part that several ranks hold (replicas, what tensor parallelism leaves whole) is written by one of them; which one is
-spread evenly. Boxes do not overlap and together are the whole.
+A region held by several ranks (data-parallel replicas, parameters that tensor parallelism does not shard) is written by
+one of them; the writers are spread evenly. The regions of a tensor do not overlap and cover it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.safetensors_file import (
+    CHUNK_BYTES,
     DTYPE_NAMES,
     DTYPES,
-    PIECE_BYTES,
     SafetensorsFile,
     TensorEntry,
     bytes_of,
-    refuse,
+    fail,
     write_safetensors,
 )
-from archon.checkpoint.state_tree import Box, Part, box_shape, map_leaves, whole_box
+from archon.checkpoint.state_tree import Region, Shard, full_region, map_leaves, region_shape
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
@@ -40,92 +40,112 @@ TENSORS_FILE = "tensors.safetensors"
 INDEX_FILE = "index.json"
 
 
-def file_of(plane: ControlPlane) -> str:
-    """The name of what this rank writes."""
+def rank_file_name(plane: ControlPlane) -> str:
+    """Returns the name of the file that this rank writes."""
     return TENSORS_FILE if plane.size == 1 else f"tensors-{plane.rank:05d}.safetensors"
 
 
-def own_share(parts: Mapping[str, Part], plane: ControlPlane) -> dict[str, Part]:
-    """Of the parts this rank holds those that it is to write: every box of every tensor falls to one rank. A
-    collective."""
+def assign_shards(shards: Mapping[str, Shard], plane: ControlPlane) -> dict[str, Shard]:
+    """Returns the shards that this rank writes, out of those it holds: each region is assigned to exactly one rank.
+
+    A collective: every rank of `plane` calls it.
+    """
     if plane.size == 1:
-        return dict(parts)
-    held = {_box_id(name, part): name for name, part in parts.items() if part.data.numel() or 0 in part.shape}
+        return dict(shards)
+    held = {_shard_id(name, shard): name for name, shard in shards.items() if shard.data.numel() or 0 in shard.shape}
     ids = torch.tensor(sorted(held), dtype=torch.int64)
     counts = plane.all_gather_tensor(torch.tensor([len(ids)])).flatten().tolist()
     padded = torch.full((max(*counts, 1),), torch.iinfo(torch.int64).max)
     padded[: len(ids)] = ids
-    everyone = plane.all_gather_tensor(padded)
-    places = torch.searchsorted(everyone, ids.expand(plane.size, -1).contiguous()).clamp(max=padded.numel() - 1)
-    holds = everyone.gather(1, places) == ids
-    before, holders = holds[: plane.rank].sum(0), holds.sum(0)
-    mine = ids.remainder(holders) == before
-    names = {held[box_id] for box_id in ids[mine].tolist()}
-    return {name: part for name, part in parts.items() if name in names}
+    ids_by_rank = plane.all_gather_tensor(padded)
+    places = torch.searchsorted(ids_by_rank, ids.expand(plane.size, -1).contiguous())
+    holds = ids_by_rank.gather(1, places.clamp(max=padded.numel() - 1)) == ids
+    lower_holders, holders = holds[: plane.rank].sum(0), holds.sum(0)
+    is_writer = ids.remainder(holders) == lower_holders
+    names = {held[shard_id] for shard_id in ids[is_writer].tolist()}
+    return {name: shard for name, shard in shards.items() if name in names}
 
 
-def _box_id(name: str, part: Part) -> int:
-    text = f"{name} {part.shape} {[(p.start, p.stop) for p in part.box]}"
+def _shard_id(name: str, shard: Shard) -> int:
+    text = f"{name} {shard.shape} {[(part.start, part.stop) for part in shard.region]}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def write_share(folder: Path, share: Mapping[str, Part], plane: ControlPlane) -> dict[str, Any]:
-    """Write this rank's file, where it has anything to write, and describe it: file, SHA-256, boxes by name."""
-    name = file_of(plane)
-    if not share and plane.size > 1:
+def write_shards(folder: Path, shards: Mapping[str, Shard], plane: ControlPlane) -> dict[str, Any]:
+    """Write this rank's file; a rank of several that has no shards writes none.
+
+    Returns the file's name, its SHA-256 and the regions in it by tensor name, as `build_index` takes them.
+    """
+    name = rank_file_name(plane)
+    if not shards and plane.size > 1:
         return {"file": None}
-    digest = write_safetensors(folder / name, {key: part.data for key, part in share.items()}, "save.tensor")
-    boxes = {
-        key: [DTYPE_NAMES[part.data.dtype], part.shape, [p.start for p in part.box], box_shape(part.box)]
-        for key, part in share.items()
+    digest = write_safetensors(folder / name, {key: shard.data for key, shard in shards.items()}, "save.tensor")
+    regions = {
+        key: [DTYPE_NAMES[shard.data.dtype], shard.shape, [s.start for s in shard.region], region_shape(shard.region)]
+        for key, shard in shards.items()
     }
-    return {"file": name, "sha256": digest, "boxes": boxes}
+    return {"file": name, "sha256": digest, "boxes": regions}
 
 
 def build_index(written: list[dict[str, Any]]) -> dict[str, Any]:
-    """The index of what the ranks wrote; CheckpointError unless every tensor is there in full."""
+    """Returns the index of the files that the ranks wrote, from what `write_shards` returned on each.
+
+    Raises CheckpointError where ranks disagree about a tensor's shape or dtype, or its regions do not cover it.
+    """
     index: dict[str, Any] = {}
     for entry in written:
         for name, (dtype, shape, start, size) in entry.get("boxes", {}).items():
             known = index.setdefault(name, {"dtype": dtype, "shape": shape, "boxes": []})
             if [known["dtype"], known["shape"]] != [dtype, shape]:
-                raise CheckpointError(f"ranks differ about {name}: {known['dtype']} {known['shape']}, {dtype} {shape}")
+                raise CheckpointError(
+                    f"tensor {name} is {known['dtype']} {known['shape']} on one rank and {dtype} {shape} on another; "
+                    "every rank must build the same model"
+                )
             known["boxes"].append({"file": entry["file"], "start": start, "shape": size})
     for name, known in index.items():
-        held = sum(math.prod(box["shape"]) for box in known["boxes"])
-        if held != math.prod(known["shape"]):
-            raise CheckpointError(f"the ranks hold {held} of the {math.prod(known['shape'])} elements of {name}")
+        found, expected = sum(math.prod(region["shape"]) for region in known["boxes"]), math.prod(known["shape"])
+        if found != expected:
+            raise CheckpointError(
+                f"the ranks wrote {found} elements of tensor {name}, expected {expected}; a rank did not save its shard"
+            )
     return index
 
 
 @dataclass(frozen=True)
-class _Box:
+class _StoredRegion:
     file: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class StateFiles:
-    """The tensors of a checkpoint folder, by name; open until `close`."""
+    """The tensors of a checkpoint folder by name, readable until `close`.
+
+    Args:
+        folder: of the checkpoint.
+        names: files listed in its manifest; no other file is opened.
+    """
 
     def __init__(self, folder: Path, names: set[str]) -> None:
-        """`names` are the files that the manifest vouches for."""
         self.folder = folder
         self._names = names
         self._open: dict[str, SafetensorsFile] = {}
         self.tensors: dict[str, StoredTensor] = {}
         if INDEX_FILE not in names:
             for name, entry in self.file(TENSORS_FILE).entries.items():
-                box = _Box(TENSORS_FILE, (0,) * len(entry.shape), entry.shape)
-                self.tensors[name] = StoredTensor(self, name, entry.dtype, entry.shape, (box,))
+                region = _StoredRegion(TENSORS_FILE, (0,) * len(entry.shape), entry.shape)
+                self.tensors[name] = StoredTensor(self, name, entry.dtype, entry.shape, (region,))
             return
         for name, item in json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).items():
-            boxes = tuple(_Box(box["file"], tuple(box["start"]), tuple(box["shape"])) for box in item["boxes"])
-            self.tensors[name] = StoredTensor(self, name, DTYPES[item["dtype"]], tuple(item["shape"]), boxes)
+            regions = tuple(
+                _StoredRegion(region["file"], tuple(region["start"]), tuple(region["shape"]))
+                for region in item["boxes"]
+            )
+            self.tensors[name] = StoredTensor(self, name, DTYPES[item["dtype"]], tuple(item["shape"]), regions)
 
     def file(self, name: str) -> SafetensorsFile:
         if name not in self._names:
-            refuse(self.folder / INDEX_FILE, f"it places a tensor in {name!r}, which is not part of the checkpoint")
+            fail(self.folder / INDEX_FILE, f"it names the file {name!r}, which the checkpoint's manifest does not list")
         if name not in self._open:
             self._open[name] = SafetensorsFile(self.folder / name)
         return self._open[name]
@@ -138,19 +158,19 @@ class StateFiles:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of an open checkpoint; `read` reads just the boxes that overlap what is asked for."""
+    """A tensor of an open checkpoint; `read` reads only the stored regions that overlap the requested one."""
 
     files: StateFiles
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: tuple[_Box, ...]
+    regions: tuple[_StoredRegion, ...]
 
-    def read(self, box: Box | None = None) -> Tensor:
-        wanted = whole_box(self.shape) if box is None else box
-        out = torch.empty(box_shape(wanted), dtype=self.dtype)
+    def read(self, region: Region | None = None) -> Tensor:
+        wanted = full_region(self.shape) if region is None else region
+        out = torch.empty(region_shape(wanted), dtype=self.dtype)
         filled = 0
-        for stored in self.boxes:
+        for stored in self.regions:
             bounds = [
                 (max(want.start, first), min(want.stop, first + size))
                 for want, first, size in zip(wanted, stored.start, stored.shape, strict=True)
@@ -159,44 +179,47 @@ class StoredTensor:
                 continue
             there = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, stored.start, strict=True))
             here = tuple(slice(a - w.start, b - w.start) for (a, b), w in zip(bounds, wanted, strict=True))
-            part = out[here]
-            read_box(self.files.file(stored.file), self._entry(stored), there, part)
-            filled += part.numel()
+            overlap = out[here]
+            read_region(self.files.file(stored.file), self._entry(stored), there, overlap)
+            filled += overlap.numel()
         if filled != out.numel():
-            refuse(self.files.folder / INDEX_FILE, f"its boxes of {self.name!r} are not the whole tensor")
+            fail(self.files.folder / INDEX_FILE, f"the regions it lists for tensor {self.name!r} do not cover it")
         return out
 
-    def _entry(self, box: _Box) -> TensorEntry:
-        file = self.files.file(box.file)
+    def _entry(self, region: _StoredRegion) -> TensorEntry:
+        file = self.files.file(region.file)
         entry = file.entries.get(self.name)
-        if entry is None or (entry.dtype, entry.shape) != (self.dtype, box.shape):
-            refuse(file.path, f"key {self.name!r} is not {self.dtype} {list(box.shape)}, as {INDEX_FILE} says")
+        if entry is None or (entry.dtype, entry.shape) != (self.dtype, region.shape):
+            fail(file.path, f"key {self.name!r} is not {self.dtype} {list(region.shape)}, as {INDEX_FILE} says")
         return entry
 
 
-def read_whole(state: Any) -> Any:
-    """A state with every stored tensor read whole."""
+def read_all(state: Any) -> Any:
+    """Returns a copy of a state in which every `StoredTensor` has been read in full."""
     return map_leaves(state, lambda leaf: leaf.read() if isinstance(leaf, StoredTensor) else leaf)
 
 
-def read_box(file: SafetensorsFile, entry: TensorEntry, box: Box, out: Tensor) -> None:
-    """Fill `out` with a box of a tensor of a file: in place where it lies in one stretch, else whole rows at a time,
-    since the neighbours' parts are in the same pages."""
+def read_region(file: SafetensorsFile, entry: TensorEntry, region: Region, out: Tensor) -> None:
+    """Fill `out` with a region of a tensor in a file.
+
+    A contiguous region is read in place. Otherwise whole rows are read, because the bytes between them are in the same
+    pages of the file anyway.
+    """
     what = f"key {entry.name!r}"
-    if not box or (box[1:] == whole_box(entry.shape[1:]) and out.is_contiguous()):
+    if not region or (region[1:] == full_region(entry.shape[1:]) and out.is_contiguous()):
         row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-        file.read_into(bytes_of(out), entry.start + (box[0].start * row if box else 0), what)
+        file.read_into(bytes_of(out), entry.start + (region[0].start * row if region else 0), what)
         return
     row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-    step = max(1, PIECE_BYTES // row)
+    step = max(1, CHUNK_BYTES // row)
     for start in range(0, out.shape[0], step):
         rows = min(step, out.shape[0] - start)
         piece = torch.empty(rows, *entry.shape[1:], dtype=entry.dtype)
-        file.read_into(bytes_of(piece), entry.start + (box[0].start + start) * row, what)
-        out[start : start + rows] = piece[(slice(None), *box[1:])]
+        file.read_into(bytes_of(piece), entry.start + (region[0].start + start) * row, what)
+        out[start : start + rows] = piece[(slice(None), *region[1:])]
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, read a piece at a time."""
+    """Returns the SHA-256 of a file in hexadecimal, reading it in chunks."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

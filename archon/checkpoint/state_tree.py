@@ -1,6 +1,6 @@
-"""The state of a run as a tree: nested dictionaries, lists and tuples of tensors and plain values, as JSON and back.
+"""A training state as a tree (nested dictionaries, lists and tuples of tensors and plain values), to JSON and back.
 
-A tensor may be a part of a whole that several ranks hold, and a value may be each rank's own.
+A leaf may be a shard of a tensor that several ranks hold together, or a value that differs by rank.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from torch import Tensor
 from archon.checkpoint.safetensors_file import Deferred
 from archon.schema.errors import CheckpointError
 
-Box = tuple[slice, ...]
-"""Where a part lies in its whole: one slice a dimension."""
+Region = tuple[slice, ...]
+"""A rectangular region of a tensor: one slice per dimension."""
+KeyPath = tuple[str, ...]
+"""The dictionary keys that lead to a leaf from the root."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank holds of a tensor of `shape`: `data`, which lies at `box` of it. To be saved it may be deferred."""
+class Shard:
+    """One rank's part of a tensor of `shape`: `data` is its `region`. For saving, `data` may be deferred."""
 
     data: Tensor | Deferred
     shape: tuple[int, ...]
-    box: Box
+    region: Region
 
     @classmethod
-    def of(cls, value: Tensor | Part) -> Part:
-        """A tensor is the whole of itself."""
-        return value if isinstance(value, Part) else cls(value, tuple(value.shape), whole_box(value.shape))
+    def of(cls, value: Tensor | Shard) -> Shard:
+        """Returns a shard unchanged, and a tensor as a shard that covers all of it."""
+        return value if isinstance(value, Shard) else cls(value, tuple(value.shape), full_region(value.shape))
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value that each rank has its own of. To be saved it holds this rank's; loaded it holds every rank's."""
+    """A value that differs by rank. When saving, `values` holds this rank's alone; after loading, every rank's."""
 
     values: tuple[Any, ...]
 
 
-class Stored(Protocol):
-    """A tensor of an open checkpoint: read when asked for, and only what is asked for."""
+class LazyTensor(Protocol):
+    """A tensor of an open checkpoint, whose data is read on demand."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -50,46 +52,45 @@ class Stored(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def read(self, box: Box | None = None) -> Tensor:
-        """The part at `box`, by default the whole, on the CPU."""
+    def read(self, region: Region | None = None) -> Tensor:
+        """Returns the data of `region` on the CPU; by default of the full tensor."""
 
 
-def whole_box(shape: tuple[int, ...] | torch.Size) -> Box:
+def full_region(shape: tuple[int, ...] | torch.Size) -> Region:
     return tuple(slice(0, size) for size in shape)
 
 
-def box_shape(box: Box) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in box)
-
-
-Path = tuple[str, ...]
+def region_shape(region: Region) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in region)
 
 
 class Encoder:
-    """A state as JSON, with what JSON lacks as objects of one `$` key.
+    """Encodes a state as JSON; values that JSON lacks become objects with one key that starts with `$`.
 
-    `parts` are the tensors by name, `paths` the keys that lead to each from the root, where they are all strings and
-    lead through dictionaries alone; `own` what each `PerRank` became here.
+    Attributes:
+        shards: the state's tensors, by the name that stands for them in the JSON.
+        paths: the key path of each shard that is reached through dictionaries with string keys alone.
+        per_rank: the encoded value of each `PerRank`, in the order in which they were met.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.parts: dict[str, Part] = {}
-        self.paths: dict[str, Path] = {}
-        self.own: list[Any] = []
+        self.shards: dict[str, Shard] = {}
+        self.paths: dict[str, KeyPath] = {}
+        self.per_rank: list[Any] = []
 
-    def encode(self, value: Any, where: str = "", path: Path | None = ()) -> Any:
-        """TypeError for a value that cannot be stored without pickle."""
+    def encode(self, value: Any, where: str = "", path: KeyPath | None = ()) -> Any:
+        """Returns `value` as JSON-compatible data. Raises TypeError for a value that would need pickle."""
         if value is None or isinstance(value, bool | str) or type(value) is int:
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {"$float": str(value)}
-        if isinstance(value, Tensor | Part):
+        if isinstance(value, Tensor | Shard):
             return {"$tensor": self._add(value, where, path)}
         if isinstance(value, PerRank):
             (own,) = value.values
-            self.own.append(self.encode(own, f"{where}@{self.rank}", None))
-            return {"$ranks": len(self.own) - 1}
+            self.per_rank.append(self.encode(own, f"{where}@{self.rank}", None))
+            return {"$ranks": len(self.per_rank) - 1}
         if isinstance(value, list):
             return [self.encode(item, f"{where}.{i}", None) for i, item in enumerate(value)]
         if isinstance(value, tuple):
@@ -107,18 +108,24 @@ class Encoder:
             return items if plain else {"$dict": [[self.encode(key, where, None), v] for key, v in items.items()]}
         raise TypeError(f"state {where!r} is a {type(value).__name__}, which a checkpoint cannot hold without pickle")
 
-    def _add(self, value: Tensor | Part, where: str, path: Path | None) -> str:
+    def _add(self, value: Tensor | Shard, where: str, path: KeyPath | None) -> str:
         name = where
-        while name in self.parts:  # {"a": {"b": x}, "a.b": y}
+        while name in self.shards:  # {"a": {"b": x}, "a.b": y}
             name += "'"
-        self.parts[name] = Part.of(value)
+        self.shards[name] = Shard.of(value)
         if path is not None:
             self.paths[name] = path
         return name
 
 
-def assemble(tree: Any, paths: Mapping[str, Path], own: list[list[Any]]) -> Any:
-    """Rank 0's encoded tree, completed by the tensors that only others hold and by what each rank has of its own."""
+def merge_ranks(tree: Any, paths: Mapping[str, KeyPath], per_rank: list[list[Any]]) -> Any:
+    """Returns rank 0's encoded tree with the tensors that only other ranks hold and every rank's `PerRank` values.
+
+    Args:
+        tree: encoded by rank 0.
+        paths: `Encoder.paths` of all ranks.
+        per_rank: `Encoder.per_rank` of each rank.
+    """
     for name, path in paths.items():
         branch = tree
         for key in path[:-1]:
@@ -131,14 +138,14 @@ def assemble(tree: Any, paths: Mapping[str, Path], own: list[list[Any]]) -> Any:
         if not isinstance(value, dict):
             return value
         if value.keys() == {"$ranks"}:
-            return {"$ranks": [values[value["$ranks"]] for values in own]}
+            return {"$ranks": [values[value["$ranks"]] for values in per_rank]}
         return {key: fill(item) for key, item in value.items()}
 
-    return fill(tree) if any(own) else tree
+    return fill(tree) if any(per_rank) else tree
 
 
 def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Undo `encode`, with `tensors` by name."""
+    """Returns the state that `Encoder.encode` encoded, with each tensor's name replaced by its entry in `tensors`."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -158,7 +165,7 @@ def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The tree with `function` applied to whatever is not a container."""
+    """Returns a copy of the tree with `function` applied to every leaf."""
     if isinstance(value, Mapping):
         return {key: map_leaves(item, function) for key, item in value.items()}
     if isinstance(value, list):
@@ -170,17 +177,19 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-def take(value: Tensor | Part | Stored, box: Box, what: str) -> Tensor:
-    """The part at `box` of what a state holds; CheckpointError where it is another rank's part, which only a
-    checkpoint can give."""
+def select_region(value: Tensor | Shard | LazyTensor, region: Region, what: str) -> Tensor:
+    """Returns the data of `region` of a tensor in a state.
+
+    Raises CheckpointError, naming `what`, where `value` is a shard of another region: its data is on another rank.
+    """
     if isinstance(value, Tensor):
-        return value[box]
-    if isinstance(value, Part):
-        if value.box != box:
+        return value[region]
+    if isinstance(value, Shard):
+        if value.region != region:
             raise CheckpointError(
-                f"{what} is a part of another layout ({value.box}, expected {box}); "
-                "save the state and load it from the checkpoint, which any layout can"
+                f"{what} is a shard of another layout (region {value.region}, expected {region}); "
+                "save the state and load it from the checkpoint, which works in any layout"
             )
         assert isinstance(value.data, Tensor)
         return value.data
-    return value.read(box)
+    return value.read(region)

@@ -64,12 +64,12 @@ def command(
 ) -> None:
     import torch
 
-    from archon.checkpoint.convert import VOCAB_MULTIPLE, convert, find_format
-    from archon.checkpoint.hf_reader import existing_folder
-    from archon.checkpoint.megatron.layout import MegatronLayout
+    from archon.checkpoint.convert import VOCAB_MULTIPLE, convert, detect_format
+    from archon.checkpoint.hf_reader import checkpoint_folder
+    from archon.checkpoint.megatron.sharding import MegatronLayout
     from archon.schema.errors import ConfigError
 
-    kind = Formats(origin or find_format(existing_folder(source)))
+    kind = Formats(origin or detect_format(checkpoint_folder(source)))
     layout = MegatronLayout(
         tp or 1, pp or 1, ep or 1, (spec or Specs.local).value, (experts or Experts.sequential).value
     )

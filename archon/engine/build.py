@@ -61,7 +61,7 @@ class Build:
             enable_compile=config.compile,
         )
         # FSDP wants the parameters that it offloads on the CPU from the start.
-        hf_io.materialise(model, "cpu" if config.cpu_offload else self.device)
+        hf_io.materialize(model, "cpu" if config.cpu_offload else self.device)
         model.tie_weights()
         model.init_buffers(self.device)
         return model

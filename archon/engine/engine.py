@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from archon.checkpoint import hf_io
-from archon.checkpoint.native import model_fingerprint, opened_state, state_folder
+from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state
 from archon.checkpoint.saver import Saver
-from archon.checkpoint.state_file import read_whole
+from archon.checkpoint.state_file import read_all
 from archon.checkpoint.state_tree import PerRank
 from archon.engine import heap
 from archon.engine.batch import merge, unpack
@@ -292,7 +292,7 @@ class ArchonEngine:
 
         CheckpointError, on every rank, where a balancing bias is not 0.
         """
-        hf_io.refuse_expert_biases(self.model, self.ranks.pp)
+        hf_io.require_zero_expert_biases(self.model, self.ranks.pp)
         for name, tensor in self.weights(bucket_bytes=0):
             if name in self.adapter.native_shapes:
                 yield from self.adapter.convert_single_to_hf(name, tensor)
@@ -326,7 +326,7 @@ class ArchonEngine:
             raise ConfigError(
                 "asynchronous saves belong to format='native'; an 'hf' export is written before save returns"
             )
-        hf_io.save_hf_together(path, self.hf_weights(), like=self.config.path, dtype=dtype)
+        hf_io.save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype)
 
     def wait_for_saves(self) -> None:
         """Until the newest asynchronous save is on disk; raises what went wrong."""
@@ -338,13 +338,13 @@ class ArchonEngine:
         It may be a Hugging Face checkpoint, with which balancing biases start at 0, or a native one of any layout and
         dtype: then every rank calls it.
         """
-        folder = state_folder(path)
+        folder = find_checkpoint(path)
         if folder is None:
             hf_io.load_hf_weights(self.model, self.adapter, path)
             for bias in expert_biases(self.model).values():
                 bias.zero_()
             return
-        with opened_state(folder, model_fingerprint(self.args)) as (_, state):
+        with open_state(folder, model_fingerprint(self.args)) as (_, state):
             load_model_state(self.model, state["engine"]["model"], self._known_names(), any_dtype=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -389,7 +389,7 @@ class ArchonEngine:
         self.step, self.version = int(state["step"]), int(state["version"])
         same = state.get("layout") == str(self.layout)
         rank = torch.distributed.get_rank() if self.parallel_dims.world_size > 1 else 0
-        set_rng_state(read_whole(own_value(state["rng"], rank, same)))
+        set_rng_state(read_all(own_value(state["rng"], rank, same)))
 
     def _known_names(self) -> list[str]:
         """What a state of the whole model holds, where this rank has a part of its layers."""

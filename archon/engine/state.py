@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from archon.checkpoint.state_tree import Part, PerRank, Stored, take, whole_box
+from archon.checkpoint.state_tree import LazyTensor, PerRank, Shard, full_region, select_region
 from archon.models.layers.moe import expert_biases
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.pipeline import StagedModel
@@ -21,14 +21,14 @@ from archon.schema.errors import CheckpointError
 EMBEDDING = "tok_embeddings.weight"
 
 
-def held(tensor: Tensor) -> Tensor | Part:
+def held(tensor: Tensor) -> Tensor | Shard:
     """What this rank holds of a parameter or a moment, with its place in the whole: the live memory, not a copy."""
-    box = own_part(tensor)
+    region = own_part(tensor)
     local = local_tensor(tensor.detach())
-    return local if box == whole_box(tensor.shape) else Part(local, tuple(tensor.shape), box)
+    return local if region == full_region(tensor.shape) else Shard(local, tuple(tensor.shape), region)
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor | Part]:
+def model_state(model: nn.Module) -> dict[str, Tensor | Shard]:
     """Every parameter that this rank holds a part of, by name, tied ones once as the embedding, and the routers'
     balancing biases: the live tensors, not copies."""
     return {_source(model, name): held(tensor) for name, tensor in _tensors(model).items()}
@@ -37,7 +37,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor | Part]:
 @torch.no_grad()
 def load_model_state(
     model: nn.Module,
-    state: Mapping[str, Tensor | Part | Stored],
+    state: Mapping[str, Tensor | Shard | LazyTensor],
     known: Collection[str] = (),
     *,
     any_dtype: bool = False,
@@ -58,10 +58,10 @@ def load_model_state(
                 f"expected {tensor.dtype} {tuple(tensor.shape)}; it belongs to another model or dtype"
             )
     for name, tensor in own.items():
-        local_tensor(tensor).copy_(take(state[sources[name]], own_part(tensor), f"parameter {name!r}"))
+        local_tensor(tensor).copy_(select_region(state[sources[name]], own_part(tensor), f"parameter {name!r}"))
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor | Part]]:
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor | Shard]]:
     """Moments and step count by parameter name: live tensors; empty before the first step."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
@@ -74,7 +74,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[st
 def load_optimizer_state(
     model: nn.Module,
     optimizer: Optimizer,
-    state: Mapping[str, Mapping[str, Tensor | Part | Stored]],
+    state: Mapping[str, Mapping[str, Tensor | Shard | LazyTensor]],
     known: Collection[str] = (),
 ) -> None:
     """Copy moments and step counts to the parameters of the same names; an empty state is that of before the first
@@ -90,7 +90,7 @@ def load_optimizer_state(
         for key, value in state[sources[name]].items():
             what = f"optimizer entry {name!r}.{key}"
             if key == "step":
-                step = take(value, whole_box(value.shape), what)
+                step = select_region(value, full_region(value.shape), what)
                 own[key] = step.detach().to(local_tensor(parameter).device, copy=True)
                 continue
             if tuple(value.shape) != tuple(parameter.shape):
@@ -99,7 +99,7 @@ def load_optimizer_state(
                     f"expected {tuple(parameter.shape)}; it belongs to another model"
                 )
             own[key] = torch.empty_like(parameter)
-            local_tensor(own[key]).copy_(take(value, own_part(parameter), what))
+            local_tensor(own[key]).copy_(select_region(value, own_part(parameter), what))
         optimizer.state[parameter] = own
 
 
@@ -115,8 +115,8 @@ def _source(model: nn.Module, name: str) -> str:
     return EMBEDDING if tied and name == "output.weight" else name
 
 
-def _dtype(value: Tensor | Part | Stored) -> torch.dtype:
-    return value.data.dtype if isinstance(value, Part) else value.dtype
+def _dtype(value: Tensor | Shard | LazyTensor) -> torch.dtype:
+    return value.data.dtype if isinstance(value, Shard) else value.dtype
 
 
 def rng_state() -> dict[str, Any]:

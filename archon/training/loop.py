@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
-from archon.checkpoint.native import agreed_latest, model_fingerprint, opened_state
-from archon.checkpoint.state_file import read_whole
+from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
+from archon.checkpoint.state_file import read_all
 from archon.data import RowLoader
 from archon.engine.build import resolve_device
 from archon.engine.engine import ArchonEngine
@@ -243,18 +243,18 @@ def load_newest(
 
     Every rank calls it; the checkpoint may be of another layout.
     """
-    folder = agreed_latest(runner.directory.checkpoints)
+    folder = agree_on_latest(runner.directory.checkpoints)
     if folder is None:
         runner.log(f"resume=true, and {runner.directory.path} holds no checkpoint: the run begins at step 0")
         return None
-    with opened_state(folder, model_fingerprint(engine.args)) as (step, state):
+    with open_state(folder, model_fingerprint(engine.args)) as (step, state):
         engine.load_state_dict(state.pop("engine"))
         if critic is not None:
             if "critic" not in state:
                 raise CheckpointError(f"{folder}: the checkpoint has no critic; was algorithm.advantage changed?")
             critic.load_state_dict(state.pop("critic"))
         runner.log(f"resuming after step {step}")
-        return step, read_whole(state)
+        return step, read_all(state)
 
 
 def save_newest(

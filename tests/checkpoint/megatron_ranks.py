@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from archon.checkpoint.megatron.layout import MegatronLayout, Rank
+from archon.checkpoint.megatron.sharding import MegatronLayout, RankCoordinates
 from benchmarks.peers import causal_mask, megatron_model, megatron_on_a_cpu, megatron_rank
 
 TOKENS = torch.arange(3, 59, 5)
@@ -35,7 +35,7 @@ def logits(out: str, *folders: str) -> None:
     torch.save(found, out)
 
 
-def parallel(backend: str, layout: MegatronLayout, rank: int, size: int, store: Any) -> Rank:
+def parallel(backend: str, layout: MegatronLayout, rank: int, size: int, store: Any) -> RankCoordinates:
     """Megatron's parallel state of one of `size` ranks; gives back its coordinates."""
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(
@@ -44,7 +44,7 @@ def parallel(backend: str, layout: MegatronLayout, rank: int, size: int, store: 
         expert_model_parallel_size=layout.ep,
         create_gloo_process_groups=False,
     )
-    return Rank(
+    return RankCoordinates(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
@@ -58,7 +58,7 @@ def ranks(*cases: str) -> None:
     megatron_on_a_cpu()
     for case in cases:
         folder, *degrees = case.split(":")
-        layout, seen = MegatronLayout(*map(int, degrees)), set[Rank]()
+        layout, seen = MegatronLayout(*map(int, degrees)), set[RankCoordinates]()
         size = layout.tp * layout.pp * layout.ep
         for number in range(size):
             rank = parallel("fake", layout, number, size, FakeStore())

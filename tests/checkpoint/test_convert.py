@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from archon.checkpoint.convert import FileTensor, convert, find_format
-from archon.checkpoint.megatron.layout import MegatronLayout
+from archon.checkpoint.convert import FileTensor, convert, detect_format
 from archon.checkpoint.megatron.rank_files import MANIFEST_FILE, RANK_FILE
+from archon.checkpoint.megatron.sharding import MegatronLayout
 from archon.checkpoint.native import model_fingerprint, save_state
 from archon.engine.engine import ArchonEngine
 from archon.models.qwen3_moe import Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
@@ -63,7 +63,7 @@ def test_through_native_and_megatron_and_back_is_bitwise(tmp_path: Path, family:
     convert(tmp_path / "others", tmp_path / "again", "native")
     convert(tmp_path / "again", tmp_path / "back", "hf", like=folder)
 
-    assert [find_format(tmp_path / name) for name in ("hf", "native", "ranks")] == ["hf", "native", "megatron"]
+    assert [detect_format(tmp_path / name) for name in ("hf", "native", "ranks")] == ["hf", "native", "megatron"]
     assert_bitwise(read_back(tmp_path / "out"), weights)
     assert_bitwise(read_back(tmp_path / "back"), weights)
 
@@ -79,7 +79,7 @@ def test_a_critic_goes_to_native_and_back_but_not_to_megatron(tmp_path: Path) ->
     convert(tmp_path / "native", tmp_path / "back", "hf", like=folder)
 
     assert_bitwise(read_back(tmp_path / "back"), weights)
-    with pytest.raises(CheckpointError, match=r"'score.weight' has no place in megatron-core"):
+    with pytest.raises(CheckpointError, match=r"'score.weight' has no counterpart in megatron-core"):
         convert(folder, tmp_path / "ranks", "megatron")
 
 
@@ -89,7 +89,7 @@ def test_tensors_to_be_fused_must_have_one_dtype(tmp_path: Path) -> None:
     edit(folder / "model.safetensors", lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
     with pytest.raises(CheckpointError, match=rf"linear_fc1.weight' is one tensor .* '{name}' is torch.bfloat16"):
         convert(folder, tmp_path / "ranks", "megatron")
-    with pytest.raises(CheckpointError, match=rf"'{name}' torch.bfloat16, but both are one tensor"):
+    with pytest.raises(CheckpointError, match=rf"'{name}' torch.bfloat16, but both are part of parameter"):
         convert(folder, tmp_path / "native", "native")
 
 
@@ -159,7 +159,7 @@ def test_nothing_is_left_of_a_conversion_that_fails(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("to", ["hf", "native", "megatron"])
 def test_nothing_is_replaced(tmp_path: Path, to: Any) -> None:
     folder, _ = make_checkpoint(tmp_path / "hf", **SIZES)
-    with pytest.raises(CheckpointError, match="hf: it exists; name a new folder"):
+    with pytest.raises(CheckpointError, match="hf: it exists and is not empty; expected a new folder"):
         convert(folder, folder, to)
     (tmp_path / "empty").mkdir()
     convert(folder, tmp_path / "empty", to)

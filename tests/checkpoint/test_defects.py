@@ -22,7 +22,7 @@ from tests.checkpoint.tiny_checkpoints import MOE, config_with, edit_header, mak
 
 SHARD = "model-00002-of-00003.safetensors"
 KEY = "model.layers.1.self_attn.k_proj.weight"  # stands in SHARD; its shape is [10, 24]
-SAME_FOLDER = "expected a .safetensors file of the same folder"
+SAME_FOLDER = "expected a .safetensors file in the same folder"
 Entry = dict[str, Any]
 
 
@@ -135,7 +135,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "offsets overlap": (in_header(overlapping), (SHARD, "byte")),
     "offsets beyond the file": (
         in_header(lambda h: h[KEY].update(data_offsets=[10**9, 10**9 + 960])),
-        (SHARD, "hole"),
+        (SHARD, "gap"),
     ),
     "offsets backwards": (in_header(lambda h: h[KEY].update(data_offsets=[960, 0])), (SHARD, KEY, "-960 bytes")),
     "offsets are not numbers": (in_header(lambda h: h[KEY].update(data_offsets=["0", "960"])), (SHARD, KEY, "'960'")),
@@ -280,7 +280,7 @@ def test_flipping_any_header_byte_is_an_error_or_changes_nothing(tmp_path: Path)
     [
         ({"num_hidden_layers": 3}, "no key fills the model's parameter 'layers.2."),
         ({"num_hidden_layers": 1}, "key 'model.layers.1..*' is parameter 'layers.1..*', which the model does not have"),
-        ({"vocab_size": 60}, r"has shape \[61, 24\], the model's parameter '.*' \[60, 24\]"),
+        ({"vocab_size": 60}, r"has shape \[61, 24\], but the model's parameter '.*' has \[60, 24\]"),
     ],
     ids=["more layers", "fewer layers", "another vocabulary"],
 )

@@ -72,7 +72,7 @@ def test_dtype_that_is_none(tmp_path: Path) -> None:
 def test_no_weights(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config_with(), {})
     (tmp_path / "model.safetensors").unlink()
-    assert_refused("holds no weights: neither model.safetensors nor", tmp_path)
+    assert_refused("holds no weights: expected model.safetensors or", tmp_path)
 
 
 def test_checkpoint_of_another_family(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from archon.checkpoint.convert import convert
-from archon.checkpoint.megatron.layout import MegatronLayout
 from archon.checkpoint.megatron.rank_files import MANIFEST_FILE, RANK_FILE
+from archon.checkpoint.megatron.sharding import MegatronLayout
 from archon.schema.errors import CheckpointError, LayoutError, UserError
 from tests.checkpoint.conversions import EXPERTS, FAMILIES, SIZES, edit, read_back, to_megatron
 from tests.checkpoint.tiny_checkpoints import QWEN2, assert_bitwise, make_checkpoint
@@ -134,7 +134,7 @@ def test_padding_is_cut_only_where_nothing_is_lost(tmp_path: Path) -> None:
     ranks, weights = to_megatron(tmp_path, MegatronLayout(tp=2), **SIZES)
     edit(ranks / "mp_rank_01" / RANK_FILE, lambda tensors: tensors["output_layer.weight"][-1].fill_(0.5))
 
-    with pytest.raises(CheckpointError, match=r"mp_rank_01/.*'output_layer.weight' has values in the padding"):
+    with pytest.raises(CheckpointError, match=r"mp_rank_01/.*'output_layer.weight' has nonzero values in the padding"):
         convert(ranks, tmp_path / "back", "hf")
     convert(ranks, tmp_path / "back", "hf", drop_padding=True)
 
@@ -155,12 +155,20 @@ def test_the_vocabulary_is_padded_to_a_multiple(tmp_path: Path, multiple: int, t
 @pytest.mark.parametrize(
     ("layout", "changes", "said"),
     [
-        (MegatronLayout(tp=3), {}, "tp 3 neither divides the 2 key-value heads nor is a multiple of their number"),
-        (MegatronLayout(pp=3), {}, "pp 3 does not divide the 2 layers"),
-        (MegatronLayout(ep=3), EXPERTS, "ep 3 does not divide the 4 experts"),
-        (MegatronLayout(tp=2), {"intermediate_size": 37}, "tp 2 does not divide the 37 features of a feed-forward"),
-        (MegatronLayout(tp=2), EXPERTS | {"moe_intermediate_size": 7}, "tp 2 does not divide the 7 features of an exp"),
-        (MegatronLayout(tp=16), {}, "tp 16 does not divide the 4 attention heads"),
+        (MegatronLayout(tp=3), {}, "tp is 3; expected a divisor or a multiple of the number of key-value heads, 2"),
+        (MegatronLayout(pp=3), {}, "pp is 3; expected a divisor of the 2 layers"),
+        (MegatronLayout(ep=3), EXPERTS, "ep is 3; expected a divisor of the 4 experts"),
+        (
+            MegatronLayout(tp=2),
+            {"intermediate_size": 37},
+            "tp is 2; expected a divisor of the 37 features of a feed-forward",
+        ),
+        (
+            MegatronLayout(tp=2),
+            EXPERTS | {"moe_intermediate_size": 7},
+            "tp is 2; expected a divisor of the 7 features of an exp",
+        ),
+        (MegatronLayout(tp=16), {}, "tp is 16; expected a divisor of the 4 attention heads"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model(
@@ -175,7 +183,7 @@ def test_a_layout_that_does_not_divide_the_model(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"attention_bias": True}, r"'model.layers.0.self_attn.o_proj.bias' and 1 more has no place"),
+        ({"attention_bias": True}, r"'model.layers.0.self_attn.o_proj.bias' and 1 more has no counterpart"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "RoPE is 'linear'"),
         ({"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}, "a sliding window is True"),
@@ -199,7 +207,7 @@ def test_ranks_that_do_not_belong_together(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="mp_rank_01_000 is missing among the ranks of tp 2, pp 2, ep 1"):
         convert(ranks, tmp_path / "back", "hf")
     (tmp_path / "aside").rename(ranks / "mp_rank_01")
-    with pytest.raises(CheckpointError, match="its folders are of several layouts"):
+    with pytest.raises(CheckpointError, match="its folders belong to several layouts"):
         convert(ranks, tmp_path / "back", "hf")
 
 
@@ -213,7 +221,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         convert(ranks, tmp_path / "back", "hf")
 
 
-def test_the_manifest_vouches_for_every_byte(tmp_path: Path) -> None:
+def test_every_byte_is_checked_against_the_manifest(tmp_path: Path) -> None:
     folder, _ = make_checkpoint(tmp_path / "hf", **SIZES)
     convert(folder, tmp_path / "ranks", "megatron")
     file = tmp_path / "ranks" / "mp_rank_00" / RANK_FILE

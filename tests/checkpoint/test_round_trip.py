@@ -14,7 +14,7 @@ from torch import Tensor
 
 import archon
 from archon.checkpoint.hf_io import load_hf_weights
-from archon.checkpoint.safetensors_file import PIECE_BYTES, pieces
+from archon.checkpoint.safetensors_file import CHUNK_BYTES, chunks
 from archon.models import get_model_spec
 from archon.schema.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoints import (
@@ -95,9 +95,9 @@ def test_transposed_storage_is_kept_and_filled(tmp_path: Path, target: torch.dty
     assert_bitwise(read_back(tmp_path / "out"), {name: t.to(target) for name, t in weights.items()})
 
 
-def test_tensors_of_several_pieces_are_read_and_written_whole(tmp_path: Path) -> None:
+def test_tensors_of_several_chunks_are_read_and_written_whole(tmp_path: Path) -> None:
     """One row larger than a piece, many rows to a piece, and a ragged last piece."""
-    vocab = PIECE_BYTES // 24 // 4 * 2 + 77
+    vocab = CHUNK_BYTES // 24 // 4 * 2 + 77
     folder, weights = make_checkpoint(tmp_path / "in", vocab_size=vocab)
     for dtype in (torch.float32, torch.float64):
         model = archon.load_model(folder, dtype=dtype)
@@ -108,7 +108,7 @@ def test_tensors_of_several_pieces_are_read_and_written_whole(tmp_path: Path) ->
 
 @pytest.mark.parametrize("limit", [4, 7, 8, 24, 100, 10_000])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "scalar", "empty"])
-def test_pieces_cover_a_tensor_once_in_row_major_order(layout: str, limit: int) -> None:
+def test_chunks_cover_a_tensor_once_in_row_major_order(layout: str, limit: int) -> None:
     tensor = {
         "contiguous": torch.zeros(3, 4, 5),
         "transposed": torch.zeros(5, 4, 3).permute(2, 1, 0),
@@ -118,7 +118,7 @@ def test_pieces_cover_a_tensor_once_in_row_major_order(layout: str, limit: int) 
     }[layout]
     expected = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
     offset = 0
-    for start, piece in pieces(tensor, 4, limit):
+    for start, piece in chunks(tensor, 4, limit):
         assert start == offset
         assert piece.numel() == 1 or piece.numel() * 4 <= limit
         piece.copy_(torch.arange(start // 4, start // 4 + piece.numel()).view(piece.shape))
@@ -247,7 +247,7 @@ def test_tied_checkpoint_with_another_head_is_refused(tmp_path: Path, how: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=str)
 def test_loading_onto_a_gpu(tmp_path: Path, target: torch.dtype) -> None:
-    vocab = PIECE_BYTES // 24 // 2 + 77
+    vocab = CHUNK_BYTES // 24 // 2 + 77
     folder, weights = make_checkpoint(tmp_path / "in", 3, torch.bfloat16, vocab_size=vocab)
     model = archon.load_model(folder, device="cuda", dtype=target)
     assert {p.device.type for p in model.parameters()} == {"cuda"}

@@ -312,7 +312,7 @@ def test_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr("archon.checkpoint.native.FORMATS", (99, 100))
         save_state(tmp_path, 3, {})
-    with pytest.raises(CheckpointError, match="its format is 99; this archon reads formats"):
+    with pytest.raises(CheckpointError, match="its format is 99; this version of archon reads formats"):
         load_latest(tmp_path)
 
 

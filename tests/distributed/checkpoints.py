@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from archon.checkpoint.hf_io import save_hf
-from archon.checkpoint.native import agreed_latest, model_fingerprint, opened_state
+from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
 from archon.checkpoint.safetensors_file import write_safetensors
-from archon.checkpoint.state_file import write_share
+from archon.checkpoint.state_file import write_shards
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.schema.errors import CheckpointError
@@ -62,12 +62,12 @@ def save_trained(case: Case, model: str, out: str, asynchronous: bool) -> dict[s
 
     def write_late(*args: Any) -> Any:
         assert trained.wait(60)
-        return write_share(*args)
+        return write_shards(*args)
 
     if not asynchronous:
         engine.save(out, format="native")
         return digests(state)
-    with mock.patch("archon.checkpoint.native.write_share", write_late):
+    with mock.patch("archon.checkpoint.native.write_shards", write_late):
         engine.save(out, format="native", asynchronous=True)
         train(engine, case, range(TRAINED, TRAINED + 1))  # what is written must not see it
         trained.set()
@@ -91,9 +91,9 @@ def load_into(case: Case, model: str, saved: str) -> tuple[dict[str, str], dict[
 
 
 def resume(engine: ArchonEngine, saved: str) -> None:
-    folder = agreed_latest(saved)
+    folder = agree_on_latest(saved)
     assert folder is not None
-    with opened_state(folder, model_fingerprint(engine.args)) as (_, state):
+    with open_state(folder, model_fingerprint(engine.args)) as (_, state):
         engine.load_state_dict(state["engine"])
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from archon.checkpoint.native import agreed_latest, model_fingerprint, opened_state
-from archon.checkpoint.state_file import read_whole
-from archon.checkpoint.state_tree import Part
+from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
+from archon.checkpoint.state_file import read_all
+from archon.checkpoint.state_tree import Shard
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig, OptimizerConfig, SchedulerConfig
@@ -48,11 +48,11 @@ def train(folder: Path, rank: int, port: int) -> None:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(5 + engine.ranks.dp.rank)
     fingerprint, losses = model_fingerprint(engine.args), list[float]()
-    latest = agreed_latest(folder / "run")
+    latest = agree_on_latest(folder / "run")
     if latest is not None:
-        with opened_state(latest, fingerprint) as (_, state):
+        with open_state(latest, fingerprint) as (_, state):
             engine.load_state_dict(state["engine"])
-            losses = read_whole(state["losses"])
+            losses = read_all(state["losses"])
     (folder / f"ready{rank}").touch()
     while engine.step < STEPS:
         lengths = tuple(torch.randint(2, 14, (4,)).tolist())
@@ -64,7 +64,7 @@ def train(folder: Path, rank: int, port: int) -> None:
     engine.wait_for_saves()
     state = engine.state_dict()
     parts = [[state["model"][name], *state["optimizer"][name].values()] for name in sorted(state["model"].keys())]
-    tensors = [part.data if isinstance(part, Part) else part for group in parts for part in group]
+    tensors = [part.data if isinstance(part, Shard) else part for group in parts for part in group]
     (folder / f"digest{rank}").write_text(killing.digest([tensors, state["rng"].values, state["scheduler"], losses]))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.native import load_state
-from archon.checkpoint.state_tree import Part, take
+from archon.checkpoint.state_tree import Shard, select_region
 from archon.engine.engine import ArchonEngine
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import CheckpointError
@@ -138,8 +138,8 @@ def test_checkpoint_holds_every_tensor_once_and_reads_as_one_process_would(layou
     assert step == checkpoints.TRAINED
     assert {name: digest(tensor) for name, tensor in tensors.items()} == state
     index = json.loads((folder / "index.json").read_text())
-    boxes = [(name, box["file"], *box["start"]) for name, item in index.items() for box in item["boxes"]]
-    assert len(boxes) == len(set(boxes))
+    regions = [(name, region["file"], *region["start"]) for name, item in index.items() for region in item["boxes"]]
+    assert len(regions) == len(set(regions))
     written = sum(file.stat().st_size for file in folder.glob("tensors-*"))
     whole = sum(tensor.nbytes for tensor in tensors.values()) + sum(x["torch"].nbytes for x in engine["rng"].values)
     assert whole <= written <= whole + 200_000  # and headers
@@ -212,6 +212,6 @@ def test_damage_to_any_file_is_found_by_every_rank(layouts: Layouts, tmp_path: P
 
 
 def test_a_state_of_another_layout_is_no_substitute_for_a_checkpoint() -> None:
-    part = Part(torch.zeros(2, 3), (4, 3), (slice(0, 2), slice(0, 3)))
+    part = Shard(torch.zeros(2, 3), (4, 3), (slice(0, 2), slice(0, 3)))
     with pytest.raises(CheckpointError, match="x is a part of another layout"):
-        take(part, (slice(2, 4), slice(0, 3)), "x")
+        select_region(part, (slice(2, 4), slice(0, 3)), "x")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.hf_io import load_model
-from archon.checkpoint.state_tree import Part
+from archon.checkpoint.state_tree import Shard
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.pipeline_step import PipelineRunner
@@ -97,8 +97,8 @@ def undo(folder: str, case: Case) -> list[str]:
 
 def copied(value: Any) -> Any:
     """A state with copies of its live tensors."""
-    if isinstance(value, Part):
-        return Part(value.data.clone(), value.shape, value.box)
+    if isinstance(value, Shard):
+        return Shard(value.data.clone(), value.shape, value.region)
     if isinstance(value, dict):
         return {key: copied(x) for key, x in value.items()}
     return value.clone() if isinstance(value, Tensor) else value

@@ -1,22 +1,22 @@
-"""Folders of weights for megatron-core's GPTModel, one safetensors file a rank.
+"""Reading and writing weights for megatron-core's GPTModel, one folder with one safetensors file per rank.
 
-    path/mp_rank_TT[_PPP][_EEE]/model.safetensors  the rank's state dict, under the names that its GPTModel has
+    path/mp_rank_TT[_PPP][_EEE]/model.safetensors  the state dict of the rank's GPTModel
          megatron.json                             the layout, the model's arguments, size and SHA-256 of the files
-         config.json, tokenizer.json, …            of the Hugging Face checkpoint, for the way back
+         config.json, tokenizer.json, …            of the Hugging Face checkpoint, needed to convert back
 
-The folders are named as Megatron-LM names them: PPP is there with pipeline parallelism, EEE with expert parallelism.
-Megatron-LM's own files there are pickles, which may run any code when they are read, so these are safetensors; in
-Megatron they are loaded by `model.load_state_dict(safetensors.torch.load_file(file), strict=False)`.
+The folders are named as in Megatron-LM: PPP is present with pipeline parallelism, EEE with expert parallelism.
+Megatron-LM writes pickles there, which can run arbitrary code when they are read; these are safetensors instead, loaded
+in Megatron by `model.load_state_dict(safetensors.torch.load_file(file), strict=False)`.
 
-The layout is read from the folders and the keys alone, so that ranks may also be written by Megatron's side; the
-manifest, where there is one, vouches for the bytes.
+The layout is detected from the folders and keys alone, so that the files may also be written in Megatron; the manifest,
+where there is one, is used to verify them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,11 +28,19 @@ from torch import Tensor
 import archon
 from archon.checkpoint.atomic import write_json
 from archon.checkpoint.hf_reader import WEIGHT_DTYPES
-from archon.checkpoint.megatron.config import megatron_arguments
-from archon.checkpoint.megatron.layout import EMBEDDING, Fused, MegatronLayout, Piece, Placement, Rank, fused_shape
-from archon.checkpoint.safetensors_file import Deferred, SafetensorsFile, refuse, write_safetensors
-from archon.checkpoint.state_file import file_digest, read_box
-from archon.checkpoint.state_tree import Box, Stored, box_shape, whole_box
+from archon.checkpoint.megatron.gpt_config import megatron_arguments
+from archon.checkpoint.megatron.sharding import (
+    EMBEDDING,
+    FusedTensor,
+    MegatronLayout,
+    RankCoordinates,
+    RankTensors,
+    TensorSlice,
+    fused_shape,
+)
+from archon.checkpoint.safetensors_file import Deferred, SafetensorsFile, fail, write_safetensors
+from archon.checkpoint.state_file import file_digest, read_region
+from archon.checkpoint.state_tree import LazyTensor, Region, full_region, region_shape
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
 
@@ -42,183 +50,190 @@ FORMAT = 1
 _FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 
 
-def rank_folder(layout: MegatronLayout, rank: Rank) -> str:
-    """The name that Megatron-LM gives to a rank's folder."""
+def rank_folder(layout: MegatronLayout, rank: RankCoordinates) -> str:
+    """Returns the name that Megatron-LM gives to a rank's folder."""
     stage = f"_{rank.pp:03d}" if layout.pp > 1 else ""
     experts = f"_{rank.ep:03d}" if layout.ep > 1 else ""
     return f"mp_rank_{rank.tp:02d}{stage}{experts}"
 
 
 def is_megatron_folder(path: Path) -> bool:
-    """Whether `path` holds ranks' folders."""
+    """Returns whether `path` holds folders of ranks."""
     return any(_FOLDER.fullmatch(entry.name) for entry in path.iterdir())
 
 
-def rank_state(placement: Placement, rank: Rank, tensors: Mapping[str, Stored]) -> dict[str, Deferred]:
-    """A rank's state dict, of Hugging Face tensors by key; each is read and fused when it is made.
+def rank_state(
+    rank_tensors: RankTensors, rank: RankCoordinates, tensors: Mapping[str, LazyTensor]
+) -> dict[str, Deferred]:
+    """Returns the state dict of a rank, whose tensors are read from `tensors` (by Hugging Face key) when written.
 
     Raises CheckpointError where tensors to be fused differ in dtype.
     """
-    return {name: _fused(name, pieces, tensors) for name, pieces in placement.tensors(rank).items()}
+    return {name: _fused(name, slices, tensors) for name, slices in rank_tensors.tensors(rank).items()}
 
 
-def _fused(name: str, pieces: Fused, tensors: Mapping[str, Stored]) -> Deferred:
-    dtypes = {tensors[piece.key].dtype: piece.key for piece in pieces}
+def _fused(name: str, slices: FusedTensor, tensors: Mapping[str, LazyTensor]) -> Deferred:
+    dtypes = {tensors[part.key].dtype: part.key for part in slices}
     if len(dtypes) > 1:
         kinds = ", ".join(f"{key!r} is {dtype}" for dtype, key in dtypes.items())
-        raise CheckpointError(f"{name!r} is one tensor in megatron-core, but {kinds}; give them one dtype")
+        raise CheckpointError(f"{name!r} is one tensor in megatron-core, but {kinds}; convert them to one dtype")
     (dtype,) = dtypes
 
-    def read(piece: Piece) -> Tensor:
-        if piece.padding:
-            return torch.zeros(box_shape(piece.box), dtype=dtype)
-        return tensors[piece.key].read(piece.box)
+    def read(part: TensorSlice) -> Tensor:
+        if part.padding:
+            return torch.zeros(region_shape(part.region), dtype=dtype)
+        return tensors[part.key].read(part.region)
 
     def make() -> Tensor:
-        return read(pieces[0]) if len(pieces) == 1 else torch.cat([read(piece) for piece in pieces])
+        return read(slices[0]) if len(slices) == 1 else torch.cat([read(part) for part in slices])
 
-    return Deferred(dtype, fused_shape(pieces), make)
+    return Deferred(dtype, fused_shape(slices), make)
 
 
-def write_ranks(folder: Path, placement: Placement, tensors: Mapping[str, Stored]) -> None:
-    """Write every rank's file and the manifest into an empty folder, a tensor in memory at a time."""
-    layout, files = placement.layout, {}
-    config, model = megatron_arguments(placement.args, layout)
+def write_ranks(folder: Path, rank_tensors: RankTensors, tensors: Mapping[str, LazyTensor]) -> None:
+    """Write every rank's file and the manifest to an empty folder, with one tensor in memory at a time."""
+    layout, files = rank_tensors.layout, {}
+    config, model = megatron_arguments(rank_tensors.args, layout)
     for rank in layout.ranks():
         name = f"{rank_folder(layout, rank)}/{RANK_FILE}"
         (folder / name).parent.mkdir()
-        digest = write_safetensors(folder / name, rank_state(placement, rank, tensors), "export.tensor")
+        digest = write_safetensors(folder / name, rank_state(rank_tensors, rank, tensors), "export.tensor")
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": digest}
     manifest = {"format": FORMAT, "archon": archon.__version__, "layout": asdict(layout)}
     write_json(folder / MANIFEST_FILE, manifest | {"transformer_config": config, "gpt_model": model, "files": files})
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a box of a tensor lies in a rank's file: the `rows` of the entry `name`."""
+class _StoredPart:
+    """A region of a Hugging Face tensor in a rank's file: the `rows` of the entry `name`."""
 
-    box: Box
+    region: Region
     file: SafetensorsFile
     name: str
     rows: slice
 
     def read(self) -> Tensor:
         entry = self.file.entries[self.name]
-        part = (self.rows, *whole_box(entry.shape[1:]))
-        out = torch.empty(box_shape(part), dtype=entry.dtype)
-        read_box(self.file, entry, part, out)
+        part = (self.rows, *full_region(entry.shape[1:]))
+        out = torch.empty(region_shape(part), dtype=entry.dtype)
+        read_region(self.file, entry, part, out)
         return out
 
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A Hugging Face tensor, joined of what the ranks hold when it is read; copies must be bitwise equal."""
+    """A Hugging Face tensor, assembled from the ranks' files when it is read.
+
+    `read` raises CheckpointError where replicas on several ranks are not bitwise equal.
+    """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    places: tuple[_Place, ...]
+    stored_parts: tuple[_StoredPart, ...]
 
-    def read(self, box: Box | None = None) -> Tensor:
+    def read(self, region: Region | None = None) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype)
-        seen: dict[str, _Place] = {}
-        for place in self.places:
-            part = place.read()
-            first = seen.setdefault(str(place.box), place)
-            if first is place:
-                out[place.box] = part
-            elif not torch.equal(part.view(torch.uint8), out[place.box].contiguous().view(torch.uint8)):
-                refuse(
-                    place.file.path,
-                    f"key {place.name!r} differs from {first.name!r} in {first.file.path}; both are {self.key!r}",
+        seen: dict[str, _StoredPart] = {}
+        for stored in self.stored_parts:
+            part = stored.read()
+            first = seen.setdefault(str(stored.region), stored)
+            if first is stored:
+                out[stored.region] = part
+            elif not torch.equal(part.view(torch.uint8), out[stored.region].contiguous().view(torch.uint8)):
+                fail(
+                    stored.file.path,
+                    f"key {stored.name!r} differs from {first.name!r} in {first.file.path}; expected them to be equal, "
+                    f"since both hold {self.key!r}",
                 )
-        return out if box is None else out[box]
+        return out if region is None else out[region]
 
 
 @contextmanager
-def opened_ranks(
+def open_ranks(
     path: Path, adapter: BaseStateDictAdapter, *, drop_padding: bool = False
 ) -> Iterator[tuple[MegatronLayout, dict[str, JoinedTensor]]]:
-    """The layout of a folder, and its tensors by Hugging Face key, which are read within the block.
+    """Yield the layout of a folder and its tensors by Hugging Face key, which can be read within the block.
 
     Args:
-        adapter: of the model that the folder is said to hold.
-        drop_padding: cut the rows beyond the vocabulary even where they are not zero, as Megatron's training leaves
-            them.
+        adapter: of the model that the folder holds.
+        drop_padding: drop the rows beyond the vocabulary also where training in Megatron has made them nonzero.
 
-    Raises CheckpointError naming file and key unless every key of every rank is expected and there, in its shape and in
-    one dtype; for bytes that the manifest does not vouch for; and for padding that would be lost.
+    Raises CheckpointError that names file and key unless every rank has exactly the expected keys, shapes and one dtype
+    per tensor; where a file differs from the manifest; and for nonzero padding without `drop_padding`.
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(SafetensorsFile(path / name / RANK_FILE)) for name in _rank_names(path)}
         _check_manifest(path, [f"{name}/{RANK_FILE}" for name in files])
-        layout = _layout_of(path, files, adapter.args.vocab_size)
-        placement = Placement(adapter, layout)
-        places: dict[str, list[_Place]] = {key: [] for key in placement.shapes}
+        layout = _detect_layout(path, files, adapter.args.vocab_size)
+        rank_tensors = RankTensors(adapter, layout)
+        stored_parts: dict[str, list[_StoredPart]] = {key: [] for key in rank_tensors.shapes}
         for rank in layout.ranks():
             file = files[rank_folder(layout, rank)]
-            for name, pieces in _expected(file, placement.tensors(rank)):
+            tensors = rank_tensors.tensors(rank)
+            _check_tensors(file, tensors)
+            for name, slices in tensors.items():
                 row = 0
-                for piece in pieces:
-                    place = _Place(piece.box, file, name, slice(row, row + piece.rows))
-                    row += piece.rows
-                    if not piece.padding:
-                        places[piece.key].append(place)
-                    elif not drop_padding and bool(place.read().any()):
-                        refuse(
+                for part in slices:
+                    stored = _StoredPart(part.region, file, name, slice(row, row + part.rows))
+                    row += part.rows
+                    if not part.padding:
+                        stored_parts[part.key].append(stored)
+                    elif not drop_padding and bool(stored.read().any()):
+                        fail(
                             file.path,
-                            f"key {name!r} has values in the padding beyond the vocabulary of "
+                            f"key {name!r} has nonzero values in the padding beyond the vocabulary of "
                             f"{adapter.args.vocab_size}, which a Hugging Face checkpoint cannot hold; "
-                            "drop_padding (--drop-padding) cuts them",
+                            "set drop_padding (--drop-padding) to drop them",
                         )
-        yield layout, {key: _joined(key, placement.shapes[key], found) for key, found in places.items()}
+        yield layout, {key: _joined(key, rank_tensors.shapes[key], found) for key, found in stored_parts.items()}
 
 
-def _joined(key: str, shape: tuple[int, ...], places: list[_Place]) -> JoinedTensor:
-    dtype = places[0].file.entries[places[0].name].dtype
-    for place in places:
-        entry = place.file.entries[place.name]
+def _joined(key: str, shape: tuple[int, ...], stored_parts: list[_StoredPart]) -> JoinedTensor:
+    dtype = stored_parts[0].file.entries[stored_parts[0].name].dtype
+    for stored in stored_parts:
+        entry = stored.file.entries[stored.name]
         if entry.dtype != dtype:
-            first = places[0].file.path
-            refuse(place.file.path, f"key {place.name!r} is {entry.dtype}, in {first} it is {dtype}")
-    return JoinedTensor(key, dtype, shape, tuple(places))
+            first = stored_parts[0].file.path
+            fail(stored.file.path, f"key {stored.name!r} is {entry.dtype}, but {dtype} in {first}; expected one dtype")
+    return JoinedTensor(key, dtype, shape, tuple(stored_parts))
 
 
 def _rank_names(path: Path) -> list[str]:
     names = sorted(entry.name for entry in path.iterdir() if _FOLDER.fullmatch(entry.name))
     if not names:
-        refuse(path, "it holds no mp_rank_* folder, such as mp_rank_00")
+        fail(path, "it holds no mp_rank_* folder, such as mp_rank_00")
     for name in names:
         if not (path / name / RANK_FILE).is_file():
             pickled = [file.name for file in (path / name).iterdir() if file.suffix == ".pt"]
             if pickled:
-                refuse(
+                fail(
                     path / name / pickled[0],
-                    "it is pickled; reading it could run any code, so archon reads safetensors only: write the rank's "
-                    f"state dict by safetensors.torch.save_file to {RANK_FILE} beside it",
+                    "it is pickled; unpickling can run arbitrary code, so archon reads only safetensors: write the "
+                    f"rank's state dict to {RANK_FILE} beside it, by safetensors.torch.save_file",
                 )
-            refuse(path / name, f"it holds no {RANK_FILE}")
+            fail(path / name, f"it holds no {RANK_FILE}")
     return names
 
 
-def _layout_of(path: Path, files: Mapping[str, SafetensorsFile], vocab_size: int) -> MegatronLayout:
-    """What the names of folders and keys say; CheckpointError where a rank is missing."""
+def _detect_layout(path: Path, files: Mapping[str, SafetensorsFile], vocab_size: int) -> MegatronLayout:
+    """Returns the layout that the names of folders and keys imply. Raises CheckpointError where a rank is missing."""
     numbers = []
     for name in files:
         match = _FOLDER.fullmatch(name)
         assert match is not None
         numbers.append(tuple(int(number) for number in match.groups() if number is not None))
     if len({len(number) for number in numbers}) > 1:
-        refuse(path, f"its folders are of several layouts: {', '.join(files)}")
+        fail(path, f"its folders belong to several layouts: {', '.join(files)}; keep those of one")
     counts = [max(column) + 1 for column in zip(*numbers, strict=True)]
     first = next(iter(files.values()))
     if len(counts) == 2:
-        # Of two numbers the second is the stage, or the experts' rank: every one of these has the embedding.
-        stages = any(EMBEDDING not in file.entries for file in files.values())
-        counts = [counts[0], counts[1], 1] if stages else [counts[0], 1, counts[1]]
+        # The second of two numbers is the pipeline stage, or else the expert-parallel rank, which has the embedding.
+        is_pipeline = any(EMBEDDING not in file.entries for file in files.values())
+        counts = [counts[0], counts[1], 1] if is_pipeline else [counts[0], 1, counts[1]]
     tp, pp, ep = (*counts, 1, 1)[:3]
     if EMBEDDING not in first.entries:
-        refuse(first.path, f"key {EMBEDDING!r} is missing, which the first stage of megatron-core's GPTModel has")
+        fail(first.path, f"key {EMBEDDING!r} is missing, which the first stage of megatron-core's GPTModel has")
     keys = [key for file in files.values() for key in file.entries]
     layout = MegatronLayout(
         tp,
@@ -230,31 +245,31 @@ def _layout_of(path: Path, files: Mapping[str, SafetensorsFile], vocab_size: int
     )
     for rank in layout.ranks():
         if rank_folder(layout, rank) not in files:
-            refuse(path, f"{rank_folder(layout, rank)} is missing among the ranks of tp {tp}, pp {pp}, ep {ep}")
+            fail(path, f"{rank_folder(layout, rank)} is missing among the ranks of tp {tp}, pp {pp}, ep {ep}")
     if layout.vocab_rows < vocab_size:
-        refuse(
+        fail(
             first.path,
             f"key {EMBEDDING!r} has {layout.vocab_rows} rows over all ranks, fewer than the vocabulary of {vocab_size}",
         )
     return layout
 
 
-def _expected(file: SafetensorsFile, tensors: Mapping[str, Fused]) -> Iterable[tuple[str, Fused]]:
-    """`tensors`, where they are exactly what the file holds. Transformer Engine's `_extra_state` is no weight."""
+def _check_tensors(file: SafetensorsFile, tensors: Mapping[str, FusedTensor]) -> None:
+    """Raise CheckpointError unless the file holds exactly `tensors`; Transformer Engine's `_extra_state` is ignored."""
     for name in file.entries:
         if name not in tensors and not name.endswith("._extra_state"):
-            refuse(
-                file.path, f"unknown key {name!r}: a rank of this model has no such tensor; is the config another's?"
+            fail(
+                file.path,
+                f"unknown key {name!r}: a rank of this model has no such tensor; is it the config of another model?",
             )
-    for name, pieces in tensors.items():
+    for name, slices in tensors.items():
         if name not in file.entries:
-            refuse(file.path, f"key {name!r} is missing")
+            fail(file.path, f"key {name!r} is missing")
         entry = file.entries[name]
-        if entry.shape != fused_shape(pieces):
-            refuse(file.path, f"key {name!r} has shape {list(entry.shape)}, expected {list(fused_shape(pieces))}")
+        if entry.shape != fused_shape(slices):
+            fail(file.path, f"key {name!r} has shape {list(entry.shape)}, expected {list(fused_shape(slices))}")
         if entry.dtype not in WEIGHT_DTYPES:
-            refuse(file.path, f"key {name!r} is {entry.dtype}; weights must be float64, float32, float16 or bfloat16")
-    return tensors.items()
+            fail(file.path, f"key {name!r} is {entry.dtype}; weights must be float64, float32, float16 or bfloat16")
 
 
 def _check_manifest(path: Path, files: list[str]) -> None:
@@ -265,12 +280,12 @@ def _check_manifest(path: Path, files: list[str]) -> None:
         content: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))
         known = {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        refuse(manifest, "it is damaged; remove it to read the ranks without its checksums")
+        fail(manifest, "it is damaged; remove it to read the files without verifying their checksums")
     for name in sorted({*known, *files}):
         if name not in known:
-            refuse(path / name, f"{MANIFEST_FILE} does not list it")
+            fail(path / name, f"{MANIFEST_FILE} does not list it; remove one of the two")
         if name not in files:
-            refuse(path / name, f"it is missing, though {MANIFEST_FILE} lists it")
+            fail(path / name, f"it is missing, though {MANIFEST_FILE} lists it; copy the folder again")
         size, digest = known[name]
         if (path / name).stat().st_size != size or file_digest(path / name) != digest:
-            refuse(path / name, f"it was altered: size or SHA-256 are not those in {MANIFEST_FILE}")
+            fail(path / name, f"it was altered: size or SHA-256 are not those in {MANIFEST_FILE}")

@@ -1,20 +1,20 @@
-"""The arguments with which megatron-core's GPTModel computes what a model of this zoo computes."""
+"""Arguments for megatron-core's GPTModel so that it computes the same function as a model of archon."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from archon.checkpoint.megatron.layout import MegatronLayout
+from archon.checkpoint.megatron.sharding import MegatronLayout
 from archon.models.args import BaseModelArgs
 from archon.models.qwen3_moe import Qwen3MoEModelArgs
 from archon.schema.errors import ConfigError
 
 
 def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of its TransformerConfig, to which `activation_func=F.silu` is to be added, and arguments of GPTModel; all
-    of them plain values.
+    """Returns (fields of TransformerConfig, arguments of GPTModel), all plain values.
 
-    Raises ConfigError for what it cannot compute, or would compute in another way.
+    The caller adds `activation_func=F.silu` to the TransformerConfig. Raises ConfigError for a model that GPTModel
+    cannot compute, or would compute differently.
     """
     for what, value, expected in (
         ("hidden_act", args.hidden_act, ("silu", "swish")),
@@ -24,7 +24,8 @@ def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dic
     ):
         if value not in expected:
             raise ConfigError(
-                f"{what} is {value!r}; archon knows megatron-core's GPTModel with {' or '.join(map(repr, expected))}"
+                f"{what} is {value!r}; expected {' or '.join(map(repr, expected))}, the only values that archon "
+                "converts to megatron-core's GPTModel"
             )
     config = {
         "num_layers": args.n_layers,
@@ -52,7 +53,7 @@ def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dic
             "moe_layer_freq": [int(args.is_sparse(layer)) for layer in range(args.n_layers)],
             "moe_grouped_gemm": layout.experts == "grouped",
             "moe_router_topk": args.n_experts_per_token,
-            # The softmax over the chosen experts is the one over all of them divided by its sum over the chosen.
+            # A softmax over the chosen experts' logits equals the softmax over all experts, renormalized.
             "moe_router_pre_softmax": not args.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
         }
