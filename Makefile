@@ -9,7 +9,7 @@ KILL_RECORD := benchmarks/records/kills.jsonl
 MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
 .PHONY: help setup demo test test-slow test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
-	test-ranking test-serve-load test-browser lint format bench
+	test-ranking test-serve-load test-browser test-mutants lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-soak  half an hour of asynchronous RL: does anything grow, with its record"
 	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
+	@echo "make test-mutants  planted mistakes: does a test notice each of them, with the record"
 	@echo "make lint       ruff, mypy, import directions, spelling"
 	@echo "make bench      the benchmarks side by side with their peers, with their records"
 
@@ -66,6 +67,9 @@ test-serve-load: setup
 
 test-browser: setup
 	.venv/bin/python -m tests.report.browser
+
+test-mutants: setup
+	.venv/bin/python -m tests.mutants --record benchmarks/records/mutants.jsonl
 
 lint: setup
 	.venv/bin/ruff check .

@@ -53,9 +53,9 @@ class Failure(NamedTuple):
     code: str | None = None
 
 
-def failure_of(error: Exception) -> Failure:
-    """Returns the answer to a request that failed with `error`: the client's mistakes are 4xx with one line that says
-    what to change, our own failures are logged, and 500 without details."""
+def failure_of(error: Exception, path: str) -> Failure:
+    """Returns the answer to a request to `path` that failed with `error`: the client's mistakes are 4xx with one line
+    that says what to change, our own failures are logged, and 500 without details."""
     if isinstance(error, HTTPException):
         return Failure(error.status_code, error.detail)
     if isinstance(error, RequestValidationError):
@@ -69,13 +69,13 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, UnusableAnswerError | NotFiniteError):
         return Failure(503, message, "unusable_answer")
     if isinstance(error, ExhaustedError):
-        logger.error("a request failed: %s", message)
+        logger.error("request to %s failed: %s", path, message)
         return Failure(503, "the server ran out of memory, of open files or of threads; its log says which")
     if isinstance(error, UserError):
         return Failure(400, message)
     if isinstance(error, RecursionError):
         return Failure(400, "the request is nested too deeply")
-    logger.error("a request failed", exc_info=error)
+    logger.error("request to %s failed", path, exc_info=error)
     return Failure(500, "the server failed; its log says why")
 
 

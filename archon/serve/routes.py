@@ -111,7 +111,7 @@ router = APIRouter(prefix="/v1", route_class=AuthorizedRoute, dependencies=[Secu
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    failure = failure_of(error)
+    failure = failure_of(error, request.url.path)
     return JSONResponse(error_body(failure, request.url.path), failure.status, getattr(error, "headers", None))
 
 
@@ -205,7 +205,7 @@ async def _events(
             item = await anext(items, None)
         last = api.on_end(choices)
     except Exception as error:  # noqa: BLE001 (told to the client)
-        last = api.on_error(error_body(failure_of(error), request.url.path))
+        last = api.on_error(error_body(failure_of(error, request.url.path), request.url.path))
     yield b"".join(map(event_bytes, last))
 
 

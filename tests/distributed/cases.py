@@ -17,6 +17,8 @@ from archon.schema.config import EngineConfig
 from tests.engine.tiny import full_tensor
 
 VOCAB = 104
+PADDING_TOKEN = 46
+"""It stands in the batches too, as a token of the text may."""
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 48,
@@ -38,6 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bias": DENSE | {"model_type": "qwen2", "num_key_value_heads": 2, "head_dim": 6},
     "window": DENSE | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "few_kv": DENSE | {"num_key_value_heads": 2},
+    # Biases on all four projections, and a token whose embedding has no gradient.
+    "biased": DENSE | {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": PADDING_TOKEN},
     "moe": DENSE
     | {
         "model_type": "qwen3_moe",

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.state_tree import Shard
@@ -21,9 +21,13 @@ from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.pipeline_step import PipelineRunner
 from archon.engine.train_step import micro_batches
 from archon.models import get_model_spec
+from archon.models.layers.moe import expert_biases
+from archon.parallel.comm import Group
 from archon.parallel.layout import parse_layout
-from archon.parallel.pipeline import StagePlan, prune
+from archon.parallel.pipeline import Pipeline, StagedModel, StagePlan, plan_stages, prune
 from archon.parallel.pipeline_schedule import _Stage
+from archon.parallel.torch_groups import default_group
+from archon.planner.memory import in_flight
 from tests.distributed.cases import LENGTHS, VOCAB, Case, batch, engine_config, loss_of, rows_of
 from tests.distributed.checkpoints import whole_state
 from tests.distributed.pool import Pool
@@ -172,3 +176,92 @@ def test_pipelining_fn_of_a_family_cuts_its_stages(
     case = Case("p2", config={"pipeline": {"schedule": "zbv"}})
     found = ranks(2).run(stages_cut_by_the_family, str(reference(case)), case)
     assert found == [([0, 3], ["0", "3"]), ([1, 2], ["1", "2"])]
+
+
+# Of two micro-batches the second is short and long documents in turn, which are computed in the order of their
+# lengths; it is filled up by two tokens, fewer than any document has.
+MIXED, MIXED_TOKENS = (50, 3, 9, 3, 9, 3, 9, 3, 9), 50
+
+
+def router_counts(folder: str, case: Case) -> tuple[dict[str, list[float]], dict[str, Tensor], bool]:
+    """Returns how often each expert was chosen in a step, by layer; the biases after it; whether documents of a
+    micro-batch that is padded were reordered."""
+    engine = engine_of(case, folder)
+    rows = batch(MIXED, seed=3)
+    parts = engine._split(rows)[1]
+    tokens = engine._runner.tokens
+    most = max(tokens.rows(mb.lengths) for mb in parts)
+    reordered = any(mb.order is not None and tokens.rows(mb.lengths) < most for mb in parts)
+    engine.train_batch(rows, loss_of(case), loss_token_count)
+    counts = {}
+    for load in engine._runner.loads:
+        assert load._counts is not None
+        counts.update(zip(expert_biases(load.model), load._counts.tolist(), strict=True))
+    return counts, {name: x for name, x in engine.weights() if name.endswith("expert_bias")}, reordered
+
+
+def test_padding_of_a_pipelines_micro_batches_is_counted_by_no_router(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
+) -> None:
+    balanced = {"router_bias_update_rate": 0.01, "max_tokens_per_mb": MIXED_TOKENS}
+    case = Case("p2", "moe", config={"pipeline": {"schedule": "1f1b"}} | balanced)
+    folder = str(reference(case))
+    expected, biases, _ = router_counts(folder, Case("d1", "moe", config=balanced))
+    found = ranks(2).run(router_counts, folder, case)
+    assert all(reordered for *_, reordered in found), "these documents are meant to be sorted around their padding"
+    assert found[0][0] | found[1][0] == expected
+    for _, of_rank, _ in found:
+        assert all(torch.equal(of_rank[name], bias) for name, bias in biases.items())
+
+
+class _UnderWay(torch.autograd.Function):
+    """Counts the forward passes that no backward pass has come back from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, numbers: list[int]) -> Tensor:
+        ctx.numbers = numbers
+        numbers.append(numbers[-1] + 1)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.numbers.append(ctx.numbers[-1] - 1)
+        return grad.clone(), None
+
+
+def most_under_way(schedule: Any, stages_per_rank: int, wanted: int) -> tuple[int, int]:
+    """Of this rank in a step of the real schedule, stages being one small matrix each, and as the planner has it."""
+    world = default_group()
+    group = Group(world.group_name, world.size(), world.rank())
+    plan = plan_stages(schedule, group.size, 12, stages_per_rank=stages_per_rank)
+    model = StagedModel(plan, {stage: nn.Linear(4, 4) for stage in plan.stages_of(group.rank)})
+    layers, numbers = dict(zip(model.numbers, model.stages, strict=True)), [0]
+
+    def run(stage: int, index: int, hidden: Tensor | None) -> Tensor:
+        out = _UnderWay.apply(layers[stage](torch.ones(2, 4) if hidden is None else hidden), numbers)
+        return out.sum() if stage == plan.n_stages - 1 else out
+
+    count = plan.micro_batches(wanted)
+    Pipeline(model, group, torch.device("cpu"), torch.float32, 4).backward(run, count, 2)
+    assert numbers[-1] == 0
+    return max(numbers), in_flight(plan, group.rank, count)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"),
+    [
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 3),
+        ("interleaved_zero_bubble", 2),
+        ("interleaved_zero_bubble", 3),
+        ("zbv", 2),
+    ],
+)
+def test_as_many_passes_are_under_way_as_the_planner_counts(
+    ranks: Callable[[int], Pool], pp: int, schedule: str, stages_per_rank: int
+) -> None:
+    for wanted in (pp, 2 * pp, 4 * pp):
+        for real, planned in ranks(pp).run(most_under_way, schedule, stages_per_rank, wanted):
+            assert real == planned, wanted

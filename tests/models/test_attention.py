@@ -262,6 +262,18 @@ def test_a_name_is_registered_once() -> None:
         register_attention_backend(candidates("sdpa")[0])
 
 
+@pytest.mark.parametrize("window", [None, 2, 5, 100])
+def test_the_operator_of_compiled_code_and_its_gradients_equal_the_definition(window: int | None) -> None:
+    lengths = [7, 7, 20, 1]
+    qkv = draw(sum(lengths))
+    expected = definition(*qkv, lengths, -1 if window is None else window - 1)
+    actual = torch.ops.archon.packed_sdpa(*qkv, torch.tensor(lengths), window or 0, SCALE)
+    assert relative(actual, expected) <= FORMULA_FP64
+    weight = torch.randn_like(expected)
+    for ours, theirs in zip(*(torch.autograd.grad(x, qkv, weight) for x in (actual, expected)), strict=True):
+        assert relative(ours, theirs) <= FORMULA_FP64
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
 @pytest.mark.parametrize("window", [None, 5, 100])

@@ -114,6 +114,45 @@ def test_softmax_runs_in_float32_whatever_the_dtype(dtype: torch.dtype, toleranc
         assert relative(ours.double(), theirs) <= tolerance
 
 
+def summed_over_tiles(hidden: Tensor, weight: Tensor, labels: Tensor, fused: bool) -> tuple[Tensor, ...]:
+    """Gradients in hidden and weight of the sum of -log p, by either way the head has."""
+    if fused:
+        loss, _ = tiles.weighted_loss(hidden, weight, labels, torch.ones(len(labels)))
+    else:
+        loss = -tiles.token_scores(hidden, weight, labels, with_entropy=False)[0].sum()
+    return torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["weighted loss", "scores"])
+def test_the_gradient_of_hidden_states_is_summed_over_the_vocabulary_in_fp32(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of 4 of 4,096 words gives 1/1024 of the sum: in bfloat16 it would no longer count beside 1/4."""
+    monkeypatch.setattr(tiles, "CPU_COLUMNS", 4)
+    vocab, labels = 4096, torch.zeros(3, dtype=torch.int64)
+    weight = torch.ones(vocab, D, dtype=torch.bfloat16)
+    weight[0] = 0
+    hidden = torch.zeros(3, D, dtype=torch.bfloat16)
+    found, _ = summed_over_tiles(hidden.requires_grad_(), weight.requires_grad_(), labels, fused)
+    # Every word has probability 1/4096, and all but the label pull by 1.
+    assert torch.equal(found, torch.full_like(found, (vocab - 1) / vocab))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["weighted loss", "scores"])
+def test_the_gradient_of_the_weight_is_summed_over_the_rows_in_fp32(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of 4 of 4,096 rows gives 1/1024 of the sum: in bfloat16 it would no longer count beside 1/4."""
+    monkeypatch.setattr(tiles, "CPU_ROWS", 4)
+    rows, vocab = 4096, 16
+    hidden = torch.ones(rows, D, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(vocab, D, dtype=torch.bfloat16, requires_grad=True)
+    _, found = summed_over_tiles(hidden, weight, torch.zeros(rows, dtype=torch.int64), fused)
+    expected = torch.full((vocab, 1), rows / vocab)
+    expected[0] -= rows
+    assert torch.equal(found, expected.expand(vocab, D).to(torch.bfloat16))
+
+
 def test_extreme_logits_stay_finite() -> None:
     head, hidden, labels = case(torch.float32)
     scores = head(hidden * 1e4, labels)

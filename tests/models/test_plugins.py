@@ -12,7 +12,7 @@ import pytest
 
 FAMILY = """\
 import dataclasses
-from archon.models.qwen3.spec import SPEC as QWEN3
+from archon.models.qwen3 import SPEC as QWEN3
 
 SPEC = dataclasses.replace(QWEN3, name={name!r}, supported_model_types=frozenset({types!r}))
 """

@@ -59,6 +59,17 @@ def test_frequencies_survive_a_change_of_dtype_of_the_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("kind", ROPE_KINDS)
+def test_bf16_compute_gets_float32_angles_rounded_once(kind: str) -> None:
+    """In bfloat16 the positions beyond 256 are not even whole numbers."""
+    rope = build(next(c for c in map(random_config, SEEDS) if c.rope_parameters["rope_type"] == kind))
+    positions, lengths = torch.arange(5000), torch.full((5000,), 5000)
+    narrow, wide = rope(positions, torch.bfloat16, lengths), rope(positions, torch.float32, lengths)
+    for ours, exact in zip(narrow, wide, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert torch.equal(ours, exact.to(torch.bfloat16))
+
+
 def test_a_float64_model_gets_float64_angles() -> None:
     rope = build(random_config(1))
     cos, sin = rope(torch.arange(1000), torch.float64)

@@ -37,6 +37,21 @@ def test_every_parameter_maps_to_hugging_face_and_back_bitwise(seed: int) -> Non
     assert adapter.hf_shapes() == {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
+def test_more_than_ten_experts_keep_their_numbers_in_whatever_order_they_come() -> None:
+    config = HF_CLASSES["qwen3_moe"][0](
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=11,
+        intermediate_size=8, moe_intermediate_size=4, num_experts=12, num_experts_per_tok=2,
+    )  # fmt: skip
+    adapter = get_model_spec("qwen3_moe").state_dict_adapter_class(config)
+    shapes = sorted(adapter.hf_shapes().items())  # experts 0, 1, 10, 11, 2
+    state = {name: torch.randn(shape) for name, shape in shapes}
+    native = adapter.from_hf(state)
+    for ours, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        for expert in range(12):
+            matrix = native[f"layers.0.moe.experts.{ours}"][expert]
+            assert torch.equal(matrix, state[f"model.layers.0.mlp.experts.{expert}.{theirs}.weight"]), expert
+
+
 @pytest.mark.parametrize("name", QWEN)
 def test_published_models_have_the_parameters_transformers_has(name: str) -> None:
     config = read(name)

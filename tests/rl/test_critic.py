@@ -40,6 +40,17 @@ def test_the_critic_learns_what_the_answers_will_earn(rl_config: MakeConfig, bla
     assert rows[0]["explained_variance"] < 0.1
 
 
+def test_the_critics_learning_rate_follows_its_own_schedule(rl_config: MakeConfig, blank: Path) -> None:
+    values = ppo(blank, total_steps=4, rollout={"prompts_per_step": 6, "gold_checked": 0})
+    values["critic"] |= {"scheduler": {"kind": "linear", "warmup_steps": 2, "min_lr_ratio": 0.0}}
+    trainer = RLTrainer(rl_config(**values))
+    with trainer.opened():
+        rows = [trainer.train_step() for _ in range(2)]
+    # Of 8 optimizer steps the first two warm up by halves to 3e-3; then it falls to 0 in six.
+    expected = [[1 / 2, 1.0], [1.0, 5 / 6]]
+    assert [row["critic_lr"] for row in rows] == pytest.approx([3e-3 * sum(of) / 2 for of in expected])
+
+
 def test_ppo_resumes_bitwise_with_its_critic(rl_config: MakeConfig, blank: Path, tmp_path: Path) -> None:
     whole = rl_config(run_dir=str(tmp_path / "whole"), **ppo(blank, total_steps=4, checkpoint={"every": 2}))
     RLTrainer(whole).train()

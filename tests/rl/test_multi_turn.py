@@ -32,8 +32,10 @@ class Recorder(EpisodeEngine):
     def __init__(self, engine: InProcessEngine, context: EpisodeContext) -> None:
         super().__init__(engine, context)
         self.answers: list[ModelResponse] = []
+        self.seeds: list[int | None] = []
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        self.seeds.append(req.gconfig.seed)
         self.answers.append(await super().agenerate(req))
         return self.answers[-1]
 
@@ -41,6 +43,13 @@ class Recorder(EpisodeEngine):
 def converse(
     engine: InProcessEngine, workflow: MultiTurnWorkflow, row: dict[str, Any] = ROW, recorder: type[Recorder] = Recorder
 ) -> tuple[dict[str, torch.Tensor], EpisodeContext, list[ModelResponse]]:
+    result, context, recording = recorded(engine, workflow, row, recorder)
+    return result, context, recording.answers
+
+
+def recorded(
+    engine: InProcessEngine, workflow: MultiTurnWorkflow, row: dict[str, Any] = ROW, recorder: type[Recorder] = Recorder
+) -> tuple[dict[str, torch.Tensor], EpisodeContext, Recorder]:
     context = EpisodeContext(seed=3)
     recording = recorder(engine, context)
 
@@ -50,7 +59,7 @@ def converse(
 
     result = asyncio.run(episode())
     assert result is not None
-    return validate_trajectory(result), context, recording.answers
+    return validate_trajectory(result), context, recording
 
 
 def test_multi_turn_tokens_are_never_decoded_and_re_encoded(engine: InProcessEngine, tokenizer: Any) -> None:
@@ -94,6 +103,37 @@ def test_the_same_seed_gives_the_same_conversations(engine: InProcessEngine, tok
     workflow = MultiTurnWorkflow(rewards.half, GCONFIG, tokenizer, retry="0+0=")
     first, second = converse(engine, workflow)[0], converse(engine, workflow)[0]
     assert first["input_ids"].equal(second["input_ids"])
+
+
+def test_every_turn_of_every_conversation_draws_from_a_random_stream_of_its_own(
+    engine: InProcessEngine, tokenizer: Any
+) -> None:
+    """With one stream for all turns, a model that has not learnt to look at its prompt would say the same again."""
+    workflow = MultiTurnWorkflow(rewards.half, GCONFIG, tokenizer, max_turns=3, retry="0+0=")
+    _, context, recording = recorded(engine, workflow)
+    assert None not in recording.seeds
+    assert len({*recording.seeds}) == len(recording.seeds) == sum(context.numbers["turns"]) > 24
+
+
+class SamePrompt(Recorder):
+    """The real generator, asked in every turn for an answer to the first turn's prompt."""
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        asked = req.input_ids
+        response = await super().agenerate(replace(req, input_ids=asked[: len(ROW["prompt"])]))
+        return replace(response, input_tokens=asked)
+
+
+def test_a_later_turn_is_not_the_first_one_again(engine: InProcessEngine, tokenizer: Any) -> None:
+    workflow = MultiTurnWorkflow(rewards.half, GCONFIG, tokenizer, max_turns=2, retry="0+0=")
+    result, _, _ = recorded(engine, workflow, recorder=SamePrompt)
+    turns = [
+        [ids[places == turn].tolist() for turn in (0, 1)]
+        for ids, places in zip(result["input_ids"], result["turn_ids"], strict=True)
+        if places.max() == 1
+    ]
+    assert len(turns) > 8
+    assert sum(first == second for first, second in turns) < len(turns) / 4
 
 
 def test_context_overflow_ends_a_conversation_and_keeps_it(engine: InProcessEngine, tokenizer: Any) -> None:

@@ -68,9 +68,12 @@ def test_policy_loss_equals_plain_loop(policy_loss: str, correction: str, dual_c
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
 @pytest.mark.parametrize("kl_kind", ["k1", "k2", "k3"])
-def test_objective_equals_plain_loop(aggregation: str, kl_kind: str) -> None:
+@pytest.mark.parametrize("correction", ["none", "tis"])
+def test_objective_equals_plain_loop(aggregation: str, kl_kind: str, correction: str) -> None:
+    """With a correction too: it weighs the policy loss, and neither the KL nor the entropy."""
     config = AlgorithmConfig.parse(
         {
+            "correction": correction,
             "aggregation": {"kind": aggregation, **({"max_tokens": 11} if aggregation == "dr_grpo" else {})},
             "kl": {"kind": kl_kind, "coef": 0.3},
             "entropy_coef": 0.05,

@@ -17,6 +17,7 @@ from archon.data import encode_prompt
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
 from archon.rl import RLVRWorkflow, RolloutWorkflow
+from archon.rl.algorithms.advantages import group_centered_advantages
 from archon.rl.episode_context import workflow_context
 from archon.rl.logprob_check import check_recomputable
 from archon.rl.prompts import Prompt
@@ -268,6 +269,34 @@ def test_samples_with_missing_numbers_are_dropped_and_counted_never_zeroed(
     assert dropped == {"dropped/logprob_not_finite": 1, "dropped/reward_not_finite": 1, "dropped/no_loss_token": 1}
     assert len(log) == 3
     assert batch.trajectories["logprobs"].isfinite().all()
+
+
+def test_trajectories_of_several_rows_have_ids_that_no_other_group_has(
+    engine: InProcessEngine, rlvr: RLVRWorkflow
+) -> None:
+    """Group g has trajectories of two rows each, the last of one; their ids begin anew in every group."""
+
+    class InParts(Wrapped):
+        def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:
+            rows = 4 - index % 3
+            kept = {name: value[:rows] for name, value in result.items()}
+            return kept | {"trajectory_ids": torch.arange(rows) // 2, "rewards": torch.arange(float(rows)) + index}
+
+    batch, _, _ = collect(engine, InParts(rlvr), n=5)
+    groups, ids = batch.trajectories["group_ids"], batch.trajectories["trajectory_ids"]
+    assert groups.tolist() == [0] * 4 + [1] * 3 + [2] * 2 + [3] * 4 + [4] * 3
+    own = torch.cat([torch.arange(n) // 2 for n in (4, 3, 2, 4, 3)])
+    wanted = {(g, o): set() for g, o in zip(groups.tolist(), own.tolist(), strict=True)}
+    for g, o, found in zip(groups.tolist(), own.tolist(), ids.tolist(), strict=True):
+        wanted[g, o].add(found)
+    assert all(len(found) == 1 for found in wanted.values()), "the rows of a trajectory share an id"
+    assert len(set.union(*wanted.values())) == len(wanted) == 9, "no two trajectories share one"
+
+    together = group_centered_advantages(batch.trajectories["rewards"], groups, ids)
+    for group in range(5):
+        of = groups == group
+        alone = group_centered_advantages(batch.trajectories["rewards"][of], groups[of], own[of])
+        assert torch.equal(together[of], alone)
 
 
 def test_rejected_episodes_are_counted_and_a_batch_of_nothing_else_is_an_error(

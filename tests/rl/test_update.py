@@ -86,8 +86,8 @@ def test_gradient_is_that_of_the_objective_written_out(make_engine: Callable[...
         assert difference < INVARIANCE_FP64, name
 
 
-def test_minibatches_use_every_trajectory_once_an_epoch(make_engine: Callable[..., ArchonEngine]) -> None:
-    engine, batch = make_engine(), trajectories()
+def minibatches_seen(engine: ArchonEngine, batch: dict[str, Tensor]) -> list[list[int]]:
+    """A list that fills up with the rows of each minibatch that the engine is given."""
     seen: list[list[int]] = []
     train_batch = engine.train_batch
 
@@ -96,6 +96,12 @@ def test_minibatches_use_every_trajectory_once_an_epoch(make_engine: Callable[..
         return train_batch(minibatch, *arguments)
 
     engine.train_batch = record  # type: ignore[method-assign]
+    return seen
+
+
+def test_minibatches_use_every_trajectory_once_an_epoch(make_engine: Callable[..., ArchonEngine]) -> None:
+    engine, batch = make_engine(), trajectories()
+    seen = minibatches_seen(engine, batch)
     algorithm = AlgorithmConfig.parse({"kl": {"coef": 0}, "ppo_epochs": 2, "minibatches": 3})
     update = PolicyUpdate(engine, None, algorithm, temperature=1.0, seed=5)
     metrics = update.train(update.prepare(batch, 0)[0], step=0)
@@ -104,6 +110,21 @@ def test_minibatches_use_every_trajectory_once_an_epoch(make_engine: Callable[..
     assert sorted(chain(*seen[:3])) == sorted(chain(*seen[3:])) == list(range(9))
     assert seen[:3] != seen[3:]
     assert metrics["ratio"] != 1.0
+
+
+def test_minibatches_are_dealt_anew_in_every_step_and_alike_in_a_repeated_one(
+    make_engine: Callable[..., ArchonEngine],
+) -> None:
+    engine, batch = make_engine(), trajectories()
+    seen = minibatches_seen(engine, batch)
+    update = PolicyUpdate(
+        engine, None, AlgorithmConfig.parse({"kl": {"coef": 0}, "minibatches": 3}), temperature=1.0, seed=5
+    )
+    prepared = update.prepare(batch, 0)[0]
+    for step in (0, 1, 0):
+        update.train(prepared, step=step)
+    assert seen[:3] != seen[3:6]
+    assert seen[:3] == seen[6:]
 
 
 def test_shuffled_rewards_control_permutes_the_batch_and_nothing_else() -> None:
