@@ -88,7 +88,7 @@ def transformers(side: str, prompts: Sequence[list[int]], options: dict[str, Any
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    from benchmarks.peers import transformers_model
+    from benchmarks.peer_models import transformers_model
 
     model = transformers_model(options["checkpoint"], device=options["device"], dtype=options["dtype"]).eval()
     size, lengths = options["slots"], options["lengths"]
@@ -123,7 +123,7 @@ def continuous(side: str, prompts: Sequence[list[int]], options: dict[str, Any])
     """transformers' continuous batching; its manager is kept between runs, so that only generation is timed."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    from benchmarks.peers import transformers_model
+    from benchmarks.peer_models import transformers_model
 
     model = transformers_model(options["checkpoint"], device=options["device"], dtype=options["dtype"]).eval()
     page = 32
@@ -234,7 +234,7 @@ def tie_width(row: int, first: int, ours: list[list[int]], theirs: list[list[int
     """|a - b| / max |logit| in float64 between the logits of two tokens that were chosen at the same place."""
     import torch
 
-    from benchmarks.peers import transformers_model
+    from benchmarks.peer_models import transformers_model
 
     model = transformers_model(options["checkpoint"], dtype="float64").eval()
     with torch.no_grad():

@@ -11,6 +11,7 @@ from benchmarks import harness
 from benchmarks.checkpoints import shape
 from benchmarks.harness import Sides
 from benchmarks.record import Record
+from benchmarks.step_check import compare
 
 EAGER, COMPILED, PLANNED = "archon (eager)", "archon (compiled)", "archon's planner"
 MFU_AIM = ">= 0.5"
@@ -85,7 +86,6 @@ def note_foretold(record: Record, found: Foretold, seconds: dict[str, list[float
 def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, keep: bool) -> Record:
     """One GPU case. The sides run one after the other, since the masters and moments of two do not fit at once."""
     from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
-    from benchmarks.train_step import compare
 
     tokens, config = sum(options["lengths"]), shape(options["model"])
     record = harness.new_record("train_step", f"gpu-{case}", options["threads"])

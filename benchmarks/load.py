@@ -133,7 +133,7 @@ def hf_named(side: str, model: Any, options: dict[str, Any]) -> Iterator[tuple[s
         yield from model.named_parameters()
         return
     from archon.models import get_model_spec
-    from benchmarks.peers import hf_config
+    from benchmarks.peer_models import hf_config
 
     config = hf_config(options["checkpoint"])
     adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)

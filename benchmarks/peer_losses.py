@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.peers import causal_mask
+from benchmarks.peer_models import causal_mask
 
 Parts = Callable[[], Iterator[Tensor]]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from archon.bench.origin import spread
-from benchmarks import generate, harness, train_step
+from benchmarks import generate, harness, step_check, train_step
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
 
@@ -25,7 +25,7 @@ ARCHON = "archon"
 SHARED_PROMPTS, ANSWERS, PROMPT, ANSWER = 8, 8, 96, 32
 DECODED = 64
 # A step without a device computes the same sums in another order.
-TOLERANCE = train_step.TOLERANCE["float32"]
+TOLERANCE = step_check.TOLERANCE["float32"]
 
 
 class Case(NamedTuple):
@@ -212,7 +212,7 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None
             record.checks = harness.check_same("tokens", ours["tokens"], {other: theirs["tokens"]})
         else:
             for step, what in (("first", "loss"), ("first", "grad_norm"), ("second", "loss")):
-                tolerance = TOLERANCE if step == "first" else train_step.TOLERANCE_AFTER_STEP["float32"]
+                tolerance = TOLERANCE if step == "first" else step_check.TOLERANCE_AFTER_STEP["float32"]
                 record.checks += harness.check_close(
                     f"{what} of the {step} step", ours[step][what], {other: theirs[step][what]}, tolerance
                 )

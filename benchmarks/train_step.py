@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from archon.bench.origin import Check, spread
+from archon.bench.origin import spread
 from benchmarks import gpu_step, harness
 from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.harness import Sides, say
 from benchmarks.profiles import operator_seconds
 from benchmarks.record import Record
+from benchmarks.step_check import compare
 
 RAGGED_LENGTHS = (241, 24, 512, 94, 307, 160, 47, 448, 186, 73, 352, 117, 213, 391, 139, 276)  # 3,580 in all
 EVEN_AIMS = {"transformers": ">= 1.05", "torchtitan": ">= 1.05", "megatron-core": ">= 1.5"}
@@ -42,10 +43,6 @@ CPU_CASES = {"even": EVEN_AIMS, "ragged": RAGGED_AIMS, "even-two-ranks": TWO_RAN
 CPU_TOKENS = {"even": 2048, "ragged": 1024, "even-two-ranks": 1024}
 # The optimiser of every side. Without weight decay, since the sides decay different parameters by default.
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-# float32: the same sums in another order. Sums over 3.6e3 tokens of terms that agree to 1e-6.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-# After one AdamW step, whose sign near a zero gradient is decided by rounding.
-TOLERANCE_AFTER_STEP = {"float32": 1e-4, "bfloat16": 5e-2}
 
 Step = Callable[[], dict[str, float]]
 
@@ -116,18 +113,18 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
     import torch
 
     from archon.engine.optim import gradient_norm
-    from benchmarks import peers
+    from benchmarks import peer_models
     from benchmarks.peer_losses import LOSSES
 
     device = options["device"]
     if side == "transformers" or side in RAGGED_AIMS:
-        model = peers.transformers_model(options["checkpoint"], device=device).train()
+        model = peer_models.transformers_model(options["checkpoint"], device=device).train()
         if options.get("recompute") == "full":
             model.gradient_checkpointing_enable()
         # transformers' Trainer does this too: masters in float32, matrix products in bfloat16.
         autocast = torch.autocast(device, torch.bfloat16, enabled=options["dtype"] == "bfloat16")
     else:
-        model = peers.peer_model(side, options["checkpoint"])
+        model = peer_models.peer_model(side, options["checkpoint"])
         autocast = torch.autocast("cpu", enabled=False)
     parts = LOSSES[side](model, [doc.to(device) for doc in documents(options)])
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
@@ -144,7 +141,10 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"loss": peers.mean_of_ranks(total), "grad_norm": peers.whole_number(norm if exact is None else exact)}
+        return {
+            "loss": peer_models.mean_of_ranks(total),
+            "grad_norm": peer_models.whole_number(norm if exact is None else exact),
+        }
 
     return step
 
@@ -157,16 +157,6 @@ def autocast_each(parts: Iterator[Any], autocast: Any) -> Iterator[Any]:
         if part is None:
             return
         yield part
-
-
-def compare(facts: Mapping[str, dict[str, Any]], dtype: str, ours: str = "archon") -> list[Check]:
-    """Every side's first two steps against `ours`. DisagreementError where a side computed something else."""
-    checks = []
-    for what in ("loss", "grad_norm", "loss_after_one_step"):
-        tolerance = (TOLERANCE_AFTER_STEP if what == "loss_after_one_step" else TOLERANCE)[dtype]
-        theirs = {peer: found[what] for peer, found in facts.items() if peer != ours}
-        checks += harness.check_close(what, facts[ours][what], theirs, tolerance)
-    return checks
 
 
 def measure(

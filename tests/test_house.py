@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +57,16 @@ def test_a_bare_import_is_light():
 def tracked_files():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / name for name in listed.splitlines() if not (ROOT / name).is_symlink() and (ROOT / name).is_file()]
+
+
+def test_no_import_circle_is_left_in_the_product_or_the_benchmarks():
+    imports = grimp.build_graph("archon", "benchmarks")
+    order = TopologicalSorter({m: imports.find_modules_directly_imported_by(m) for m in imports.modules})
+    order.prepare()  # raises CycleError, which names the circle
+
+
+def test_archon_holds_rooms_only():
+    assert sorted(path.name for path in (ROOT / "archon").glob("*.py")) == ["__init__.py", "__main__.py"]
 
 
 def test_no_package_registry_is_named():

@@ -10,9 +10,9 @@ import pytest
 
 from archon.bench.origin import spread
 from archon.planner.hardware import read_hardware
-from benchmarks import gpu_step, harness, readme, train_step
+from benchmarks import gpu_step, harness, readme, step_check, train_step
 from benchmarks.checkpoints import make_checkpoint, parameters_of, shape
-from benchmarks.peers import hf_tensors
+from benchmarks.peer_models import hf_tensors
 
 
 def options_of(checkpoint: Path, model: str, lengths: list[int], recompute: str = "none") -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_recomputing_sides_compute_what_the_others_do(experts: Path) -> None:
     ours = train_step.prepare(gpu_step.EAGER, kept)[0]
     for side in (gpu_step.EAGER, "transformers"):
         theirs = train_step.prepare(side, again)[0]
-        harness.check_close("loss", ours["loss"], {side: theirs["loss"]}, train_step.TOLERANCE["bfloat16"])
+        harness.check_close("loss", ours["loss"], {side: theirs["loss"]}, step_check.TOLERANCE["bfloat16"])
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import generate, head_memory, load, time_to_reward, train_step
+from benchmarks import generate, head_memory, load, step_check, time_to_reward, train_step
 from benchmarks.checkpoints import SHAPES, make_checkpoint, parameters_of, shape
 from benchmarks.harness import BenchmarkError, check_close, check_same
-from benchmarks.peers import hf_tensors
+from benchmarks.peer_models import hf_tensors
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def test_a_training_step_of_archon_is_that_of_transformers(checkpoint):
     ours = facts.pop("archon")
     for what in ("loss", "grad_norm"):
         theirs = {side: fact[what] for side, fact in facts.items()}
-        assert len(check_close(what, ours[what], theirs, train_step.TOLERANCE["float32"])) == 3
+        assert len(check_close(what, ours[what], theirs, step_check.TOLERANCE["float32"])) == 3
     theirs = {side: fact["loss_after_one_step"] for side, fact in facts.items()}
-    check_close("loss_after_one_step", ours["loss_after_one_step"], theirs, train_step.TOLERANCE_AFTER_STEP["float32"])
+    check_close("loss_after_one_step", ours["loss_after_one_step"], theirs, step_check.TOLERANCE_AFTER_STEP["float32"])
 
 
 def test_the_heads_of_both_sides_agree():
