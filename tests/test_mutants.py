@@ -77,12 +77,12 @@ def test_late(): time.sleep({seconds})
 """
 
 
-def sample(folder: Path, seconds: float = 0.0, change: tuple[str, str] = ("", "")) -> Outcome:
+def sample(folder: Path, seconds: float = 0.0, change: tuple[str, str] = ("", ""), timeout: float = 120.0) -> Outcome:
     """What becomes of a small folder's tests, with a change of its source."""
     (folder / "tests").mkdir()
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "tests" / "test_sample.py").write_text(TESTS.format(seconds=seconds).replace(*change))
-    return run_tests(folder, ["tests/test_sample.py"], folder, timeout=10.0)
+    return run_tests(folder, ["tests/test_sample.py"], folder, timeout=timeout)
 
 
 def test_tests_that_pass_have_noticed_nothing(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_source_that_cannot_be_imported_is_an_error_and_no_success(tmp_path: P
 
 @pytest.mark.slow
 def test_a_hang_counts_as_caught_and_says_so(tmp_path: Path) -> None:
-    outcome = sample(tmp_path, seconds=60.0)
+    outcome = sample(tmp_path, seconds=60.0, timeout=10.0)
     assert outcome.caught and outcome.failed is None
     assert line_of(MUTANTS[0], outcome, "abc")["by"] == "time-out after 10 s"
 

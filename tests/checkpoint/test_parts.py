@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from archon.checkpoint.hf_reader import HFCheckpoint, Target
-from archon.checkpoint.safetensors_file import PIECE_BYTES, SafetensorsFile
-from archon.checkpoint.state_file import read_box
+from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget
+from archon.checkpoint.safetensors_file import CHUNK_BYTES, SafetensorsFile
+from archon.checkpoint.state_file import read_region
 
 # Several pieces of whole rows, with a remainder; and rows that are wider than a piece.
-SHAPES = [(1200, 700), (3, PIECE_BYTES // 4 + 3)]
+SHAPES = [(1200, 700), (3, CHUNK_BYTES // 4 + 3)]
 COLUMNS, ROWS, BOTH = (0.0, 1.0, 0.37, 0.74), (0.37, 0.74, 0.0, 1.0), (0.2, 0.9, 0.37, 0.74)
 
 
@@ -39,11 +39,11 @@ def test_a_part_of_a_matrix_larger_than_a_piece_is_read_into_place(
     tmp_path: Path, shape: tuple[int, int], shares: tuple[float, ...], dtype: torch.dtype
 ) -> None:
     whole, part = write(tmp_path, shape, torch.float32), part_of(shape, shares)
-    assert whole[part].nbytes > 0 and whole.nbytes > 2 * PIECE_BYTES
+    assert whole[part].nbytes > 0 and whole.nbytes > 2 * CHUNK_BYTES
     target = torch.full(whole[part].shape, torch.nan, dtype=dtype)
     lying = torch.full(whole[part].shape[::-1], torch.nan, dtype=dtype).t()
     with HFCheckpoint(tmp_path) as checkpoint:
-        checkpoint.read([Target("matrix", target, part), Target("matrix", lying, part)])
+        checkpoint.read([ReadTarget("matrix", target, part), ReadTarget("matrix", lying, part)])
     assert torch.equal(target, whole[part].to(dtype))
     assert torch.equal(lying, target)
 
@@ -57,16 +57,16 @@ def test_a_box_of_a_state_larger_than_a_piece_is_read_into_place(
     out = torch.full(whole[part].shape, torch.nan)
     within = torch.full((whole[part].shape[0], whole[part].shape[1] + 2), torch.nan)
     with SafetensorsFile(tmp_path / "model.safetensors") as file:
-        read_box(file, file.entries["matrix"], part, out)
-        read_box(file, file.entries["matrix"], part, within[:, 1:-1])
+        read_region(file, file.entries["matrix"], part, out)
+        read_region(file, file.entries["matrix"], part, within[:, 1:-1])
     assert torch.equal(out, whole[part])
     assert torch.equal(within[:, 1:-1], out)
     assert within[:, [0, -1]].isnan().all()
 
 
-@pytest.mark.parametrize("place", [0, PIECE_BYTES // 4 + 1, 2 * PIECE_BYTES // 4 + 7], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("place", [0, CHUNK_BYTES // 4 + 1, 2 * CHUNK_BYTES // 4 + 7], ids=["first", "middle", "last"])
 def test_two_tensors_of_many_pieces_are_told_apart_wherever_they_differ(tmp_path: Path, place: int) -> None:
-    one = torch.zeros(2 * PIECE_BYTES // 4 + 8)
+    one = torch.zeros(2 * CHUNK_BYTES // 4 + 8)
     other = one.clone()
     other[place] = 1.0
     save_file({"one": one, "same": one.clone(), "other": other}, tmp_path / "model.safetensors")

@@ -155,6 +155,24 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(
         engine.train_batch(sft_batch(), loss_fn, loss_token_count)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("max_norm", [1.0, None])
+def test_one_infinite_element_of_a_gradient_is_enough_to_skip_a_step(
+    tmp_path: Path, value: float, max_norm: float | None
+) -> None:
+    engine = make_engine(tmp_path, optimizer={"lr": 1e-2, "max_grad_norm": max_norm})
+    before = weights(engine)
+    hook = engine.model.get_parameter("norm.weight").register_hook(
+        lambda gradient: gradient.index_fill(0, torch.tensor([3]), value)
+    )
+    metrics = engine.train_batch(sft_batch(), SFT, loss_token_count)
+    assert metrics["grad_norm"] == pytest.approx(abs(value), nan_ok=True)
+    assert metrics["skipped"] == 1
+    assert_bitwise(weights(engine), before)
+    hook.remove()
+    assert engine.train_batch(sft_batch(), SFT, loss_token_count)["skipped"] == 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_error_half_way_leaves_no_gradient_to_the_next_step(tmp_path: Path, dtype: str) -> None:
     def fails_on_the_second(logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> Tensor:

@@ -121,6 +121,28 @@ def test_answers_that_are_still_the_same_are_computed_once(n_pages: int | None) 
     assert_as_alone(model, wanted, answers)
 
 
+def test_a_sequence_that_is_read_again_is_no_twin_of_one_that_drew_its_token_later() -> None:
+    """After new weights two answers to one prompt are read again at once, and a third in parts: its last token is run
+    beside theirs while what it drew is still of before. Stop ids that may not be sampled yet leave them one token."""
+    model, only = make_model(torch.float64), 7
+    short, long = prompts(3, 8, seed=2)
+    others = [token for token in range(VOCAB) if token != only]
+    wanted = [request(p, stop_token_ids=others, min_new_tokens=8, max_new_tokens=8) for p in (short, short, long)]
+    generator = make_engine(model, prefill_tokens=9)._generator
+    _, second, third = sequences = [generator.submit(each, lambda _: None) for each in wanted]
+    for _ in range(3):
+        generator.step()
+    generator.restart(1)
+    for _ in range(2):
+        generator.step()
+    assert third.total - third.computed == 1 and third.drawn is not None and second.drawn is not None
+    assert third.drawn[1:] == second.drawn[1:] and third.drawn[0] < second.drawn[0]
+    while generator.scheduler.has_work:
+        generator.step()
+    assert {token for sequence in sequences for token in sequence.output} == {only}
+    assert_as_alone(model, wanted, [sequence.response() for sequence in sequences])
+
+
 def test_pages_and_prompts_are_given_back() -> None:
     engine = make_engine()
     engine.generate([request(p, max_new_tokens=9) for p in prompts(3, 3, 9, 20) * 3])

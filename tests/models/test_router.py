@@ -78,16 +78,13 @@ def moe_model() -> Qwen3MoEModel:
 
 
 def test_padding_is_left_out_of_the_counts_wherever_it_stands_among_documents_of_mixed_lengths() -> None:
-    """Documents are computed in the order of their lengths; the marks of what is padding must go with them."""
     model, lengths = moe_model(), (5, 9, 5, 9, 2, 9, 5, 9)
     tokens, positions, bounds, longest = pack(list(lengths), 50, seed=1)
     meta = PackedAttention(bounds, longest, "sdpa", lengths)
-    meta.counted = torch.ones(len(tokens), dtype=torch.bool)
-    meta.counted[bounds[4] : bounds[5]] = False  # the document of two tokens is padding
+    meta.valid_mask = torch.ones(len(tokens), dtype=torch.bool)
+    meta.valid_mask[bounds[4] : bounds[5]] = False  # the document of two tokens is padding
     model(tokens, positions, bounds, longest, meta)
     found = model.router_stats
-    meta.begin(torch.zeros(1, dtype=torch.float64))
-    assert meta.arrange() is not None, "these lengths are meant to be sorted"
 
     counts, probabilities = ([torch.zeros(8, dtype=torch.float64) for _ in found] for _ in range(2))
     for document, (start, stop) in enumerate(pairwise(bounds.tolist())):

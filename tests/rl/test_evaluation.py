@@ -47,6 +47,17 @@ def test_a_trajectory_of_several_rows_counts_once(engine: InProcessEngine) -> No
     assert asyncio.run(evaluate(Rollout(engine, Parts()), PROMPTS))["reward"] == 0.5
 
 
+def test_a_prompt_of_few_samples_counts_as_much_as_one_of_many(engine: InProcessEngine) -> None:
+    class Uneven(RolloutWorkflow):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            many = workflow_context.get().task_id % 3 == 0
+            answer = ModelResponse([3], [4], [-0.5], [0])
+            return trajectory_tensors([answer] * (4 if many else 2), [0.0] * 4 if many else [1.0] * 2)
+
+    # Eight of twelve prompts are answered rightly, by half of all samples.
+    assert asyncio.run(evaluate(Rollout(engine, Uneven()), PROMPTS))["reward"] == pytest.approx(2 / 3)
+
+
 def test_lost_samples_are_left_out_of_the_mean_and_counted(engine: InProcessEngine, tokenizer: Any) -> None:
     rollout = Rollout(engine, RLVRWorkflow(rewards.raise_on_even_length, GCONFIG, tokenizer))
     measured = asyncio.run(evaluate(rollout, PROMPTS))

@@ -106,6 +106,16 @@ def test_random_stream_belongs_to_the_request_not_to_the_batch(engine: InProcess
     assert later.trajectories["input_ids"].tolist() != alone.trajectories["input_ids"].tolist()
 
 
+def test_evaluation_draws_from_streams_of_its_own(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
+    rollout = Rollout(engine, rlvr)
+    trained, evaluated, again = (
+        asyncio.run(rollout.run(prompts(1, 3), is_eval=is_eval))[0].trajectories for is_eval in (False, True, True)
+    )
+    assert trained is not None and evaluated is not None and again is not None
+    assert evaluated["input_ids"].equal(again["input_ids"])
+    assert evaluated["input_ids"].tolist() != trained["input_ids"].tolist()
+
+
 def test_workflow_that_raises_sometimes_costs_those_prompts_and_is_counted(
     engine: InProcessEngine, rlvr: RLVRWorkflow
 ) -> None:
