@@ -208,7 +208,7 @@ def test_a_dry_run_finds_what_the_run_would_stumble_over(archon, rl_overrides, c
     ("change", "complaint"),
     [
         ("model.max_tokens_per_mb=4", "a row of train_data has"),
-        ("model.path={}", "it holds no weights: neither model.safetensors nor"),
+        ("model.path={}", "it holds no weights: expected model.safetensors or"),
     ],
 )
 def test_a_dry_run_of_training_finds_what_the_run_would_stumble_over(

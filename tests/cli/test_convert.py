@@ -31,14 +31,14 @@ def test_an_export_in_another_dtype(archon, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("--to megatron --tp 3", "tp 3 neither divides the 2 key-value heads"),
-        ("--to megatron --pp 3", "pp 3 does not divide the 2 layers"),
+        ("--to megatron --tp 3", "tp is 3; expected a divisor or a multiple of the number of key-value heads, 2"),
+        ("--to megatron --pp 3", "pp is 3; expected a divisor of the 2 layers"),
         ("--to megatron --ep 2", "ep is 2, but the model has no experts"),
         ("--to hf --tp 2", "--tp belongs to --to megatron; here it is hf"),
         ("--to native --spec te", "--spec belongs to --to megatron; here it is native"),
         ("--to native --dtype bfloat16", "--dtype belongs to --to hf; here it is native"),
         ("--to native --drop-padding", "--drop-padding belongs to --from megatron; here it is hf"),
-        ("--to native --like elsewhere", "like (--like) is for native and megatron"),
+        ("--to native --like elsewhere", "like (--like) was given for a hf checkpoint"),
         ("--to native --from native", "holds no step-* folder"),
         ("--to hf --from megatron", "it holds no mp_rank_* folder"),
     ],
@@ -57,7 +57,7 @@ def test_folders_that_are_no_checkpoint(archon, checkpoint, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "does not exist" in archon("convert", tmp_path / "nowhere", tmp_path / "out", "--to", "native").complaint
     assert "it is not a checkpoint" in archon("convert", tmp_path / "empty", tmp_path / "out", "--to", "hf").complaint
-    assert "name a new folder" in archon("convert", checkpoint, checkpoint, "--to", "native").complaint
+    assert "expected a new folder" in archon("convert", checkpoint, checkpoint, "--to", "native").complaint
 
 
 def test_a_state_needs_the_config_it_belongs_to(archon, checkpoint, tmp_path):

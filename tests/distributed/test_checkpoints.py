@@ -213,5 +213,5 @@ def test_damage_to_any_file_is_found_by_every_rank(layouts: Layouts, tmp_path: P
 
 def test_a_state_of_another_layout_is_no_substitute_for_a_checkpoint() -> None:
     part = Shard(torch.zeros(2, 3), (4, 3), (slice(0, 2), slice(0, 3)))
-    with pytest.raises(CheckpointError, match="x is a part of another layout"):
+    with pytest.raises(CheckpointError, match="x is a shard of another layout"):
         select_region(part, (slice(2, 4), slice(0, 3)), "x")

@@ -24,8 +24,8 @@ from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
 from archon.parallel.comm import Group
 from archon.parallel.layout import parse_layout
-from archon.parallel.pipeline import Pipeline, StagedModel, StagePlan, plan_stages, prune
-from archon.parallel.pipeline_schedule import _Stage
+from archon.parallel.pipeline import StagedModel, StagePlan, plan_stages, prune
+from archon.parallel.pipeline_schedule import Pipeline, _Stage
 from archon.parallel.torch_groups import default_group
 from archon.planner.memory import in_flight
 from tests.distributed.cases import LENGTHS, VOCAB, Case, batch, engine_config, loss_of, rows_of
