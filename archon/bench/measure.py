@@ -85,7 +85,7 @@ def measure(
         collective_busy_s=profile.collective_busy_s,
         gemm_flops=gemm_flops(getattr(torch, point.dtype), world) if device.type == "cpu" else 0.0,
     )
-    by_rank = [RankResult.model_validate(json.loads(data)) for data in world.gather(own.model_dump_json().encode())]
+    by_rank = [RankResult.model_validate(json.loads(data)) for data in world.all_gather(own.model_dump_json().encode())]
     slowest = [max(times) for times in zip(*(rank.step_s for rank in by_rank), strict=True)]
     flops = MatmulShape.from_args(engine.args).packed(point.shape.lengths)
     peak, source = _peak(device, point.dtype, peak_tflops, by_rank)
