@@ -176,7 +176,7 @@ def measure(case: str, options: dict[str, Any], rounds: int, keep: bool) -> None
         theirs = {name: sides.facts(name)["tokens"] for name in sides.workers if name != ARCHON}
         for name, tokens in theirs.items():
             record.notes += compare(name, ours, tokens, options)
-            record.checks.append(harness.Check(what="greedy tokens", peer=name, difference=0.0, tolerance=0.0))
+            record.checks.append(harness.NumericCheck(what="greedy tokens", peer=name, difference=0.0, tolerance=0.0))
         record.notes += keep_faster_cache(sides)
         runs = sides.alternate(rounds, warmup=0)
     rates = {side: [total / run["seconds"] for run in results] for side, results in runs.items()}

@@ -51,9 +51,9 @@ def foretold(options: dict[str, Any]) -> Foretold:
     from archon.models import get_model_spec
     from archon.parallel.layout import ParallelLayout
     from archon.planner.hardware import read_hardware
-    from archon.planner.memory import state_of
+    from archon.planner.memory_model import rank_parameters
     from archon.planner.search import Planner
-    from archon.planner.time import TimeModel
+    from archon.planner.time_model import TimeModel
     from archon.schema.config import EngineConfig
 
     hf_config = read_hf_config(options["checkpoint"])
@@ -67,9 +67,9 @@ def foretold(options: dict[str, Any]) -> Foretold:
         activation_checkpoint={"mode": options["recompute"]},
     )
     tokens, seq = sum(options["lengths"]), max(options["lengths"])
-    state = state_of(planner.weights, layout, None, 0)
+    state = rank_parameters(planner.weights, layout, None, 0)
     seconds = TimeModel(args, hardware, seq).step(config, layout, None, state, tokens, 1)
-    return Foretold(seconds.total, planner.memory.of_rank(config, layout, 0, tokens, 1).total)
+    return Foretold(seconds.total, planner.memory_model.estimate_rank(config, layout, 0, tokens, 1).total)
 
 
 def note_foretold(record: Record, found: Foretold, seconds: dict[str, list[float]], tokens: int) -> None:

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from archon.bench.memory import anonymous_bytes
-from archon.bench.origin import Check, origin, relative_difference
+from archon.bench.memory_meter import anonymous_bytes
+from archon.bench.origin import NumericCheck, origin, relative_difference
 from benchmarks.record import Ratio, Record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -226,7 +226,7 @@ def serve(
     report beside seconds and memory. Seconds it returns itself win over those of the whole call. Of several ranks
     the first answers, with the slowest one's seconds and the sum of their memory.
     """
-    from archon.bench.memory import MemoryMeter, give_back_free_memory
+    from archon.bench.memory_meter import MemoryMeter, trim_free_memory
 
     # Whatever a library prints must not land among the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -248,7 +248,7 @@ def serve(
         facts, run = prepare(side, options)
     except Exception as error:
         return fail(error)
-    give_back_free_memory()
+    trim_free_memory()
     if speaks:
         answer({"ready": facts})
     for line in _requests(ranks):
@@ -261,7 +261,7 @@ def serve(
             meter.synchronize()
             measured = {"seconds": time.perf_counter() - start, "memory": meter.read()}
             measured = measured if ranks == 1 else _of_all_ranks(measured)
-            give_back_free_memory()  # so that the next run, and who watches it from outside, start from what is in use
+            trim_free_memory()  # so that the next run, and who watches it from outside, start from what is in use
             if speaks:
                 answer({**measured, **result})
         except Exception as error:
@@ -299,7 +299,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def check_close(what: str, ours: float, theirs: Mapping[str, float], tolerance: float) -> list[Check]:
+def check_close(what: str, ours: float, theirs: Mapping[str, float], tolerance: float) -> list[NumericCheck]:
     """Compare archon's number with every peer's. Raises DisagreementError at the first that differs by more."""
     checks = []
     for peer, value in theirs.items():
@@ -309,18 +309,18 @@ def check_close(what: str, ours: float, theirs: Mapping[str, float], tolerance: 
             raise DisagreementError(
                 f"{what} of archon and {peer} differ by {difference:.2e} > {tolerance:.0e}; nothing is timed"
             )
-        checks.append(Check(what=what, peer=peer, difference=difference, tolerance=tolerance))
+        checks.append(NumericCheck(what=what, peer=peer, difference=difference, tolerance=tolerance))
     return checks
 
 
-def check_same(what: str, ours: Any, theirs: Mapping[str, Any]) -> list[Check]:
+def check_same(what: str, ours: Any, theirs: Mapping[str, Any]) -> list[NumericCheck]:
     """Demand equality of archon's value with every peer's. Raises DisagreementError at the first that differs."""
     checks = []
     for peer, value in theirs.items():
         say(f"  {what}: archon and {peer} {'agree' if ours == value else 'DIFFER'}")
         if ours != value:
             raise DisagreementError(f"{what} of archon and {peer} differ; nothing is timed")
-        checks.append(Check(what=what, peer=peer, difference=0.0, tolerance=0.0))
+        checks.append(NumericCheck(what=what, peer=peer, difference=0.0, tolerance=0.0))
     return checks
 
 

@@ -21,11 +21,11 @@ from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
 from archon.models.qwen2 import Qwen2ModelArgs
 from archon.parallel.layout import parse_layout
-from archon.planner.describe import speed, way
+from archon.planner.describe import describe_candidate, speed
 from archon.planner.hardware import read_hardware
-from archon.planner.memory import state_of
-from archon.planner.search import Candidate, Planner, Question
-from archon.planner.time import TimeModel
+from archon.planner.memory_model import rank_parameters
+from archon.planner.search import Candidate, Planner, PlanRequest
+from archon.planner.time_model import TimeModel
 from archon.schema.config import EngineConfig
 
 HERE = Path(__file__).resolve().parent
@@ -123,18 +123,18 @@ def predicted(figure: Figure) -> tuple[float, str]:
     args, hardware = arguments(figure.model), read_hardware("h100-80gb")
     spec = get_model_spec("qwen3_moe" if args.sizes.experts else "qwen3" if args.qk_norm else "qwen2")
     planner = Planner(spec, args, hardware)
-    question = Question(figure.model, figure.gpus, figure.gpus * figure.seq * DOCUMENTS, figure.seq)
+    question = PlanRequest(figure.model, figure.gpus, figure.gpus * figure.seq * DOCUMENTS, figure.seq)
     if figure.layout is None:
         plan = planner.plan(question, best=1)
         candidate = plan.best[0].candidate
-        return speed(plan, candidate)[0], way(candidate)
+        return speed(plan, candidate)[0], describe_candidate(candidate)
     layout = parse_layout(figure.layout)
     options = {"activation_checkpoint": figure.recompute}
     config = EngineConfig.model_validate({"path": figure.model, "dtype": "bfloat16"} | options)
-    state = state_of(planner.weights, layout, None, 0)
+    state = rank_parameters(planner.weights, layout, None, 0)
     seconds = TimeModel(args, hardware, figure.seq).step(config, layout, None, state, figure.seq, 1)
     candidate = Candidate(layout, options, figure.seq, 1, seconds)
-    return figure.seq * layout.dp / layout.world_size / seconds.total, way(candidate)
+    return figure.seq * layout.dp / layout.world_size / seconds.total, describe_candidate(candidate)
 
 
 def records() -> list[dict[str, Any]]:

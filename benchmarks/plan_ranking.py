@@ -4,7 +4,7 @@
     python -m benchmarks.plan_ranking dense --rounds 1 --record trial.jsonl
 
 What calibrates the planner is `archon plan --calibrate`: products, copies, collectives and a plain pass of another
-model, no layout's step. Each model's layouts are then measured in turn, a whole sweep a round, and foretold. Kendall's
+model, no layout's step. Each model's layouts are then measured in turn, a whole sweep a round, and predicted. Kendall's
 tau is that of pairs within a model; exit code 1 below 0.6, or where a layout was not measured.
 """
 
@@ -32,7 +32,7 @@ from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
 from archon.planner.hardware import Hardware, read_hardware
 from archon.planner.search import Planner
-from archon.planner.time import Seconds
+from archon.planner.time_model import StepTime
 from benchmarks.harness import ROOT, say
 
 RECORD = ROOT / "benchmarks" / "records" / "plan_ranking.jsonl"
@@ -130,7 +130,7 @@ def sweep_of(ranked: Ranked, sizes: Sizes, folder: Path) -> SweepConfig:
     )
 
 
-def foretold(ranked: Ranked, sizes: Sizes, hardware: Hardware, folder: Path) -> dict[str, Seconds]:
+def predicted(ranked: Ranked, sizes: Sizes, hardware: Hardware, folder: Path) -> dict[str, StepTime]:
     """What the planner says of a step, by layout."""
     sweep = sweep_of(ranked, sizes, folder)
     spec = get_model_spec(str(ranked.config["model_type"]))
@@ -142,20 +142,20 @@ def foretold(ranked: Ranked, sizes: Sizes, hardware: Hardware, folder: Path) -> 
 
 
 def rank_layouts(ranked: Ranked, hardware: Hardware, sizes: Sizes, rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Each layout with its measured and foretold seconds; `measured_s` is absent where it failed, and `reason` says
+    """Each layout with its measured and predicted seconds; `measured_s` is absent where it failed, and `reason` says
     why."""
     sweep = sweep_of(ranked, sizes, folder)
     times: dict[str, list[float]] = {layout: [] for layout in ranked.layouts}
     reasons: dict[str, str] = {}
     for _ in range(rounds):
-        made = run_sweep(sweep, said=lambda row: say(f"{row.point.name}: {row.status} {row.reason}"))
+        made = run_sweep(sweep, on_row=lambda row: say(f"{row.point.name}: {row.status} {row.reason}"))
         for layout, row in zip(ranked.layouts, made.rows, strict=True):
             if row.measured is None:
                 reasons[layout] = f"{row.status}: {row.reason}"
             else:
                 times[layout].append(row.measured.step_s.median)
     rows = []
-    for layout, seconds in foretold(ranked, sizes, hardware, folder).items():
+    for layout, seconds in predicted(ranked, sizes, hardware, folder).items():
         row: dict[str, Any] = {"layout": layout, "ranks": parse_layout(layout).world_size, "predicted_s": seconds.total}
         row["parts_s"] = {name: part for name, part in asdict(seconds).items() if part}
         if layout in reasons:
@@ -166,14 +166,14 @@ def rank_layouts(ranked: Ranked, hardware: Hardware, sizes: Sizes, rounds: int, 
 
 
 def pairs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Measured and foretold seconds of the layouts that were measured."""
+    """Measured and predicted seconds of the layouts that were measured."""
     return [(row["measured_s"], row["predicted_s"]) for row in rows if "measured_s" in row]
 
 
 def table(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The layouts of a model, fastest first."""
     lines = [f"{name}: Kendall's tau {kendall_tau(pairs(rows)):.2f} over {len(pairs(rows))} layouts"]
-    lines.append(f"  {'layout':10} {'measured':>10} {'foretold':>10}   most of it")
+    lines.append(f"  {'layout':10} {'measured':>10} {'predicted':>10}   most of it")
     for row in sorted(rows, key=lambda row: row.get("measured_s", float("inf"))):
         if "measured_s" not in row:
             lines.append(f"  {row['layout']:10} {row['reason']}")

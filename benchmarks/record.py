@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from archon.bench.origin import Check, Machine, Spread
+from archon.bench.origin import Machine, NumericCheck, Spread
 from archon.schema.config import StrictModel
 
 FOLDER = Path(__file__).resolve().parent / "records"
@@ -37,7 +37,7 @@ class Record(StrictModel):
     threads: int
     layout: str
     setup: dict[str, Any] = Field(default_factory=dict, description="model, shapes and dtype")
-    checks: list[Check] = Field(default_factory=list)
+    checks: list[NumericCheck] = Field(default_factory=list)
     sides: dict[str, Spread] = Field(default_factory=dict)
     ratios: dict[str, Ratio] = Field(default_factory=dict)
     profiles: dict[str, dict[str, float]] = Field(

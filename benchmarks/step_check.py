@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from archon.bench.origin import Check
+from archon.bench.origin import NumericCheck
 from benchmarks import harness
 
 # float32: the same sums in another order. Sums over 3.6e3 tokens of terms that agree to 1e-6.
@@ -14,7 +14,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 TOLERANCE_AFTER_STEP = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
-def compare(facts: Mapping[str, dict[str, Any]], dtype: str, ours: str = "archon") -> list[Check]:
+def compare(facts: Mapping[str, dict[str, Any]], dtype: str, ours: str = "archon") -> list[NumericCheck]:
     """Every side's first two steps against `ours`. DisagreementError where a side computed something else."""
     checks = []
     for what in ("loss", "grad_norm", "loss_after_one_step"):

@@ -1,4 +1,4 @@
-"""Arguments of a model, read strictly from a Hugging Face config or given by hand."""
+"""Arguments of a model, read strictly from a Hugging Face config or constructed directly."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class BaseModelArgs:
         n_kv_heads: key and value heads, a divisor of n_heads; 0 means n_heads.
         head_dim: features of a head; 0 means dim / n_heads.
         hidden_dim: inner width of the feed-forward network (intermediate_size).
-        max_seq_len: max_position_embeddings; a bound only for the RoPE kinds that refer to it.
+        max_seq_len: max_position_embeddings; limits only the RoPE kinds that use it.
         attention_bias, attention_out_bias: biases on wq, wk, wv and on wo.
         qk_norm: RMS norms over each head's queries and keys.
         sliding_window: each token sees itself and the window - 1 tokens before it, where `layer_windows` says so.
         layer_windows: the window of each layer, None for full attention; empty means `sliding_window` in all.
-        pad_token_id: the embedding row that lookups give no gradient to, as in transformers; None for none.
-        initializer_range: standard deviation of freshly initialised matrices.
-        is_critic: a value head `score` in place of the language-model head.
+        pad_token_id: the embedding row that gets no gradient from lookups, as in transformers; None for none.
+        initializer_range: standard deviation of newly initialized matrices.
+        is_critic: has a value head `score` in place of the language-model head.
         attn_type: the attention backend, `auto` or a registered name.
 
     Raises ConfigError for values that contradict each other.
@@ -70,45 +70,47 @@ class BaseModelArgs:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"n_kv_heads is {self.n_kv_heads}, which does not divide n_heads {self.n_heads}")
+            raise ConfigError(f"n_kv_heads is {self.n_kv_heads}; expected a divisor of n_heads {self.n_heads}")
         if self.head_dim % 2:
             raise ConfigError(
-                f"head_dim is {self.head_dim}; rotary embedding turns pairs of features, so it must be even"
+                f"head_dim is {self.head_dim}; expected an even number, since RoPE rotates pairs of features"
             )
         if self.hidden_act not in ACTIVATIONS:
-            raise ConfigError(f"hidden_act is {self.hidden_act!r}; supported are {', '.join(ACTIVATIONS)}")
+            raise ConfigError(f"hidden_act is {self.hidden_act!r}; expected one of {', '.join(ACTIVATIONS)}")
         candidates(self.attn_type)  # raises for an unknown name
         if len(self.layer_windows) != self.n_layers:
-            raise ConfigError(f"layer_windows has {len(self.layer_windows)} entries for {self.n_layers} layers")
+            raise ConfigError(
+                f"layer_windows has {len(self.layer_windows)} entries; expected one of each layer, {self.n_layers}"
+            )
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ConfigError(f"pad_token_id is {self.pad_token_id}; expected a token below {self.vocab_size}, or null")
         for name in ("short_factor", "long_factor"):
             divisors = getattr(self.rope_scaling, name)
             if divisors is not None and len(divisors) != self.head_dim // 2:
                 raise ConfigError(
-                    f"RoPE {name} has {len(divisors)} entries; head_dim {self.head_dim} needs half as many"
+                    f"RoPE {name} has {len(divisors)} entries; expected {self.head_dim // 2}, half of head_dim"
                 )
 
     @property
     def sizes(self) -> ModelSizes:
-        """What a layout divides."""
+        """The sizes that a parallel layout divides."""
         return ModelSizes(self.n_heads, self.n_kv_heads, self.vocab_size, self.n_layers, (self.hidden_dim,))
 
     def feed_forward_parameters(self, layer: int) -> tuple[int, int]:
-        """Matrix parameters of a layer's feed-forward network: those a token meets, and all."""
+        """Returns (active, all) matrix parameters of a layer's feed-forward network; active ones are used per token."""
         count = 3 * self.dim * self.hidden_dim
         return count, count
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
-        """Read a transformers config object or a parsed `config.json`, of the old or the new RoPE style.
+        """Returns the arguments of a transformers config object or a parsed `config.json`, with either RoPE style.
 
         Args:
             hf_config: object or dictionary; its `model_type` must be one of this family's.
             is_critic: build a value head.
             kwargs: fields of this class that override the config, such as `attn_type`.
 
-        Raises ConfigError with the field and its value for anything that archon cannot honour.
+        Raises ConfigError with the field and its value for anything that archon does not support.
         """
         names = {f.name for f in fields(cls)}
         for name in kwargs:
@@ -119,7 +121,7 @@ class BaseModelArgs:
                 )
         args = read_config(hf_config, cls.hf_fields, cls.model_types)
         if "sliding_window" in kwargs:
-            # In the layers where the config's window was; without one, in all.
+            # It applies to the layers that have a window in the config; where none has one, to all layers.
             windows, window = args["layer_windows"], kwargs["sliding_window"]
             args["layer_windows"] = tuple(old and window for old in windows) if any(windows) else ()
         return cls(**{**args, "is_critic": is_critic, **kwargs})

@@ -1,10 +1,9 @@
-"""Floating-point operations of a training step, in the two conventions people publish, and the bytes of its state.
+"""Floating-point operations of a training step, in the two published conventions, and the bytes of its state.
 
-Per token 6·N + attention, where N counts the matrix-product parameters that are active for a token (head included,
-embedding look-up not; of a mixture of experts the router, the chosen and the shared experts) and 6 = 2 forward + 4
-backward [Kaplan et al. 2020, section 2.1]. Attention is 12 · heads · head_dim · seq a layer [Chowdhery et al. 2022,
-appendix B]: `full` ignores causality, `causal` counts half. Recomputed activations are not useful work and are not
-counted.
+Per token 6·N + attention, where N counts the matrix-product parameters that are active for a token (including the head,
+not the embedding lookup; of a mixture of experts the router, the chosen and the shared experts) and 6 = 2 forward + 4
+backward [Kaplan et al. 2020, section 2.1]. Attention is 12 · heads · head_dim · seq per layer [Chowdhery et al. 2022,
+appendix B]: `full` ignores causality, `causal` counts half. Recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ PEAK_BF16_FLOPS = {
     "H200": 989e12,
     "H200 NVL": 835e12,
 }
-"""Dense bfloat16 peak of a part, by what its name has, in FLOP/s (NVIDIA's data sheets): MFU is against it."""
+"""Dense bfloat16 peak in FLOP/s (NVIDIA's data sheets), by a substring of the GPU's name; the denominator of MFU."""
 
 
 class Flops(NamedTuple):
-    """FLOPs of training in both conventions."""
+    """Training FLOPs in both conventions."""
 
     full: float
     causal: float
 
     def mfu(self, seconds: float, peak: float) -> Flops:
-        """Shares of `peak` (FLOP/s) when this work took `seconds`."""
+        """Returns the shares of `peak` (FLOP/s) that this work reached in `seconds`."""
         return Flops(self.full / seconds / peak, self.causal / seconds / peak)
 
 
 class StateBytes(NamedTuple):
-    """Bytes that live through a whole training step on one process."""
+    """Bytes of training state on one process."""
 
     parameters: int
     gradients: int
@@ -54,10 +53,12 @@ class StateBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MatmulShape:
-    """What the FLOP count needs to know of a decoder.
+    """The sizes of a decoder that determine its FLOPs.
 
-    `active` and `total` count matrix-product parameters: those a token meets, and all (they differ by idle experts).
-    `attention_width` is heads × head_dim; `windows` has each layer's window in tokens, None for full attention.
+    Attributes:
+        active, total: matrix-product parameters used per token, and all; they differ by the experts not chosen.
+        attention_width: heads × head_dim.
+        windows: each layer's window in tokens, None for full attention.
     """
 
     active: int
@@ -67,7 +68,7 @@ class MatmulShape:
 
     @classmethod
     def from_args(cls, args: BaseModelArgs) -> MatmulShape:
-        """Of a family's arguments."""
+        """Returns the sizes of a model's arguments."""
         width = args.n_heads * args.head_dim
         attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
         always = args.n_layers * attention + args.dim * (1 if args.is_critic else args.vocab_size)
@@ -77,10 +78,14 @@ class MatmulShape:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> MatmulShape:
-        """Of a `config.json` with Llama-style names, mixtures of experts included, whether or not archon trains it."""
+        """Returns the sizes of a `config.json` with Llama's field names, dense or with experts, of any model type.
+
+        Raises ConfigError where it lacks a field, or describes compressed keys and values.
+        """
         if "kv_lora_rank" in config:
             raise ConfigError(
-                f"FLOPs of model_type {config.get('model_type')!r} are not known: it compresses keys and values"
+                f"FLOPs of model_type {config.get('model_type')!r} cannot be counted: it has kv_lora_rank, but only "
+                "attention with uncompressed keys and values is supported"
             )
         try:
             dim, heads, n_layers = (config[k] for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
@@ -92,33 +97,33 @@ class MatmulShape:
         attention = dim * head_dim * (2 * heads + 2 * kv_heads)
         active = total = vocab * dim
         for layer in range(n_layers):
-            here, everywhere = _feed_forward(config, layer, dim, hidden)
-            active += attention + here
-            total += attention + everywhere
+            layer_active, layer_total = _feed_forward(config, layer, dim, hidden)
+            active += attention + layer_active
+            total += attention + layer_total
         kinds = config.get("layer_types") or ["full_attention"] * n_layers
         windows = tuple(config.get("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
         return cls(active, total, heads * head_dim, windows)
 
     def per_token(self, seq_len: int) -> Flops:
-        """FLOPs a token in documents of `seq_len` tokens."""
+        """Returns FLOPs per token in documents of `seq_len` tokens."""
         return Flops(*(flops / seq_len for flops in self.packed([seq_len])))
 
     def packed(self, lengths: Iterable[int]) -> Flops:
-        """FLOPs of training on documents of these lengths, in tokens: attention grows with Σ len²."""
+        """Returns FLOPs of training on documents of these lengths, in tokens; attention grows with Σ len²."""
         full = causal = 0.0
         for length in lengths:
             full += 6 * self.active * length
             causal += 6 * self.active * length
             for window in self.windows:
-                reach = min(length, window or length)
-                full += 12 * self.attention_width * length * reach
-                # Pairs below the diagonal and inside the window; half of length² where the window does not bind.
-                causal += 12 * self.attention_width * (length * reach - reach * reach / 2)
+                span = min(length, window or length)
+                full += 12 * self.attention_width * length * span
+                # Pairs below the diagonal and inside the window; half of length² where no window limits them.
+                causal += 12 * self.attention_width * (length * span - span * span / 2)
         return Flops(full, causal)
 
 
 def _feed_forward(config: Mapping[str, Any], layer: int, dim: int, hidden: int) -> tuple[int, int]:
-    """Active and total matrix parameters of one layer's feed-forward network."""
+    """Returns active and total matrix parameters of one layer's feed-forward network."""
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     sparse = (
         experts > 0
@@ -135,5 +140,5 @@ def _feed_forward(config: Mapping[str, Any], layer: int, dim: int, hidden: int) 
 
 
 def training_state_bytes(n_parameters: int, master_bytes: int = 4) -> StateBytes:
-    """Bytes of masters, gradients and AdamW's two moments for `n_parameters` (a tied weight counted once)."""
+    """Returns the bytes of masters, gradients and AdamW's two moments; `n_parameters` counts a tied weight once."""
     return StateBytes(n_parameters * master_bytes, n_parameters * master_bytes, 2 * n_parameters * master_bytes)

@@ -1,4 +1,4 @@
-"""The language-model head: logits, or token scores and losses that never hold [T, vocab]."""
+"""The language-model head: logits, or token scores and losses computed without materializing [T, vocab]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IGNORE_INDEX = -100
 class TokenScores(NamedTuple):
     """Per token [T], in at least float32: log p(label) and the entropy of p in nats; 0 where the label is ignored.
 
-    Both are differentiable. `entropy` is None where it was not asked for.
+    Both are differentiable. `entropy` is None where it was not requested.
     """
 
     logprobs: Tensor
@@ -27,31 +27,31 @@ class TokenScores(NamedTuple):
 
 
 class WeightedLoss(NamedTuple):
-    """`loss`: the sum of -weight * log p(label), a scalar with gradient; `logprobs` [T] per token, without one."""
+    """`loss`: the sum of -weight * log p(label), a differentiable scalar; `logprobs` [T], not differentiable."""
 
     loss: Tensor
     logprobs: Tensor
 
 
-class _Kept:
-    """The rows of [T] that count; ignored ones cost nothing since they are left out before any product."""
+class _RowSelection:
+    """Selects the scored rows of [T], so that ignored rows are left out of the matrix products."""
 
     def __init__(self, total: int, index: Tensor) -> None:
         self.total = total
         self.index = None if index.shape[0] == total else index
 
-    def take(self, x: Tensor) -> Tensor:
+    def select(self, x: Tensor) -> Tensor:
         return x if self.index is None else x.index_select(0, self.index)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """[kept] to [T], 0 elsewhere."""
+    def scatter(self, values: Tensor) -> Tensor:
+        """Returns `values` [n] of the selected rows as [T], 0 elsewhere."""
         if self.index is None:
             return values
         return values.new_zeros(self.total).index_copy(0, self.index, values)
 
 
 class LMHead(nn.Linear):
-    """Projection to the vocabulary, weight [vocab, dim], without bias; a tied model's weight is its embedding."""
+    """Projection to the vocabulary, weight [vocab, dim], without bias; in a tied model it is the embedding's weight."""
 
     role: Role = "head"
     tp: Group | None = None
@@ -59,7 +59,7 @@ class LMHead(nn.Linear):
     def __init__(self, dim: int, vocab_size: int, *, tied: bool = False) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.tied = tied
-        """Whether the weight is the embedding, also where a pipeline keeps the two apart."""
+        """Whether the weight is tied to the embedding, also where a pipeline's last stage has a copy of it."""
 
     @overload
     def forward(self, hidden: Tensor) -> Tensor: ...
@@ -94,38 +94,38 @@ class LMHead(nn.Linear):
         weights: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
-        """One call for every use, since sharding wraps exactly this call.
+        """Compute logits, token scores or a weighted loss; one method, because FSDP hooks wrap `forward`.
 
         Args:
-            hidden: [T, dim], after the final norm; under tensor parallelism this rank's share [T / tp, dim].
-            labels: int64 [T], the token each position predicts, -100 for none: those rows cost nothing.
+            hidden: [T, dim], after the final norm; under tensor parallelism this rank's shard [T / tp, dim].
+            labels: int64 [T], the token that each position predicts, -100 for rows that are not scored.
             temperature: divides the logits; a positive number, or [T].
-            entropy: whether scores carry entropies, which cost three more passes over each tile.
-            weights: [T]; asks for the fused weighted loss in place of scores.
-            rows: int64 [n], the positions to score, where the caller knows them and that their labels are tokens of
-                the vocabulary; else they are looked for and checked, for which the host waits for a GPU.
+            entropy: compute entropies too, which takes three more passes over each tile.
+            weights: [T]; compute the fused weighted loss instead of scores.
+            rows: int64 [n], the positions to score, if known to the caller, with valid labels; by default they are
+                found and checked here, for which the host waits for the GPU.
 
         Returns:
             Logits [T, vocab] in hidden's dtype without labels, else `TokenScores`, or `WeightedLoss` with `weights`.
 
         Raises ValueError for a label outside the vocabulary, for a temperature that is not positive and for weights
-        without labels.
+        without labels; LayoutError for logits under tensor parallelism.
         """
         if labels is None:
             if weights is not None:
-                raise ValueError("weights were given without labels; the weighted loss needs both")
+                raise ValueError("weights were given without labels; expected both, or neither")
             if self.tp is not None:
                 raise LayoutError(
-                    "under tensor parallelism the vocabulary is split and whole logits are never made; pass labels"
+                    "labels are None; under tensor parallelism full logits are never computed: pass labels"
                 )
             return linear(hidden, self.weight)
         if weights is not None:
             return self.loss_sum(hidden, labels, weights, temperature, rows)
-        kept, hidden, labels, temperature = self._kept(hidden, labels, temperature, rows)
+        selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows)
         logprobs, entropies = token_scores(
             hidden, local(self.weight), labels, temperature, with_entropy=entropy, group=self.tp
         )
-        return TokenScores(kept.spread(logprobs), None if entropies is None else kept.spread(entropies))
+        return TokenScores(selected.scatter(logprobs), None if entropies is None else selected.scatter(entropies))
 
     def loss_sum(
         self,
@@ -135,38 +135,40 @@ class LMHead(nn.Linear):
         temperature: float | Tensor = 1.0,
         rows: Tensor | None = None,
     ) -> WeightedLoss:
-        """The sum over tokens of -weight * log p(label), its gradient made in the same pass: for losses whose weights
-        are known beforehand, as in cross-entropy. Arguments as in `forward`.
+        """Returns the sum over tokens of -weight * log p(label), whose gradient is computed in the same pass.
 
-        Without `rows`, tokens of weight 0 cost nothing and report log-probability 0. The loss can be differentiated
-        once.
+        For losses whose weights are known before the forward, such as cross-entropy. Arguments as in `forward`. Without
+        `rows`, tokens of weight 0 are not scored and have logprob 0. `backward` can be called once.
         """
         if rows is None:
             labels = labels.masked_fill(weights == 0, IGNORE_INDEX)
-        kept, hidden, labels, temperature = self._kept(hidden, labels, temperature, rows)
+        selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows)
         loss, logprobs = weighted_loss(
-            hidden, local(self.weight), labels, kept.take(weights), temperature, group=self.tp
+            hidden, local(self.weight), labels, selected.select(weights), temperature, group=self.tp
         )
-        return WeightedLoss(loss, kept.spread(logprobs))
+        return WeightedLoss(loss, selected.scatter(logprobs))
 
-    def _kept(
+    def _select_rows(
         self, hidden: Tensor, labels: Tensor, temperature: float | Tensor, rows: Tensor | None
-    ) -> tuple[_Kept, Tensor, Tensor, float | Tensor]:
-        """The rows that count."""
+    ) -> tuple[_RowSelection, Tensor, Tensor, float | Tensor]:
+        """Returns the selection of scored rows, and hidden, labels and temperature of these rows."""
         if self.tp is not None:
             hidden = all_gather(hidden, self.tp)
-        kept = _Kept(labels.shape[0], (labels != IGNORE_INDEX).nonzero().squeeze(1) if rows is None else rows)
-        labels = kept.take(labels)
+        selected = _RowSelection(
+            labels.shape[0], (labels != IGNORE_INDEX).nonzero().squeeze(1) if rows is None else rows
+        )
+        labels = selected.select(labels)
         if rows is None and labels.numel():
             low, high = (int(x) for x in labels.aminmax())
             if low < 0 or high >= self.out_features:
                 raise ValueError(
-                    f"labels lie in {low} .. {high}; expected 0 .. {self.out_features - 1}, or {IGNORE_INDEX} for none"
+                    f"labels range from {low} to {high}; expected 0 to {self.out_features - 1}, or {IGNORE_INDEX} for "
+                    "tokens that are not scored"
                 )
         lowest = temperature
         if isinstance(temperature, Tensor):
-            temperature = kept.take(temperature)
+            temperature = selected.select(temperature)
             lowest = float(temperature.min()) if temperature.numel() else 1.0
         if not lowest > 0:
             raise ValueError(f"temperature is {lowest}; expected a positive number")
-        return kept, kept.take(hidden), labels, temperature
+        return selected, selected.select(hidden), labels, temperature

@@ -1,7 +1,7 @@
-"""Strict reading of a Hugging Face config: a field is mapped, known to have no effect, or refused by name and value.
+"""Strict reading of a Hugging Face config: a field is mapped, known to have no effect, or rejected by name and value.
 
-Engines that skip what they do not know train another model than the one they were given (an ignored YaRN, window, bias
-or activation is 0.3 % to 145 % of error); here an unknown field ends the reading.
+A reader that ignores unknown fields may build a different model (an ignored YaRN, window, bias or activation gives
+errors of 0.3 % to 145 %); here an unknown field raises ConfigError.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Field:
     """A config field that becomes an argument of the model.
 
     Attributes:
-        native: the name in `BaseModelArgs`; empty for a field that is checked and has no effect here.
-        kind: `int`, `float` (an integer is accepted), `bool`, `str`, or `list` for a list of integers, none negative.
-        default: what Hugging Face assumes where the file is silent; REQUIRED where a file must speak.
+        native: the name in `BaseModelArgs`; empty for a field that is checked but has no effect here.
+        kind: `int`, `float` (an integer is accepted), `bool`, `str`, or `list` for a list of nonnegative integers.
+        default: Hugging Face's default; REQUIRED for a field without one.
         optional: whether null is accepted (and read as the default).
-        least: the smallest integer accepted; no number but an integer may be negative.
+        least: the smallest integer accepted; floats must not be negative.
         most: the largest integer accepted.
     """
 
@@ -38,10 +38,10 @@ class Field:
     most: int | None = None
 
 
-# No model is this deep, and what is listed by layer would fill the memory.
+# No real model has more layers, and lists with one entry per layer would fill the memory.
 MAX_LAYERS = 10_000
 
-# What every dense decoder of the Llama line has in common.
+# Fields that all dense decoders of Llama's architecture share.
 DENSE_FIELDS: dict[str, Field] = {
     "hidden_size": Field("dim", int),
     "num_hidden_layers": Field("n_layers", int, most=MAX_LAYERS),
@@ -60,7 +60,7 @@ DENSE_FIELDS: dict[str, Field] = {
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 _WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-# Fields that change the computation unless they hold the value named here.
+# Fields that change the computation unless they have this value.
 _MUST_BE: dict[str, Any] = {
     "attention_dropout": 0.0,
     "partial_rotary_factor": 1.0,
@@ -76,7 +76,7 @@ _MUST_BE: dict[str, Any] = {
     "auto_map": None,
 }
 
-# Fields without effect on the weights or on the computation: names, bookkeeping, what generation or a trainer reads.
+# Fields without effect on the weights or on the model's computation: names, metadata, generation, training.
 NO_EFFECT = frozenset(
     """
     model_type architectures transformers_version torch_dtype dtype use_cache return_dict
@@ -90,10 +90,11 @@ NO_EFFECT = frozenset(
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     cross_attention_hidden_size
-    """.split()  # noqa: SIM905 - a table reads better than quoted names
+    """.split()  # noqa: SIM905 - a table is easier to read than quoted names
 )
 
-# Hugging Face's name of a RoPE field, ours, and the kinds that use it (in transformers' `_validate_*_rope_parameters`).
+# Hugging Face's name of a RoPE field: (native name, the RoPE types that use it, by transformers'
+# `_validate_*_rope_parameters`).
 _ROPE_NATIVE = {
     "factor": ("factor", {"linear", "dynamic", "yarn", "llama3", "longrope"}),
     "original_max_position_embeddings": ("original_max_seq_len", {"yarn", "llama3", "longrope"}),
@@ -119,13 +120,13 @@ _ROPE_REQUIRED = {
 DEFAULT_THETA = 10_000.0
 
 
-def refuse(name: str, value: Any, expected: str) -> NoReturn:
-    """Raise the one kind of error a config gives: the field, its value, what was expected."""
+def reject_field(name: str, value: Any, expected: str) -> NoReturn:
+    """Raise ConfigError with a field, its value, and what was expected."""
     raise ConfigError(f"config field {name!r} is {value!r}; {expected}", field=name)
 
 
 def as_dict(hf_config: Any) -> dict[str, Any]:
-    """A plain dictionary of a transformers config object or of a parsed `config.json`."""
+    """Returns a transformers config object or a parsed `config.json` as a plain dictionary."""
     if isinstance(hf_config, Mapping):
         return dict(hf_config)
     if hasattr(hf_config, "to_dict"):
@@ -134,32 +135,35 @@ def as_dict(hf_config: Any) -> dict[str, Any]:
 
 
 def check_kind(name: str, value: Any, kind: type) -> Any:
-    """`value` as `kind`; a bool is no number, an integer may stand for a float, NaN and infinity are refused."""
+    """Returns `value` as `kind`; an integer is accepted as a float, a bool is not a number.
+
+    Raises ConfigError, naming the field, for another type, NaN or infinity.
+    """
     wanted: tuple[type, ...] = (int, float) if kind is float else (kind,)
     if isinstance(value, wanted) and (kind is bool or not isinstance(value, bool)):
         converted = kind(value)
         if kind is not float or abs(converted) < float("inf"):
             return converted
-    refuse(name, value, f"expected {'a number' if kind is float else 'type ' + kind.__name__}")
+    reject_field(name, value, f"expected {'a number' if kind is float else 'type ' + kind.__name__}")
 
 
 def read_config(hf_config: Any, fields: Mapping[str, Field], model_types: frozenset[str]) -> dict[str, Any]:
-    """Arguments of a model, by native name, from a config of one of `model_types`.
+    """Returns the arguments of a model, by native name, from a config of one of `model_types`.
 
-    Raises ConfigError naming the field and value for whatever cannot be honoured.
+    Raises ConfigError, naming field and value, for anything unsupported.
     """
     config = as_dict(hf_config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in model_types:
-        refuse("model_type", model_type, f"this family reads {', '.join(sorted(model_types))}")
+        reject_field("model_type", model_type, f"expected {' or '.join(sorted(model_types))} in this family")
     known = {*fields, *_ROPE_FIELDS, *_WINDOW_FIELDS, *_MUST_BE, *NO_EFFECT}
     for name, value in config.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "remove it if it has no effect"
-            refuse(name, value, f"archon does not know this field and will not guess; {hint}")
+            reject_field(name, value, f"archon does not know this field; {hint}")
         if name in _MUST_BE and value is not None and value != _MUST_BE[name]:
-            refuse(name, value, f"archon supports only {_MUST_BE[name]!r}")
+            reject_field(name, value, f"archon supports only {_MUST_BE[name]!r}")
     args = {field.native: _read_field(config, name, field) for name, field in fields.items()}
     args.pop("", None)
     args["rope_theta"], args["rope_scaling"] = _read_rope(config, args["max_seq_len"])
@@ -175,52 +179,52 @@ def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
         return field.default
     value = check_kind(name, value, field.kind)
     if field.kind is list and any(type(item) is not int or item < 0 for item in value):
-        refuse(name, value, "expected a list of integers, none negative")
+        reject_field(name, value, "expected a list of integers, none negative")
     if field.kind is int and value < field.least:
-        refuse(name, value, f"expected at least {field.least}")
+        reject_field(name, value, f"expected at least {field.least}")
     if field.kind is int and field.most is not None and value > field.most:
-        refuse(name, value, f"expected at most {field.most}")
+        reject_field(name, value, f"expected at most {field.most}")
     if field.kind is float and value < 0:
-        refuse(name, value, "expected no negative number")
+        reject_field(name, value, "expected no negative number")
     return value
 
 
 def _read_rope(config: Mapping[str, Any], max_seq_len: int) -> tuple[float, RopeConfig]:
-    """theta and scaling from the old style (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`)."""
+    """Returns theta and scaling, from the old fields (`rope_theta`, `rope_scaling`) or the new `rope_parameters`."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if old and new and old != new:
-        refuse("rope_scaling", old, f"it contradicts rope_parameters {new!r}; keep one")
+        reject_field("rope_scaling", old, f"it contradicts rope_parameters {new!r}; keep one")
     source = "rope_scaling" if old else "rope_parameters"
     given = old or new or {}
     if not isinstance(given, Mapping):
-        refuse(source, given, "expected a dictionary or null")
+        reject_field(source, given, "expected a dictionary or null")
     scaling = dict(given)
     kinds = [scaling.pop(key) for key in ("rope_type", "type") if key in scaling] or ["default"]
     kind = kinds[0]
     if kind != kinds[-1] or not isinstance(kind, str) or kind not in _ROPE_REQUIRED:
-        refuse(f"{source}.rope_type", kind, f"expected one of {', '.join(_ROPE_REQUIRED)}, given once")
+        reject_field(f"{source}.rope_type", kind, f"expected one of {', '.join(_ROPE_REQUIRED)}, given once")
     outer, inner = config.get("rope_theta"), scaling.pop("rope_theta", None)
     if outer is not None and inner is not None and outer != inner:
-        refuse("rope_theta", outer, f"it contradicts the {inner!r} of {source}; keep one")
+        reject_field("rope_theta", outer, f"it contradicts the {inner!r} of {source}; keep one")
     theta = inner if inner is not None else outer
     theta = DEFAULT_THETA if theta is None else check_kind("rope_theta", theta, float)
     if theta <= 1:
-        refuse("rope_theta", theta, "expected a number above 1")
+        reject_field("rope_theta", theta, "expected a number above 1")
     if (partial := scaling.pop("partial_rotary_factor", None)) not in (None, 1, 1.0):
-        refuse(f"{source}.partial_rotary_factor", partial, "archon supports only 1.0")
+        reject_field(f"{source}.partial_rotary_factor", partial, "archon supports only 1.0")
 
     values: dict[str, Any] = {"kind": kind}
     for name, value in scaling.items():
         native, used_by = _ROPE_NATIVE.get(name, ("", set()))
         if kind not in used_by:
-            refuse(f"{source}.{name}", value, f"RoPE of type {kind!r} has no such field; remove it")
+            reject_field(f"{source}.{name}", value, f"RoPE of type {kind!r} has no such field; remove it")
         values[native] = None if value is None else _rope_value(f"{source}.{name}", value)
     for name in _ROPE_REQUIRED[kind]:
         nullable = kind == "yarn"
         if name not in scaling or (scaling[name] is None and not nullable):
             raise ConfigError(f"config field {source!r} lacks {name!r}, which RoPE of type {kind!r} needs")
     if values.get("truncate", True) is None:
-        refuse(f"{source}.truncate", None, "expected true or false")
+        reject_field(f"{source}.truncate", None, "expected true or false")
     _complete_rope(config, values, max_seq_len)
     return theta, RopeConfig(**values)
 
@@ -232,13 +236,13 @@ def _rope_value(name: str, value: Any) -> Any:
         return check_kind(name, value, int)
     if name.endswith(("short_factor", "long_factor")):
         if not isinstance(value, (list, tuple)):
-            refuse(name, value, "expected a list of numbers")
+            reject_field(name, value, "expected a list of numbers")
         return tuple(check_kind(name, item, float) for item in value)
     return check_kind(name, value, float)
 
 
 def _complete_rope(config: Mapping[str, Any], values: dict[str, Any], max_seq_len: int) -> None:
-    """The original context: a top-level field goes before the inner one; the default is max_position_embeddings."""
+    """Set the original context length: the top-level field, else the inner one, else max_position_embeddings."""
     if values["kind"] not in _ROPE_NATIVE["original_max_position_embeddings"][1]:
         return
     outer = config.get("original_max_position_embeddings")
@@ -249,13 +253,13 @@ def _complete_rope(config: Mapping[str, Any], values: dict[str, Any], max_seq_le
 
 
 def _read_windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, tuple[int | None, ...]]:
-    """The window and each layer's own: `layer_types` decides, else layers from `max_window_layers` on slide."""
+    """Returns the window, and each layer's: by `layer_types`, else that of layers from `max_window_layers` on."""
     window = config.get("sliding_window", 4096)
     window = None if window is None else check_kind("sliding_window", window, int)
     if not check_kind("use_sliding_window", config.get("use_sliding_window") or False, bool):
         window = None
     if window is not None and window < 1:
-        refuse("sliding_window", window, "expected at least 1, or null")
+        reject_field("sliding_window", window, "expected at least 1, or null")
     layer_types = config.get("layer_types")
     if layer_types is None:
         first = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
@@ -267,12 +271,14 @@ def _read_windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None,
             or len(layer_types) != n_layers
             or any(t not in kinds for t in layer_types)
         ):
-            refuse(
+            reject_field(
                 "layer_types",
                 layer_types,
                 f"expected full_attention or sliding_attention for each of {n_layers} layers",
             )
         slides = [layer_type == "sliding_attention" for layer_type in layer_types]
     if any(slides) and window is None:
-        refuse("layer_types", layer_types, "it names sliding layers, but use_sliding_window or sliding_window is off")
+        reject_field(
+            "layer_types", layer_types, "it has sliding layers, but use_sliding_window or sliding_window is off"
+        )
     return window, tuple(window if slide else None for slide in slides)

@@ -1,4 +1,4 @@
-"""What families with mixtures of experts share: their arguments, and which blocks they are built of."""
+"""Arguments and decoder shared by the families with mixtures of experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from archon.models.base import BaseArchonModel, BaseModelArgs, MoETransformerBlock, TransformerBlock
-from archon.models.hf_config import as_dict, refuse
+from archon.models.hf_config import as_dict, reject_field
 from archon.models.layers.moe import MoE
 from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
@@ -19,10 +19,11 @@ class MoEModelArgs(BaseModelArgs):
     """Arguments of a decoder in which some layers, or all, are mixtures of experts.
 
     Attributes:
-        n_experts, n_experts_per_token: how many there are in a layer and how many a token chooses.
+        n_experts, n_experts_per_token: experts in a layer, and experts chosen per token.
         moe_hidden_dim: inner width of one expert; `hidden_dim` is that of the dense layers.
         norm_topk_prob: the chosen experts' weights are divided by their sum.
-        balance_by_bias: keep a bias a layer that evens the experts' load; a Hugging Face checkpoint cannot hold it.
+        balance_by_bias: keep a bias per layer that balances the experts' load; a Hugging Face checkpoint cannot
+            hold it.
 
     Raises ConfigError for values that contradict each other.
     """
@@ -44,7 +45,7 @@ class MoEModelArgs(BaseModelArgs):
                 raise ConfigError(f"moe_hidden_dim is {self.moe_hidden_dim}; expected at least 1")
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether this layer, counted from zero, is a mixture of experts."""
+        """Returns whether this layer, counted from 0, has experts."""
         return self.n_experts > 0
 
     @property
@@ -55,7 +56,7 @@ class MoEModelArgs(BaseModelArgs):
         return replace(sizes, experts=self.n_experts, expert_hidden=self.moe_hidden_dim) if any(sparse) else sizes
 
     def feed_forward_parameters(self, layer: int) -> tuple[int, int]:
-        """See `BaseModelArgs.feed_forward_parameters`; a token meets the router and the experts it chose."""
+        """See `BaseModelArgs.feed_forward_parameters`; the router and the chosen experts are active."""
         if not self.is_sparse(layer):
             return super().feed_forward_parameters(layer)
         expert, router = 3 * self.dim * self.moe_hidden_dim, self.dim * self.n_experts
@@ -63,12 +64,14 @@ class MoEModelArgs(BaseModelArgs):
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
-        """See `BaseModelArgs.from_hf_config`; transformers also writes `num_experts` as `num_local_experts`."""
+        """See `BaseModelArgs.from_hf_config`; `num_local_experts` is transformers' other name of `num_experts`."""
         config = as_dict(hf_config)
         if "num_local_experts" in config:
             experts = config.pop("num_local_experts")
             if config.setdefault("num_experts", experts) != experts:
-                refuse("num_local_experts", experts, f"it contradicts num_experts {config['num_experts']!r}; keep one")
+                reject_field(
+                    "num_local_experts", experts, f"it contradicts num_experts {config['num_experts']!r}; keep one"
+                )
         return super().from_hf_config(config, is_critic, **kwargs)
 
 
@@ -77,7 +80,7 @@ class MoEDecoder(BaseArchonModel):
 
     args: MoEModelArgs
     shared_hidden_dim: ClassVar[int] = 0
-    """Inner width of the shared experts' network in a family that has one."""
+    """Inner width of the shared experts' network; 0 in families without shared experts."""
 
     def build_block(self, layer: int) -> nn.Module:
         """Returns a dense layer where the arguments say so, else one with experts."""

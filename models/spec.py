@@ -1,6 +1,6 @@
-"""The registry: which family serves which Hugging Face `model_type`.
+"""The registry of model families by Hugging Face `model_type`.
 
-A package outside archon joins by an entry point of the group `archon.models` whose value is a `ModelSpec`.
+Other packages register a family by an entry point of the group `archon.models` whose value is a `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ ParallelizeFn = Callable[..., Any]
 PipeliningFn = Callable[..., None]
 
 ENTRY_POINT_GROUP = "archon.models"
-# A new family adds its name here; nothing else outside its file changes.
+# A new family adds its module's name here; nothing else outside its file changes.
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything the engine needs to know of one family.
+    """Everything the engine needs to know about one family.
 
     Attributes:
         name: the family's name, unique among registered specs.
-        model_class: built as `model_class(args)`, on the meta device inside the engine.
+        model_class: built as `model_class(args)`; the engine builds it on the meta device.
         model_args_class: reads a Hugging Face config by `from_hf_config`.
         state_dict_adapter_class: maps Hugging Face tensors to parameters and back.
         parallelize_fn: applies a layout to a built model, see `archon.parallel.decoder.parallelize_decoder`.
-        supported_model_types: the Hugging Face `model_type` strings this family claims.
-        pipelining_fn: takes from a whole model on the meta device, in place, what a pipeline stage does not hold:
-            `pipelining_fn(model, plan=plan, stage=stage)`, where `plan.layers[stage]` says which layers it does. None
-            is the shared one, `archon.parallel.pipeline.prune`.
+        supported_model_types: the Hugging Face `model_type` strings of this family.
+        pipelining_fn: removes in place, from a whole model on the meta device, what a pipeline stage does not hold:
+            `pipelining_fn(model, plan=plan, stage=stage)`, where `plan.layers[stage]` lists its layers. None for the
+            shared one, `archon.parallel.pipeline.prune`.
     """
 
     name: str
@@ -59,19 +59,17 @@ def family_spec(
     parallelize_fn: ParallelizeFn,
     pipelining_fn: PipeliningFn | None = None,
 ) -> ModelSpec:
-    """Returns the spec of a family whose adapter names its model, whose model names its arguments, and whose arguments
-    name the Hugging Face `model_type`s they read."""
+    """Returns the spec of a family, with the model class of `adapter`, its arguments and their `model_types`."""
     model = adapter.model_class
     args = model.args_class
     return ModelSpec(name, model, args, adapter, parallelize_fn, args.model_types, pipelining_fn)
 
 
 class _Registry:
-    """Specs by `model_type`; the built-in families and the entry points are read on first use, by one thread while
-    others wait.
+    """Specs by `model_type`. Built-in families and entry points are loaded on first use, under a lock.
 
     Attributes:
-        failures: one line for each plugin that is left out, and for each model type that several plugins claim.
+        failures: one line for each plugin that could not be loaded, and for each model type that several plugins claim.
     """
 
     def __init__(self) -> None:
@@ -86,8 +84,8 @@ class _Registry:
                 holder = self._specs.get(model_type)
                 if holder is not None and holder is not spec:
                     raise ValueError(
-                        f"model_type {model_type!r} is claimed by {spec.name!r}, but {holder.name!r} holds it already; "
-                        "each model_type belongs to one family"
+                        f"family {spec.name!r} registers model_type {model_type!r}, which family {holder.name!r} has "
+                        "already; expected one family for each model_type"
                     )
             self._specs.update(dict.fromkeys(spec.supported_model_types, spec))
 
@@ -151,14 +149,14 @@ _REGISTRY = _Registry()
 
 
 def register_model_spec(spec: ModelSpec) -> None:
-    """Make a family known. Raises ValueError when another spec claims one of its model types already."""
+    """Register a family. Raises ValueError where another family has one of its model types."""
     _REGISTRY.specs()
     _REGISTRY.add([spec])
 
 
 def get_model_spec(model_type: str) -> ModelSpec:
-    """The spec that serves a Hugging Face `model_type`; UnknownModelError names what is available, and the plugins that
-    could not be loaded, for one of them may have served it."""
+    """Returns the spec of a Hugging Face `model_type`. Raises UnknownModelError, which lists the supported ones and the
+    plugins that could not be loaded, since one of them may provide it."""
     specs = _REGISTRY.specs()
     if model_type not in specs:
         raise UnknownModelError(
@@ -170,10 +168,10 @@ def get_model_spec(model_type: str) -> ModelSpec:
 
 
 def is_supported_model(model_type: str) -> bool:
-    """Whether some registered family serves this `model_type`."""
+    """Returns whether a registered family supports this `model_type`."""
     return model_type in _REGISTRY.specs()
 
 
 def get_supported_model_types() -> frozenset[str]:
-    """All `model_type` strings that some registered family serves."""
+    """Returns all `model_type` strings of the registered families."""
     return frozenset(_REGISTRY.specs())

@@ -1,6 +1,6 @@
-"""Hugging Face names and shapes against ours, as data: a family declares a map, everything else is here.
+"""Conversion between Hugging Face's names and shapes and ours: a family declares a map, everything else is here.
 
-Every Hugging Face key and every parameter is accounted for exactly once; nothing is dropped with a warning.
+Every Hugging Face key and every parameter is used exactly once; anything else raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from archon.models.base import BaseArchonModel
 from archon.schema.errors import CheckpointError
 
-# What every dense decoder of the Llama line has in common. `{}` stands for the layer's index; None marks keys that old
-# exports carry and that hold no weight.
+# Names that all dense decoders of Llama's architecture share. `{}` stands for the layer's index; None marks keys of old
+# exports that hold no weight.
 DENSE_HF_MAP: dict[str, str | None] = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.wq.weight",
@@ -44,7 +44,7 @@ QK_NORM_HF_MAP: dict[str, str | None] = {
     "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
     "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
 }
-# Experts are one stacked parameter here and one matrix each there; the second `{}` is the expert.
+# Hugging Face has one matrix per expert, archon one stacked parameter; the second `{}` is the expert's index.
 EXPERTS_HF_MAP: dict[str, str | None] = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
@@ -55,12 +55,12 @@ EXPERTS_HF_MAP: dict[str, str | None] = {
 
 @dataclass(frozen=True)
 class NativeTarget:
-    """Where a Hugging Face tensor goes.
+    """The parameter that a Hugging Face tensor fills.
 
     Attributes:
-        name: the parameter, or None for a key to skip.
-        index: the row of a stacked parameter that it fills (an expert's), or None for the whole parameter.
-        must_equal: it repeats a tied parameter: not to be loaded, and an error unless bitwise equal to it.
+        name: of the parameter; None for a key to skip.
+        index: the row of a stacked parameter that it fills (an expert's); None for the full parameter.
+        must_equal: it is a copy of a tied parameter: not loaded, and an error unless bitwise equal to it.
     """
 
     name: str | None
@@ -73,13 +73,13 @@ def _matcher(template: str) -> re.Pattern[str]:
 
 
 class BaseStateDictAdapter:
-    """Maps between a Hugging Face checkpoint of one config and the parameters of this zoo's model. Holds no tensors.
+    """Maps between the tensors of a Hugging Face checkpoint and the parameters of our model. Holds no tensors.
 
     Args:
         hf_config: the checkpoint's config, an object or a dictionary.
-        hf_assets_path: folder of the checkpoint, for messages only.
+        hf_assets_path: folder of the checkpoint, for error messages only.
         is_critic: the model has a value head `score` in place of the language-model head.
-        init_score: the critic is made from an actor's checkpoint: its `lm_head` is skipped, `score` is not expected.
+        init_score: the critic is built from an actor's checkpoint: its `lm_head` is skipped, `score` is not expected.
 
     Subclasses set `model_class` and, where they differ, `from_hf_map`.
     """
@@ -96,7 +96,7 @@ class BaseStateDictAdapter:
 
     @cached_property
     def to_hf_map(self) -> dict[str, str]:
-        """Native template to Hugging Face template."""
+        """Hugging Face template by native template."""
         return {native: hf for hf, native in self.from_hf_map.items() if native is not None}
 
     @cached_property
@@ -120,15 +120,15 @@ class BaseStateDictAdapter:
         return self.args.tie_word_embeddings and not self.args.is_critic
 
     def native_names(self) -> list[str]:
-        """Every parameter's name, tied ones once."""
+        """Returns the names of all parameters, tied ones once."""
         return list(self.native_shapes)
 
     def loadable_names(self) -> list[str]:
-        """The parameters that a checkpoint must fill: all but the `score` of a critic made from an actor."""
+        """Returns the parameters that a checkpoint must fill: all but the `score` of a critic built from an actor."""
         return [name for name in self.native_shapes if not (self.init_score and name == "score.weight")]
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor that a checkpoint of this config holds, by Hugging Face name."""
+        """Returns the shape of every tensor in a checkpoint of this config, by Hugging Face name."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name in self.loadable_names():
             shape = self.native_shapes[name]
@@ -137,7 +137,7 @@ class BaseStateDictAdapter:
         return shapes
 
     def hf_to_native(self, hf_name: str) -> NativeTarget:
-        """Where a Hugging Face tensor goes. CheckpointError for a key that this config's model has no place for."""
+        """Returns the parameter that a Hugging Face key fills. Raises CheckpointError for an unknown key."""
         for pattern, template in self._hf_patterns:
             match = pattern.fullmatch(hf_name)
             if match is None:
@@ -158,11 +158,11 @@ class BaseStateDictAdapter:
             return NativeTarget(name, index)
         raise CheckpointError(
             f"unknown key {hf_name!r}{self._where()}: this {'critic' if self.args.is_critic else 'model'} of "
-            f"{self.args.n_layers} layers has no such parameter; was the config of another checkpoint?"
+            f"{self.args.n_layers} layers has no such parameter; is it the config of another checkpoint?"
         )
 
     def _hf_names(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, int | None]]:
-        """The Hugging Face names of a parameter, with the row each holds of a stacked one."""
+        """Returns the Hugging Face names of a parameter, each with its row of a stacked parameter, else None."""
         for pattern, template in self._native_patterns:
             match = pattern.fullmatch(name)
             if match is None:
@@ -173,11 +173,11 @@ class BaseStateDictAdapter:
         raise CheckpointError(f"parameter {name!r} has no Hugging Face name in {type(self).__name__}")
 
     def convert_single_to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """The Hugging Face tensors of one parameter, as views; none for the head of a tied model."""
+        """Returns (name, view) of the Hugging Face tensors of one parameter; none for the head of a tied model."""
         if name == "output.weight" and self.is_tied:
             return []
         if name not in self.native_shapes:
-            raise CheckpointError(f"parameter {name!r} is not part of this model, so it cannot be exported")
+            raise CheckpointError(f"parameter {name!r} is not part of this model; expected the names of native_names()")
         if tuple(tensor.shape) != self.native_shapes[name]:
             raise CheckpointError(
                 f"parameter {name!r} has shape {tuple(tensor.shape)}, expected {self.native_shapes[name]}"
@@ -185,14 +185,17 @@ class BaseStateDictAdapter:
         return [(hf, tensor if row is None else tensor[row]) for hf, row in self._hf_names(name, tuple(tensor.shape))]
 
     def to_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A native state dict as Hugging Face's; CheckpointError unless every parameter is there and nothing else."""
+        """Returns a native state dict as Hugging Face's. Raises CheckpointError for missing or extra parameters."""
         missing = {*self.native_shapes} - {*state}
         if missing:
             raise CheckpointError(f"parameters missing from the export: {_some(missing)}")
         return {hf: part for name, tensor in state.items() for hf, part in self.convert_single_to_hf(name, tensor)}
 
     def from_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A Hugging Face state dict as ours; CheckpointError for any unknown, missing or misshapen key."""
+        """Returns a Hugging Face state dict as a native one.
+
+        Raises CheckpointError for an unknown or missing key, and for another shape.
+        """
         expected = self.hf_shapes()
         native: dict[str, Tensor] = {}
         rows: dict[str, dict[int, Tensor]] = {}

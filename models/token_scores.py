@@ -1,14 +1,14 @@
-"""Log-probabilities, entropies and weighted cross-entropy of a vocabulary projection, without its logits.
+"""Log-probabilities, entropies and weighted cross-entropy of a vocabulary projection, without storing its logits.
 
-The logits of N tokens over V words are made in tiles of some rows and columns, used while the cache holds them, and
-made again for the gradient (the idea of Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009, with ordinary matrix
-products). With l the logits over the temperature τ, p = softmax(l), H the entropy, y the label:
+The logits of N tokens over V words are computed in tiles of some rows and columns, used while they are in the cache,
+and recomputed for the gradient (the idea of Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009, with ordinary
+matrix products). With l the logits over the temperature τ, p = softmax(l), H the entropy, y the label:
 
     log p_y = l_y - lse(l)                  d log p_y / dl_j = [j = y] - p_j
     H = lse(l) - sum_j p_j l_j              d H / dl_j       = -p_j (log p_j + H)
 
-Where the vocabulary is split over ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3), each rank makes its own
-columns, and only numbers per row travel: with lse_r, H_r of rank r's columns alone and w_r = exp(lse_r - lse),
+Where the vocabulary is sharded (Shoeybi et al. 2019, arXiv:1909.08053, section 3), each rank computes its own columns,
+and only numbers per row are communicated: with lse_r, H_r of rank r's columns alone and w_r = exp(lse_r - lse),
 
     lse = log sum_r exp(lse_r)              H = lse - sum_r w_r (lse_r - H_r)
 """
@@ -25,10 +25,10 @@ from torch.autograd.function import once_differentiable
 from archon.models.layers.matmul import add_product
 from archon.parallel.comm import Group, all_reduce
 
-# Of one tile on a CPU: 8 MB in float32, which the last-level cache holds while the passes over it run; measured over
-# 256 to 2,048 rows and 512 to 32,768 columns.
+# Size of a tile on a CPU: 8 MB in float32, which stays in the last-level cache; the fastest of 256 to 2,048 rows and
+# 512 to 32,768 columns.
 CPU_ROWS, CPU_COLUMNS = 1024, 2048
-# Bytes of whole rows of logits on a GPU, and for the weighted loss anywhere.
+# Bytes of full rows of logits on a GPU, and for the weighted loss on any device.
 ROWS_BYTES = 256 << 20
 
 
@@ -37,7 +37,7 @@ def _spans(total: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def tile_shape(rows: int, vocab: int, device: torch.device, whole_rows: bool) -> tuple[int, int]:
-    """Rows and columns of a tile: cache-sized columns on a CPU, whole rows on a GPU where launches would dominate."""
+    """Returns rows and columns of a tile: cache-sized on a CPU, full rows on a GPU, where launches would dominate."""
     by_budget = max(128, min(CPU_ROWS * 4, ROWS_BYTES // (4 * vocab)))
     if device.type == "cpu":
         return min(rows, CPU_ROWS, by_budget if whole_rows else CPU_ROWS), min(vocab, CPU_COLUMNS)
@@ -45,9 +45,9 @@ def tile_shape(rows: int, vocab: int, device: torch.device, whole_rows: bool) ->
 
 
 class _Projection:
-    """Tiles of scaled logits of hidden [N, D] against weight [V, D], and the products that bring their gradient back.
+    """Computes tiles of the scaled logits of hidden [N, D] and weight [V, D].
 
-    Products run in the dtype of `hidden`; softmax and sums run in `wide`, at least float32.
+    Products are in the dtype of `hidden`; softmax and sums in `wide`, at least float32.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class _Projection:
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         vocab = weight.shape[0]
         self.rows, self.columns = tile_shape(hidden.shape[0], vocab, hidden.device, whole_rows)
-        # Reused by every tile, also where a product is made elsewhere and copied in: memory fresh from the system costs
-        # more than the arithmetic on it.
+        # Reused by every tile, even where a product must be copied into it: page faults of newly allocated memory would
+        # take longer than the arithmetic.
         self.buffer = hidden.new_empty(self.rows * (vocab if whole_rows else self.columns), dtype=self.wide)
-        self.spare = hidden.new_empty(self.rows * self.columns, dtype=self.wide)
+        self.scratch = hidden.new_empty(self.rows * self.columns, dtype=self.wide)
 
     def row_spans(self) -> Iterator[tuple[int, int]]:
         return _spans(self.hidden.shape[0], max(self.rows, 1))
@@ -69,22 +69,22 @@ class _Projection:
         return _spans(self.weight.shape[0], self.columns)
 
     def scale(self, r0: int, r1: int) -> Tensor | float:
-        """1 / τ of these rows, a number or [r, 1]."""
+        """Returns 1 / τ of these rows, a number or [r, 1]."""
         return self.inv_temperature[r0:r1] if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
 
     def logits(self, r0: int, r1: int, c0: int, c1: int, *, offset: int = 0) -> Tensor:
-        """One tile [r, c] in `wide`, living in the shared buffer from `offset` on."""
+        """Returns one tile [r, c] in `wide`, a view of the shared buffer at `offset`."""
         tile = self.buffer[offset : offset + (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0)
         add_product(tile, self.hidden[r0:r1], self.weight[c0:c1].t(), first=True)
         scale = self.scale(r0, r1)
         return tile if isinstance(scale, float) and scale == 1.0 else tile.mul_(scale)
 
-    def spare_like(self, tile: Tensor) -> Tensor:
-        return self.spare[: tile.numel()].view(tile.shape)
+    def scratch_like(self, tile: Tensor) -> Tensor:
+        return self.scratch[: tile.numel()].view(tile.shape)
 
 
 class _Gradients:
-    """Sums of logit gradients times weight and hidden; rows are scaled on the narrow side of the products."""
+    """Accumulates the gradients of hidden and weight over tiles, scaling rows on the smaller side of the products."""
 
     def __init__(self, projection: _Projection, needs_hidden: bool, needs_weight: bool) -> None:
         hidden, weight, wide = projection.hidden, projection.weight, projection.wide
@@ -95,7 +95,10 @@ class _Gradients:
             self.weight.zero_()
 
     def add(self, core: Tensor, factor: Tensor, scaled_hidden: Tensor, r0: int, r1: int, c0: int, c1: int) -> None:
-        """Add the share of one tile, whose gradient is factor [r, 1] * core [r, c]; scaled_hidden = factor * hidden."""
+        """Add the contribution of one tile, whose gradient is factor [r, 1] * core [r, c].
+
+        scaled_hidden [r, D] is factor * hidden.
+        """
         narrow = core.to(self.projection.hidden.dtype)
         if self.hidden is not None:
             out = self.hidden[r0:r1]
@@ -114,23 +117,23 @@ class _Gradients:
 
 
 class _RowSums:
-    """Running maximum, sum of exponentials and, for the entropy, their weighted sum over the tiles of one row chunk."""
+    """Running maximum, sum of exponentials and, for the entropy, their weighted sum, over the tiles of some rows."""
 
     def __init__(self, rows: int, like: Tensor, with_entropy: bool) -> None:
         self.maximum = like.new_full((rows, 1), -torch.inf)
         self.total = like.new_zeros((rows, 1))
         self.weighted = like.new_zeros((rows, 1)) if with_entropy else None
 
-    def add(self, tile: Tensor, spare: Tensor) -> Tensor:
-        """Take in a tile of logits; it is overwritten by its exponentials over the maximum returned."""
+    def add(self, tile: Tensor, scratch: Tensor) -> Tensor:
+        """Add a tile of logits. Returns the new maximum; the tile is overwritten by exp(tile - maximum)."""
         maximum = torch.maximum(self.maximum, tile.amax(1, keepdim=True))
         drop = self.maximum - maximum
         decay = drop.exp()
         tile.sub_(maximum)
         if self.weighted is not None:
-            # Of the first tile the drop is -inf, where the sums are still 0.
+            # For the first tile the drop is -inf, and the sums are still 0.
             self.weighted.add_(self.total * drop.clamp(min=torch.finfo(drop.dtype).min)).mul_(decay)
-            exponentials = torch.exp(tile, out=spare)
+            exponentials = torch.exp(tile, out=scratch)
             self.weighted.add_(tile.mul_(exponentials).sum(1, keepdim=True))
             self.total.mul_(decay).add_(exponentials.sum(1, keepdim=True))
         else:
@@ -146,10 +149,10 @@ class _RowSums:
         return self.total.log() - self.weighted / self.total
 
 
-def _across_ranks(
+def _reduce_over_ranks(
     lse: Tensor, label_logits: Tensor, entropy: Tensor | None, group: Group | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What each rank found in its columns, [r, 1] each, as that of the whole vocabulary."""
+    """Returns lse, label logits and entropies [r, 1] of the full vocabulary, from those of each rank's columns."""
     if group is None:
         return lse, label_logits, entropy
     top = all_reduce(lse, group, "max")
@@ -160,19 +163,19 @@ def _across_ranks(
     return whole, label_logits, entropy
 
 
-class _Labels:
-    """The labels [r] of a tile's rows and columns: no host waits to learn which of them lie in it."""
+class _TileLabels:
+    """The labels [r] of a tile's rows, some outside its columns; needs no host synchronization to find them."""
 
     def __init__(self, labels: Tensor, c0: int, c1: int) -> None:
         self.inside = (labels >= c0) & (labels < c1)
         self.places = torch.arange(labels.shape[0], device=labels.device), (labels - c0).clamp(0, c1 - c0 - 1)
 
     def take(self, tile: Tensor) -> Tensor:
-        """The tile's entries at the labels, 0 where they lie outside: [r, 1]."""
+        """Returns the tile's entries at the labels [r, 1], 0 for labels outside its columns."""
         return torch.where(self.inside, tile[self.places], 0.0).unsqueeze(1)
 
     def subtract(self, tile: Tensor, share: Tensor | float = 1.0) -> None:
-        """Take `share`, a number or [r, 1], off the tile's entries at the labels."""
+        """Subtract `share`, a number or [r, 1], from the tile's entries at the labels."""
         share = share.squeeze(1) if isinstance(share, Tensor) else share
         tile[self.places] -= self.inside.to(tile.dtype) * share
 
@@ -196,15 +199,15 @@ class _TokenScores(torch.autograd.Function):
             sums = _RowSums(r1 - r0, lse, with_entropy)
             for c0, c1 in projection.column_spans():
                 tile = projection.logits(r0, r1, c0, c1)
-                label_logits[r0:r1] += _Labels(labels[r0:r1], c0, c1).take(tile)
-                sums.add(tile, projection.spare_like(tile))
+                label_logits[r0:r1] += _TileLabels(labels[r0:r1], c0, c1).take(tile)
+                sums.add(tile, projection.scratch_like(tile))
             lse[r0:r1] = sums.lse()
             if entropy is not None:
                 entropy[r0:r1] = sums.entropy()
-        lse, label_logits, entropy = _across_ranks(lse, label_logits, entropy, group)
+        lse, label_logits, entropy = _reduce_over_ranks(lse, label_logits, entropy, group)
         ctx.inv_temperature = inv_temperature
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
-        # An entropy that is only reported has no gradient, and the backward pass of logprobs alone is the cheaper one.
+        # Where the entropy gets no gradient, its gradient stays None, and the cheaper backward of logprobs alone runs.
         ctx.set_materialize_grads(False)
         return (label_logits - lse).squeeze(1), None if entropy is None else entropy.squeeze(1)
 
@@ -231,15 +234,15 @@ class _TokenScores(torch.autograd.Function):
                 if entropy_grad is None:
                     tile.exp_()
                 else:
-                    p = torch.exp(tile, out=projection.spare_like(tile))
+                    p = torch.exp(tile, out=projection.scratch_like(tile))
                     torch.addcmul(constant, tile, slope, out=tile).mul_(p)
-                _Labels(labels[r0:r1], c0, c1).subtract(tile, label_share)
+                _TileLabels(labels[r0:r1], c0, c1).subtract(tile, label_share)
                 gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
         return *gradients.results(), None, None, None, None
 
 
 class _WeightedLoss(torch.autograd.Function):
-    """The weights being known, the gradient is made in the forward pass: three matrix products in place of four."""
+    """Computes the gradient in the forward pass, since the weights are known: three matrix products instead of four."""
 
     @staticmethod
     def forward(
@@ -259,10 +262,10 @@ class _WeightedLoss(torch.autograd.Function):
             label_logits = torch.zeros_like(logprobs[r0:r1])
             for c0, c1 in projection.column_spans():
                 tile = projection.logits(r0, r1, c0, c1, offset=(r1 - r0) * c0)
-                own = _Labels(labels[r0:r1], c0, c1)
+                own = _TileLabels(labels[r0:r1], c0, c1)
                 label_logits += own.take(tile)
-                tiles.append((tile, sums.add(tile, projection.spare_like(tile)), own))
-            lse, label_logits, _ = _across_ranks(sums.lse(), label_logits, None, group)
+                tiles.append((tile, sums.add(tile, projection.scratch_like(tile)), own))
+            lse, label_logits, _ = _reduce_over_ranks(sums.lse(), label_logits, None, group)
             logprobs[r0:r1] = label_logits - lse
             factor = weights[r0:r1].unsqueeze(1) * projection.scale(r0, r1)
             scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
@@ -280,7 +283,7 @@ class _WeightedLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
-                "the weighted loss was differentiated twice; its gradients are kept for one backward pass"
+                "backward of the weighted loss was called twice; its gradients are kept for one call: run forward again"
             )
         gradients, ctx.gradients = ctx.gradients, None
         return *(None if g is None else g.mul_(loss_grad) for g in gradients), None, None, None, None
@@ -295,18 +298,17 @@ def token_scores(
     with_entropy: bool = True,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(label) [N] and the entropy [N] in nats (or None), differentiable in hidden and weight.
+    """Returns log p(label) [N] and the entropy [N] in nats (or None), differentiable in hidden and weight.
 
     Args:
         hidden: [N, D] floating point, of the weight's dtype.
         weight: [V, D].
         labels: int64 [N], each in 0 .. V - 1.
         temperature: divides the logits; a positive number, or a tensor [N].
-        group: ranks that hold equal shares of the vocabulary's rows, in order; `weight` is this rank's share. All call
-            with the same rows and labels and get the same scores; each gets its share of hidden's gradient, to be
-            summed.
+        group: ranks that hold equal shards of the vocabulary's rows, in order; `weight` is this rank's shard. All ranks
+            pass the same rows and labels and get the same scores; the gradient of hidden must be summed over them.
     """
-    labels = _own_labels(labels, weight, group)
+    labels = _local_labels(labels, weight, group)
     return _TokenScores.apply(hidden, weight, labels, _inverse(temperature, hidden), with_entropy, group)
 
 
@@ -319,20 +321,20 @@ def weighted_loss(
     *,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of -weights * log p(label), differentiable in hidden and weight, and log p(label) [N] without gradient.
+    """Returns the sum of -weights * log p(label), differentiable in hidden and weight, and log p(label) [N].
 
-    Arguments as in `token_scores`; weights [N] are constants.
+    The latter is not differentiable. Arguments as in `token_scores`; weights [N] are constants.
     """
     weights = weights.detach().to(torch.promote_types(hidden.dtype, torch.float32))
     if not torch.is_grad_enabled():
         logprobs, _ = token_scores(hidden, weight, labels, temperature, with_entropy=False, group=group)
         return -(logprobs * weights).sum(), logprobs
-    labels = _own_labels(labels, weight, group)
+    labels = _local_labels(labels, weight, group)
     return _WeightedLoss.apply(hidden, weight, labels, weights, _inverse(temperature, hidden), group)
 
 
-def _own_labels(labels: Tensor, weight: Tensor, group: Group | None) -> Tensor:
-    """Labels counted from this rank's first row; those of other ranks fall outside 0 .. V - 1 and meet no column."""
+def _local_labels(labels: Tensor, weight: Tensor, group: Group | None) -> Tensor:
+    """Returns labels relative to this rank's first row; those of other ranks are outside 0 .. V - 1 and match none."""
     return labels if group is None else labels - group.rank * weight.shape[0]
 
 

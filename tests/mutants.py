@@ -93,7 +93,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "interleaved 1F1B has one pass, not two, more under way for each later rank",
-        "archon/planner/memory.py",
+        "archon/planner/memory_model.py",
         "(stages - 1) * plan.pp + 2 * (plan.pp - 1 - rank) + 1",
         "(stages - 1) * plan.pp + (plan.pp - 1 - rank) + 1",
         (f"{PIPELINE}::test_as_many_passes_are_under_way_as_the_planner_counts",),
@@ -544,7 +544,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the logprob of a token is that among the tokens that were allowed",
         "archon/generation/sampler.py",
-        "logprobs = scores.gather(1, tokens[:, None])[:, 0] - log_normaliser",
+        "logprobs = scores.gather(1, tokens[:, None])[:, 0] - log_normalizer",
         "logprobs = scores.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(choices, dim=-1)",
         ("tests/generation/test_sampler.py", "tests/generation/test_answers.py"),
     ),

@@ -1,4 +1,4 @@
-"""Parallel layouts measured side by side: real training steps, each point in processes of its own."""
+"""Benchmarks of parallel layouts: real training steps, each configuration in processes of its own."""
 
 from archon.schema.lazy import lazy_exports
 
@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "config": ("Point", "SweepConfig"),
         "compare": ("compare_records",),
-        "record": ("BenchRecord", "Row", "read_record"),
+        "bench_record": ("BenchRecord", "BenchRow", "read_record"),
         "sweep": ("run_sweep",),
     },
 )

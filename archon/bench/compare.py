@@ -1,37 +1,37 @@
-"""Two records side by side."""
+"""Compares two records of sweeps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from archon.bench.bench_record import BenchRecord, BenchRow
 from archon.bench.origin import Spread
-from archon.bench.record import BenchRecord, Row
 from archon.bench.table import aligned
 
 
 def compare_records(a: BenchRecord, b: BenchRecord) -> list[str]:
-    """A line for each point of both: throughput and memory, the ratio B / A, and whether it is more than the spread.
+    """Returns a line for each point of both records: throughput, memory, the ratios B / A, and a mark for a difference.
 
-    A difference is marked where the two ranges, smallest to largest step, do not overlap.
+    A difference is marked where the two ranges of throughput, minimum to maximum, do not overlap.
     """
-    theirs: dict[str, list[Row]] = {}
+    theirs: dict[str, list[BenchRow]] = {}
     for row in b.rows:
         theirs.setdefault(row.point.model_dump_json(), []).append(row)
-    lines = [f"{name}: {of.command} at {of.commit}, {of.date}, {of.machine.cpu}" for name, of in (("A", a), ("B", b))]
+    lines = [f"{name}: {r.command} at {r.commit}, {r.date}, {r.machine.cpu}" for name, r in (("A", a), ("B", b))]
     if a.machine != b.machine:
-        lines.append("the two are from different machines, and their times say little of each other")
+        lines.append("the two are from different machines, so their times are not comparable")
     lines += [f"the two differ in {what}" for what in _differences(a.setup, b.setup)]
     rows = [("point", "A tok/s", "B tok/s", "B / A", "", "A MiB", "B MiB", "B / A")]
-    apart = []
+    unmatched = []
     for ours in a.rows:
         same = theirs.get(ours.point.model_dump_json())
         if not same:
-            apart.append(f"{ours.point.name}: in A alone")
+            unmatched.append(f"{ours.point.name}: only in A")
             continue
         other = same.pop(0)
         if ours.measured is None or other.measured is None:
-            apart.append(f"{ours.point.name}: A {_outcome(ours)}; B {_outcome(other)}")
+            unmatched.append(f"{ours.point.name}: A {_outcome(ours)}; B {_outcome(other)}")
         else:
             x, y = ours.measured.tokens_per_s, other.measured.tokens_per_s
             first, second = (_memory(row) for row in (ours, other))
@@ -47,21 +47,21 @@ def compare_records(a: BenchRecord, b: BenchRecord) -> list[str]:
                     "-" if not first or second is None else f"{second / first:.3f}",
                 )
             )
-    apart += [f"{row.point.name}: in B alone" for rest in theirs.values() for row in rest]
-    return [*lines, *(aligned(rows) if len(rows) > 1 else []), *apart]
+    unmatched += [f"{row.point.name}: only in B" for rest in theirs.values() for row in rest]
+    return [*lines, *(aligned(rows) if len(rows) > 1 else []), *unmatched]
 
 
 def verdict(a: Spread, b: Spread) -> str:
-    """Of B: `faster` or `slower` beyond the spread of both, else nothing."""
+    """Returns `faster` or `slower` for B, where the two ranges do not overlap, else an empty string."""
     if b.min > a.max:
         return "faster"
     return "slower" if b.max < a.min else ""
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """What else than the points tells two sweeps apart: the model's fields, the engine's, threads and device."""
-    for part, of in (("the model's", _part("model")), ("the engine's", _part("sweep", "engine"))):
-        ours, theirs = of(a), of(b)
+    """Yield the differences of two set-ups besides their points: model, engine, threads and device."""
+    for part, read in (("the model's", _part("model")), ("the engine's", _part("sweep", "engine"))):
+        ours, theirs = read(a), read(b)
         for name in sorted({*ours, *theirs}):
             if ours.get(name) != theirs.get(name):
                 yield f"{part} {name}: {ours.get(name)} and {theirs.get(name)}"
@@ -72,7 +72,7 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _part(*path: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """A reader of a part of a set-up; empty where there is none."""
+    """Returns a function that returns the part of a set-up at `path`, empty where there is none."""
 
     def read(setup: Mapping[str, Any]) -> dict[str, Any]:
         part = dict(setup)
@@ -83,11 +83,11 @@ def _part(*path: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     return read
 
 
-def _outcome(row: Row) -> str:
+def _outcome(row: BenchRow) -> str:
     return "measured" if row.measured is not None else f"{row.status} ({row.reason})"
 
 
-def _memory(row: Row) -> int | None:
-    """The peak that counts: allocated on a GPU, resident on a CPU."""
+def _memory(row: BenchRow) -> int | None:
+    """Returns the peak in bytes: allocated memory on a GPU, growth of resident memory on a CPU."""
     sizes = row.peak_memory
     return sizes.get("allocated", sizes.get("rss_growth"))

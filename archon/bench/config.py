@@ -1,4 +1,4 @@
-"""What a sweep measures: layouts × shapes × micro-batches × recomputation × compilation × dtypes, as points."""
+"""The points of a sweep: layouts × shapes × micro-batches × recomputation × compilation × dtypes."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from archon.schema.config import MAX_SECONDS, ActivationCheckpointConfig, Comput
 from archon.schema.errors import ConfigError, UserError
 
 Recompute = Annotated[str, AfterValidator(lambda name: ActivationCheckpointConfig.named(name).name)]
-"""A recompute policy by its name, as `archon plan` prints it."""
-# Of an engine's fields, those that a point or the sweep itself sets.
-SET_HERE = frozenset(
+"""The name of a recompute policy, as `archon plan` prints it."""
+# Fields of EngineConfig that a point or the sweep sets.
+SWEEP_FIELDS = frozenset(
     {"path", "layout", "dtype", "max_tokens_per_mb", "compile", "activation_checkpoint", "timeout_s", "device"}
     | {"init_from_scratch", "is_critic", "optimizer", "stall_s"}
 )
 
 
 class Point(StrictModel):
-    """One measurement."""
+    """One configuration to measure."""
 
     layout: str
     shape: Shape
-    micro_batch: int = Field(ge=1, description="most tokens of a micro-batch")
+    micro_batch: int = Field(ge=1, description="maximum tokens of a micro-batch")
     recompute: Recompute
     compile: bool
     dtype: ComputeDtype
 
     @property
-    def same_loss(self) -> tuple[str, str]:
-        """Points that share this compute the same loss, but for rounding."""
+    def loss_key(self) -> tuple[str, str]:
+        """Documents and dtype; points with equal keys must compute the same loss, up to rounding."""
         return str(self.shape.lengths), self.dtype
 
     @property
-    def refusal(self) -> str:
-        """Why nothing can be measured; nothing where something can."""
+    def error(self) -> str:
+        """Why the point cannot be measured; empty if it can."""
         if max(self.shape.lengths) <= self.micro_batch:
             return ""
         return (
@@ -49,7 +49,7 @@ class Point(StrictModel):
 
     @property
     def name(self) -> str:
-        """On one line: what tells it from the others of a sweep."""
+        """A line that identifies the point within a sweep."""
         rest = [self.shape.name, f"mb {self.micro_batch}", self.dtype]
         rest += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         rest += ["compiled"] if self.compile else []
@@ -57,48 +57,48 @@ class Point(StrictModel):
 
 
 class SweepConfig(StrictModel):
-    """A model and what is varied of it. The first layout is the one that the losses of the others are compared with."""
+    """A model and the options to vary. The losses of all layouts are compared with those of the first one."""
 
     model: str = Field(description="Hugging Face checkpoint folder, or a config.json")
     layouts: list[str] = Field(["d1"], min_length=1, description="parallel layouts")
-    tokens: int = Field(8192, ge=2, description="tokens of a step, over all ranks, of documents that --seq makes")
+    tokens: int = Field(8192, ge=2, description="tokens of a step over all ranks, in documents of --seq tokens")
     seq: list[int] = Field(default_factory=list, description="tokens of each document, one shape each")
     lengths: list[str] = Field(
         default_factory=list, description="ragged shapes: lengths (`700,90,13`), or uniform:LONGEST, lognormal:LONGEST"
     )
-    micro_batch: list[int] = Field([16384], min_length=1, description="most tokens of a micro-batch")
+    micro_batch: list[int] = Field([16384], min_length=1, description="maximum tokens of a micro-batch")
     recompute: list[Recompute] = Field(["none"], min_length=1, description="recompute policies")
     compile: list[bool] = Field([False], min_length=1, description="torch.compile each block")
     dtype: list[ComputeDtype] = Field(["float32"], min_length=1, description="compute dtype")
     steps: int = Field(5, ge=1, description="timed steps")
-    warmup: int = Field(2, ge=2, description="steps before them; the first two are checked")
+    warmup: int = Field(2, ge=2, description="steps before the timed ones; the losses of the first two are checked")
     device: str = Field("auto", description="auto | cpu | cuda")
-    threads: int | None = Field(None, ge=1, description="threads of a process; null shares out the cores")
-    peak_tflops: float | None = Field(None, gt=0, description="TFLOP/s of a device, for MFU")
-    time_limit_s: float = Field(600.0, gt=0, le=MAX_SECONDS, description="seconds a point may take")
-    fresh: bool = Field(False, description="random weights although there are others")
+    threads: int | None = Field(None, ge=1, description="threads of a process; null divides the cores evenly")
+    peak_tflops: float | None = Field(None, gt=0, description="peak TFLOP/s of a device, for MFU")
+    time_limit_s: float = Field(600.0, gt=0, le=MAX_SECONDS, description="maximum seconds of a point")
+    fresh: bool = Field(False, description="use random weights even if the checkpoint has weights")
     engine: dict[str, Any] = Field(default_factory=dict, description="further fields of EngineConfig")
 
     @model_validator(mode="after")
     def _engine_fields_are_free(self) -> SweepConfig:
         for name in self.engine:
-            if name in SET_HERE:
-                raise ValueError(f"engine.{name} is set by the sweep itself; leave it out")
+            if name in SWEEP_FIELDS:
+                raise ValueError(f"engine.{name} was given, but the sweep sets it; leave it out")
         return self
 
     @property
     def folder(self) -> Path:
-        """Of the model."""
+        """The model's folder."""
         path = Path(self.model)
         return path.parent if path.name == "config.json" else path
 
     @property
     def random_weights(self) -> bool:
-        """Whether weights are made rather than read."""
+        """Whether weights are initialized randomly instead of loaded."""
         return self.fresh or not any(self.folder.glob("*.safetensors"))
 
     def shapes(self) -> list[Shape]:
-        """One for each document length and each ragged shape."""
+        """Returns a shape for each document length and each ragged shape."""
         if not self.seq and not self.lengths:
             raise ConfigError("give document lengths: --seq 1024, or --lengths 700,90,13 or lognormal:1024")
         return [even_shape(length, self.tokens) for length in self.seq] + [
@@ -106,25 +106,28 @@ class SweepConfig(StrictModel):
         ]
 
     def points(self) -> list[Point]:
-        """All of them, those that must agree one after the other; what none of them could honour is refused."""
+        """Returns all points; those with equal losses are consecutive.
+
+        Raises ConfigError or LayoutError for a layout that is malformed, and where no point can be measured.
+        """
         from archon.parallel.layout import parse_layout
 
         layouts = [str(parse_layout(layout)) for layout in self.layouts]
         points = list(self._points(layouts))
-        reasons = [self.refusal(point) for point in points]
-        if all(reasons):
-            raise ConfigError(reasons[0])
+        errors = [self.error(point) for point in points]
+        if all(errors):
+            raise ConfigError(errors[0])
         return points
 
-    def refusal(self, point: Point) -> str:
-        """Why a point cannot be measured, as far as that is seen without starting it; nothing where it can."""
+    def error(self, point: Point) -> str:
+        """Returns why a point cannot be measured, as far as is known without running it; empty if it can."""
         from archon.engine.build import resolve_device
 
         try:
             resolve_device(self.engine_config(point).device)
         except UserError as error:
             return str(error)
-        return point.refusal
+        return point.error
 
     def _points(self, layouts: list[str]) -> Iterator[Point]:
         varied = product(self.shapes(), self.dtype, self.micro_batch, self.recompute, self.compile, layouts)
@@ -139,8 +142,7 @@ class SweepConfig(StrictModel):
             )
 
     def engine_config(self, point: Point) -> EngineConfig:
-        """What a rank of `point` builds. Common beginnings are not shared: what a layout computes must not depend on
-        them."""
+        """Returns the engine's configuration of a point. Shared prefixes are off, so that all layouts do equal work."""
         given = {
             "path": str(self.folder),
             "layout": point.layout,

@@ -1,4 +1,4 @@
-"""What the ranks of one point do: build, check, time, record what is sent, profile."""
+"""The measurement of one point on its ranks: build, check losses, time steps, record collectives, profile."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from archon.bench.bench_record import CollectiveTraffic, Losses, Measurement, RankResult, phase_sums, schedule_of
 from archon.bench.config import Point
-from archon.bench.memory import MemoryMeter
-from archon.bench.origin import Check, relative_difference, spread
+from archon.bench.memory_meter import MemoryMeter
+from archon.bench.origin import NumericCheck, relative_difference, spread
 from archon.bench.partition import shortened
 from archon.bench.profiling import profiled
-from archon.bench.record import Losses, Measurement, RankResult, Traffic, phase_sums, schedule_of
-from archon.bench.shapes import share
+from archon.bench.shapes import shard_documents
 from archon.engine.build import resolve_device
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
@@ -25,16 +25,16 @@ from archon.parallel.collectives import CollectiveRecorder, group_names
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.config import EngineConfig
 
-# Relative differences of the same batch in two layouts; after AdamW's first step, whose sign near a zero gradient is
-# decided by rounding, more.
+# Allowed relative differences of the same batch in two layouts. After AdamW's first step they are larger, because the
+# sign of a nearly zero gradient depends on rounding.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}
 TOLERANCE_AFTER_STEP = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2}
-# A matrix product that is large for a core's caches and takes a part of a second.
+# A matrix product that exceeds a core's caches and takes a fraction of a second.
 GEMM_SIZE, GEMM_ROUNDS = 1024, 8
 
 
 class DeviationError(ArithmeticError):
-    """A layout computes something else than the first one."""
+    """The losses of a layout differ from those of the first one."""
 
 
 def measure(
@@ -44,17 +44,20 @@ def measure(
     warmup: int,
     peak_tflops: float | None,
     reference: tuple[str, Losses] | None,
-) -> tuple[Measurement, list[Check]]:
-    """Every rank calls it and is given the whole. Nothing is timed before the losses agree with the `reference`'s.
+) -> tuple[Measurement, list[NumericCheck]]:
+    """Measure a point. Returns on every rank the measurement of all ranks, and the checks of the losses. A collective.
 
-    Raises DeviationError where they do not, and whatever the engine refuses.
+    Args:
+        reference: a layout and its losses; nothing is timed unless the losses agree with them.
+
+    Raises DeviationError where they do not agree, and the engine's errors.
     """
     device = resolve_device(config.device)
     start = MemoryMeter(device.type == "cuda")
     engine = ArchonEngine(config)
     engine.initialize()
     world = ControlPlane.of_run()
-    batch = share(point.shape, engine.args.vocab_size, engine.ranks.dp.rank, engine.ranks.dp.size)
+    batch = shard_documents(point.shape, engine.args.vocab_size, engine.ranks.dp.rank, engine.ranks.dp.size)
 
     def step() -> dict[str, float]:
         metrics = engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
@@ -95,8 +98,8 @@ def measure(
         losses=losses,
         routing="natural" if engine.args.sizes.experts else None,
         traffic=[
-            Traffic(kind=of.kind, group=of.group, size=of.size, count=total.count, bytes=total.bytes)
-            for of, total in sorted(recorder.sums.items())
+            CollectiveTraffic(kind=key.kind, group=key.group, size=key.size, count=total.count, bytes=total.bytes)
+            for key, total in sorted(recorder.sums.items())
         ],
         by_rank=by_rank,
         peak_flops=peak,
@@ -109,8 +112,8 @@ def measure(
     return measurement, checks
 
 
-def compare_losses(ours: Losses, layout: str, theirs: Losses, dtype: str) -> list[Check]:
-    """DeviationError, naming it, where a number of `ours` is not that of `theirs`, found in `layout`."""
+def compare_losses(ours: Losses, layout: str, theirs: Losses, dtype: str) -> list[NumericCheck]:
+    """Returns the checks that `ours` equals `theirs`, the losses in `layout`. Raises DeviationError at a difference."""
     checks = []
     for what, value in ours:
         other = getattr(theirs, what)
@@ -118,15 +121,15 @@ def compare_losses(ours: Losses, layout: str, theirs: Losses, dtype: str) -> lis
         difference = relative_difference(value, other)
         if not difference <= tolerance:
             raise DeviationError(
-                f"{what.replace('_', ' ')} is {value:.9g}, and {other:.9g} in {layout}: they differ by "
-                f"{difference:.1e}, allowed {tolerance:.0e}; nothing is timed"
+                f"{what.replace('_', ' ')} is {value:.9g}, but {other:.9g} in {layout}: they differ by "
+                f"{difference:.1e}, allowed {tolerance:.0e}; the point is not timed"
             )
-        checks.append(Check(what=what, peer=layout, difference=difference, tolerance=tolerance))
+        checks.append(NumericCheck(what=what, peer=layout, difference=difference, tolerance=tolerance))
     return checks
 
 
 def _timed(step: Callable[[], Any], world: ControlPlane) -> float:
-    """Seconds of a step that all ranks begin together."""
+    """Returns the seconds of a step that all ranks start at the same time."""
     world.barrier()
     start = time.perf_counter()
     step()
@@ -134,7 +137,7 @@ def _timed(step: Callable[[], Any], world: ControlPlane) -> float:
 
 
 def _memory(start: MemoryMeter, steps: MemoryMeter) -> dict[str, int]:
-    """Peaks of the timed steps; resident memory as growth since before the model was built."""
+    """Returns the memory peaks of the timed steps; that of resident memory relative to before the model was built."""
     found = steps.read()
     peak = found.pop("rss_peak", None)
     found.pop("rss_above_start", None)
@@ -144,7 +147,7 @@ def _memory(start: MemoryMeter, steps: MemoryMeter) -> dict[str, int]:
 
 
 def gemm_flops(dtype: torch.dtype, world: ControlPlane) -> float:
-    """FLOP/s of this process's best matrix product, by the kernel of the models, while the others take theirs."""
+    """Returns FLOP/s of this process's fastest matrix product, by the models' kernel, while all ranks run theirs."""
     a, b = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
     best = float("inf")
     world.barrier()
@@ -156,7 +159,7 @@ def gemm_flops(dtype: torch.dtype, world: ControlPlane) -> float:
 
 
 def _peak(device: torch.device, dtype: str, given: float | None, by_rank: list[RankResult]) -> tuple[float | None, str]:
-    """FLOP/s of all ranks together, and where the number is from."""
+    """Returns peak FLOP/s of all ranks together, None where unknown, and the source of the number."""
     if given is not None:
         return given * 1e12 * len(by_rank), f"--peak-flops, {given:g} TFLOP/s a rank"
     if device.type == "cpu":
@@ -164,5 +167,5 @@ def _peak(device: torch.device, dtype: str, given: float | None, by_rank: list[R
     name = torch.cuda.get_device_name(device)
     part = max((part for part in PEAK_BF16_FLOPS if part in name), key=len, default=None)
     if part is None or dtype != "bfloat16":
-        return None, f"the peak of {name} in {dtype} is not known; give --peak-flops"
+        return None, f"the peak of {name} in {dtype} is unknown; set --peak-flops"
     return PEAK_BF16_FLOPS[part] * len(by_rank), f"dense bfloat16 peak of {part}"

@@ -1,4 +1,4 @@
-"""Where a measurement comes from and how its numbers spread; imports neither torch nor transformers."""
+"""The origin of a measurement (command, commit, machine) and statistics of its values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pydantic import Field
 from archon.schema.config import StrictModel
 
 ROOT = Path(__file__).resolve().parents[2]
-# Files that no measurement depends on, as git is told to leave them out.
+# Git pathspecs that exclude files on which no measurement depends.
 NOT_MEASURED = (":!benchmarks/records", ":!*.md")
 PACKAGES = ("torch", "transformers", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")
 
 
 class Machine(StrictModel):
-    """Where it ran."""
+    """The machine of a measurement."""
 
     cpu: str
     cores: int = Field(ge=1, description="cores this process may use")
@@ -31,28 +31,28 @@ class Machine(StrictModel):
     gpus: list[str] = Field(default_factory=list, description="name and driver of each GPU")
 
 
-class Check(StrictModel):
-    """A comparison that had to hold before anything was timed."""
+class NumericCheck(StrictModel):
+    """A comparison that had to hold before the timed steps."""
 
     what: str
     peer: str
-    difference: float = Field(description="relative; 0 where equality was demanded")
+    difference: float = Field(description="relative; 0 where equality was required")
     tolerance: float
 
 
 class Spread(StrictModel):
-    """One side's numbers over the rounds, and the memory it took."""
+    """Statistics of one side's values over the rounds, and its memory."""
 
     unit: str
     median: float
     min: float
     max: float
     values: list[float]
-    memory_bytes: dict[str, int] = Field(default_factory=dict, description="largest over the rounds, by kind")
+    memory_bytes: dict[str, int] = Field(default_factory=dict, description="maximum over the rounds, by kind")
 
 
 def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]] = ()) -> Spread:
-    """Median, minimum and maximum of `values`, with the largest of each kind of memory that `runs` report."""
+    """Returns statistics of `values`, and the maximum of each kind of memory in `runs`."""
     memory: dict[str, int] = {}
     for run in runs:
         for kind, size in run.get("memory", {}).items():
@@ -68,12 +68,12 @@ def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]]
 
 
 def relative_difference(ours: float, theirs: float) -> float:
-    """|a - b| / |b|."""
+    """Returns |ours - theirs| / |theirs|."""
     return abs(ours - theirs) / max(abs(theirs), 1e-30)
 
 
 def origin(command: str) -> dict[str, Any]:
-    """What every record says of its making: command, commit, date (UTC), versions and machine."""
+    """Returns the fields that every record has: command, commit, date (UTC), versions and machine."""
     return {
         "command": command,
         "commit": commit(),
@@ -84,7 +84,7 @@ def origin(command: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide a measurement, those that are installed."""
+    """Returns the versions of Python and of the installed packages that affect measurements."""
     found = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
@@ -95,8 +95,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the checkout, with `+` when tracked files differ from it, records and pages apart: a run writes
-    them. `unknown` outside a checkout."""
+    """Returns the commit of the checkout, with `+` if tracked files differ from it; `unknown` outside a checkout.
+
+    Records and Markdown pages are ignored, because a run writes them.
+    """
     if not (ROOT / ".git").exists():
         return "unknown"
     head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
@@ -110,7 +112,7 @@ def commit() -> str:
 
 
 def machine() -> Machine:
-    """Processor, cores, memory and GPUs of this machine."""
+    """Returns processor, cores, memory and GPUs of this machine."""
     cpu = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -1,8 +1,9 @@
-"""A profiled step cut into segments without gap or overlap: phases, what is waited for, and the rest.
+"""Partitions a profiled step into segments without gaps or overlaps: phases, collectives, and the rest.
 
-On a CPU the thread that trains is cut: a collective is what that thread spends starting it and waiting for it. On a GPU
-the device is: where any computation runs, its phase; where only collectives run, their kind; else `other`, in which the
-device waits for the host. So the parts add up to the step, and a collective hidden behind computation counts nothing.
+On a CPU the training thread's time is partitioned: the time of a collective is what the thread spends starting it and
+waiting for it. On a GPU the device's time is partitioned: where computation runs, its phase; where only collectives
+run, their kind; else `other`, where the device waits for the host. The segments add up to the step, and a collective
+that is overlapped with computation counts nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from archon.bench.record import COMPUTE, Segment
+from archon.bench.bench_record import COMPUTE, Segment
 from archon.parallel.collectives import kind_of
 
 LABEL = "archon:"
@@ -20,7 +21,7 @@ STEP = "step"
 OTHER = "other"
 # Autograd's name for the backward pass of what the head computes.
 HEAD_NODES = ("_WeightedLossBackward", "_TokenScoresBackward")
-# Of a segment list that is kept: the shortest segments join their neighbours.
+# Maximum number of segments that a record keeps; the shortest are merged with their neighbors.
 MAX_SEGMENTS = 2000
 
 _NCCL = {
@@ -34,7 +35,7 @@ _NCCL = {
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took a while: microseconds, from `start` to `end`."""
+    """A named interval from `start` to `end`, in microseconds."""
 
     name: str
     start: float
@@ -43,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Profile:
-    """One rank's profiled step: `start` in microseconds of the time that ranks share; all segments, from there."""
+    """One rank's profiled step: `start` in microseconds on a clock shared by all ranks; segments relative to it."""
 
     start: float
     segments: list[Segment]
@@ -51,7 +52,7 @@ class Profile:
 
 
 def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
-    """Of a trace as `torch.profiler` exports it, within whose one `archon:step` all is."""
+    """Returns the profile of a trace exported by `torch.profiler` that contains one `archon:step`."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     step = next(event for event in events if event["name"] == LABEL + STEP and event.get("cat") == "user_annotation")
     whole = Span(STEP, step["ts"], step["ts"] + step["dur"])
@@ -71,7 +72,7 @@ def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
 
 
 def _span(event: dict[str, Any]) -> list[Span]:
-    """The part of a step that a host event is, if it is one."""
+    """Returns the span of a host event as a list, empty where it is neither a phase nor a collective."""
     name, kind = event["name"], event.get("cat")
     start, end = event["ts"], event["ts"] + event["dur"]
     if kind == "user_annotation" and name.startswith(LABEL) and name != LABEL + STEP:
@@ -88,8 +89,10 @@ def _span(event: dict[str, Any]) -> list[Span]:
 
 
 def nested(whole: Span, spans: Iterable[Span]) -> list[Span]:
-    """`whole` cut by the spans within it, the innermost winning; what none covers is `other`. A `wait` is for the
-    collective started last."""
+    """Returns the partition of `whole` by the spans within it: the innermost one, or `other` where there is none.
+
+    A `wait` counts as the collective that was started last.
+    """
     result: list[Span] = []
     open_spans: list[Span] = [Span(OTHER, whole.start, whole.end)]
     at, last = whole.start, OTHER
@@ -117,7 +120,7 @@ def nested(whole: Span, spans: Iterable[Span]) -> list[Span]:
 
 
 def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable[Span]:
-    """What ran on the device: collectives by kind, the rest by what the host was at when it started them."""
+    """Yield what ran on the device: collectives by kind, the rest by the host's phase in which it was launched."""
     starts = [span.start for span in host]
     launches = {
         event["args"]["correlation"]: event["ts"]
@@ -130,7 +133,7 @@ def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable
         name, end = event["name"], event["ts"] + event["dur"]
         if "nccl" in name.lower():
             kind = next((kind for part, kind in _NCCL.items() if part in name), "collective")
-            # NCCL exchanges among all by the kernel that sends between two; torch says what it was asked for.
+            # NCCL implements all-to-all by its send-receive kernel; torch records which of the two was called.
             asked = str(event.get("args", {}).get("Collective name", "")).replace("_", "")
             kind = "all_to_all" if kind == "send_recv" and asked.startswith("alltoall") else kind
             yield Span(kind, event["ts"], end)
@@ -138,13 +141,15 @@ def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable
         launched = launches.get(event.get("args", {}).get("correlation"), event["ts"])
         index = bisect.bisect_right(starts, launched) - 1
         phase = host[index].name if 0 <= index < len(host) else OTHER
-        # Copies that a collective makes besides its kernel belong to whoever asked for it.
+        # Copies that a collective makes besides its kernel count as `other`.
         yield Span(phase if phase in COMPUTE else OTHER, event["ts"], end)
 
 
 def covered(whole: Span, spans: Iterable[Span]) -> list[Span]:
-    """`whole` cut by spans that may overlap: computation before `other` before collectives, of equals the one that
-    started last; nothing is `other`."""
+    """Returns the partition of `whole` by overlapping spans; time that no span covers is `other`.
+
+    Computation has precedence over `other`, and that over collectives; of equal ones the one that started last.
+    """
     edges: list[tuple[float, int, int, Span]] = []
     for number, span in enumerate(spans):
         if span.end > whole.start and span.start < whole.end:
@@ -171,7 +176,7 @@ def _foremost(running: Iterable[Span]) -> str:
 
 
 def _segments(parts: Iterable[Span], start: float) -> list[Segment]:
-    """Neighbours of one name joined, as (name, start, duration)."""
+    """Returns segments (name, start, duration) of the spans, with neighbors of one name merged."""
     result: list[Segment] = []
     for part in parts:
         if result and result[-1][0] == part.name:
@@ -183,7 +188,7 @@ def _segments(parts: Iterable[Span], start: float) -> list[Segment]:
 
 
 def shortened(segments: list[Segment], most: int = MAX_SEGMENTS) -> list[Segment]:
-    """About the `most` longest segments, for a drawing; the others are joined to the one before them."""
+    """Returns about the `most` longest segments; shorter ones are merged with the one before them."""
     if len(segments) <= most:
         return segments
     least = sorted(length for _, _, length in segments)[-most]

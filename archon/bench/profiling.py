@@ -1,4 +1,4 @@
-"""One training step under torch's profiler, with the names that `archon.bench.partition` reads."""
+"""Profiles one training step by torch's profiler, with the labels that `archon.bench.partition` reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from archon.bench.partition import LABEL, STEP, Profile, read_profile
 from archon.models.head import LMHead
 from archon.parallel.phase import listening
 
-# Kinds by c10d's number of an operation (`OpType`), for waits that name nothing else.
-_WAITED = {
+# Kinds of collectives by c10d's `OpType`, the only information that a wait has.
+_KIND_OF_OP_TYPE = {
     0: "broadcast",
     1: "all_reduce",
     4: "all_gather",
@@ -40,7 +40,7 @@ def labelled(name: str) -> record_function:
 
 
 def profiled(step: Callable[[], Any], model: nn.Module, device: torch.device) -> tuple[Profile, float]:
-    """The profile of one call of `step`, which is to end with the device's work done, and its seconds by the clock."""
+    """Returns the profile of one call of `step`, and its wall-clock seconds; `step` must wait for the device."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler, listening(labelled), _head_labelled(model), waits_labelled():
@@ -57,7 +57,7 @@ def profiled(step: Callable[[], Any], model: nn.Module, device: torch.device) ->
 
 @contextmanager
 def _head_labelled(model: nn.Module) -> Iterator[None]:
-    """Label the forward of the head, in which a fused loss is computed with its gradient."""
+    """Label the forward of the head, which also computes the gradient of a fused loss."""
     opened: list[Any] = []
 
     def before(*_: Any) -> None:
@@ -80,12 +80,12 @@ def _head_labelled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def waits_labelled() -> Iterator[None]:
-    """Label what Python waits for in a collective, which no operator tells of."""
+    """Label the waits for collectives in Python, which the profiler does not record as operators."""
     waiting: Any = dist.Work
     wait = waiting.wait
 
     def labelled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = _WAITED.get(work._get_op_type(), "collective")
+        kind = _KIND_OF_OP_TYPE.get(work._get_op_type(), "collective")
         with labelled(kind):
             return wait(work, *args, **kwargs)
 

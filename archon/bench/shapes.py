@@ -1,4 +1,4 @@
-"""The documents of a step: how long each is, and their tokens."""
+"""The documents of a step: their lengths and tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from archon.engine.batch import PackedBatch
 
 SEED = 0
-# Natural logarithm's standard deviation of a lognormal length, whose median is a quarter of the longest.
+# Standard deviation of the logarithm of a lognormal length, whose median is a quarter of the maximum.
 SIGMA = 0.8
 MAX_DOCUMENTS = 1_000_000
 
@@ -68,16 +68,19 @@ def parse_shape(text: str, tokens: int) -> Shape:
     return Shape(name=f"{kind}:{longest} {len(lengths)} documents", lengths=lengths)
 
 
-def share(shape: Shape, vocab_size: int, rank: int, ranks: int) -> PackedBatch:
-    """The documents of data-parallel rank `rank` of `ranks`: every `ranks`-th by length, whose tokens depend on the
-    document alone. ConfigError where there are fewer documents than ranks."""
+def shard_documents(shape: Shape, vocab_size: int, rank: int, ranks: int) -> PackedBatch:
+    """Returns the documents of data-parallel rank `rank` of `ranks`: every `ranks`-th one in order of length.
+
+    The random tokens of a document do not depend on the layout. Raises ConfigError for fewer documents than ranks.
+    """
     import torch
 
     from archon.engine.batch import pack
 
     if len(shape.lengths) < ranks:
         raise ConfigError(
-            f"{len(shape.lengths)} documents leave some of the {ranks} data-parallel ranks without one; raise --tokens"
+            f"there are {len(shape.lengths)} documents for {ranks} data-parallel ranks; expected at least one each: "
+            "raise --tokens"
         )
     order = sorted(range(len(shape.lengths)), key=lambda document: -shape.lengths[document])
     own = order[rank::ranks]

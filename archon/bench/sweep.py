@@ -1,4 +1,4 @@
-"""A sweep: each point in processes of its own, a row for each, whatever becomes of it."""
+"""Runs a sweep: each point in processes of its own, with one row per point even if it fails."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from archon.bench.bench_record import BenchRecord, BenchRow, Losses, Measurement
 from archon.bench.config import Point, SweepConfig
 from archon.bench.launch import one_line, run_ranks
 from archon.bench.origin import machine, origin
 from archon.bench.partition import STEP
-from archon.bench.record import BenchRecord, Losses, Measurement, Row
-from archon.bench.worker import Request
+from archon.bench.rank_process import PointRequest
 from archon.schema.files import require_folder
 
-# What the phases may add up to beside the step by the clock: a profile's first and last moments.
+# Allowed difference of the sum of phases from the step's wall-clock time, which includes starting the profiler's step.
 PHASE_TOLERANCE = 0.05
 
 
 def run_sweep(
     config: SweepConfig,
     record: Path | None = None,
-    said: Callable[[Row], None] = lambda row: None,
+    on_row: Callable[[BenchRow], None] = lambda row: None,
     command: str | None = None,
-    starting: Callable[[Point], None] = lambda point: None,
+    on_start: Callable[[Point], None] = lambda point: None,
 ) -> BenchRecord:
-    """Measure every point of `config`.
+    """Measure every point of `config`. Returns the record.
 
     Args:
-        record: the file to write, anew after each point.
-        said: told of each row as it comes.
-        command: what a reader runs to have the same again; by default `archon` and this process's arguments.
-        starting: told of each point before it runs.
+        record: file to write the record to, after each point.
+        on_row: called with each row.
+        command: the command that repeats the sweep; by default `archon` and this process's arguments.
+        on_start: called with each point before it runs.
 
-    Raises ConfigError or LayoutError for what no point could honour, and ConfigError for a record without a folder,
-    before anything is started. A point that is refused, fails, runs out of memory or hangs becomes a row.
+    Raises ConfigError or LayoutError, before anything is started, where no point can be measured or the record's folder
+    does not exist. A point that is rejected, fails, runs out of memory or hangs has a row that says so.
     """
     points = config.points()
     made = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
@@ -44,25 +44,25 @@ def run_sweep(
         require_folder(record)
     references: dict[tuple[str, str], tuple[str, Losses]] = {}
     for point in points:
-        starting(point)
-        row = run_point(config, point, references.get(point.same_loss))
+        on_start(point)
+        row = run_point(config, point, references.get(point.loss_key))
         if row.measured is not None:
-            references.setdefault(point.same_loss, (point.layout, row.measured.losses))
+            references.setdefault(point.loss_key, (point.layout, row.measured.losses))
         made.rows.append(row)
         if record is not None:
             made.write(record)
-        said(row)
+        on_row(row)
     return made
 
 
-def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] | None = None) -> Row:
-    """One row, whose losses are compared with the `reference`'s: a layout and what it found."""
+def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] | None = None) -> BenchRow:
+    """Measure one point, whose losses are compared with `reference`: a layout and its losses. Returns its row."""
     from archon.parallel.layout import parse_layout
 
     ranks = parse_layout(point.layout).world_size
-    if reason := config.refusal(point):
-        return Row(point=point, status="refused", reason=one_line(reason))
-    request = Request(
+    if reason := config.error(point):
+        return BenchRow(point=point, status="refused", reason=one_line(reason))
+    request = PointRequest(
         engine=config.engine_config(point),
         point=point,
         steps=config.steps,
@@ -75,21 +75,19 @@ def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] |
     with tempfile.TemporaryDirectory(prefix="archon-bench-") as folder:
         found = run_ranks(request, ranks, threads, Path(folder))
     if isinstance(found, tuple):
-        return Row(point=point, status=found[0], reason=found[1])
-    return Row(
+        return BenchRow(point=point, status=found[0], reason=found[1])
+    return BenchRow(
         point=point, status="ok", checks=found.checks, measured=found.measurement, notes=_notes(found.measurement)
     )
 
 
 def _notes(measured: Measurement) -> list[str]:
-    """What a reader should know before trusting the phases."""
+    """Returns warnings about phases that do not add up to the step."""
     notes = []
-    for rank, of in enumerate(measured.by_rank):
-        whole = sum(of.phases_s.values())
-        if abs(whole - of.profiled_s) > PHASE_TOLERANCE * of.profiled_s:
-            notes.append(
-                f"rank {rank}: the phases add up to {whole:.4g} s, the {STEP} took {of.profiled_s:.4g} s by the clock"
-            )
+    for rank, result in enumerate(measured.by_rank):
+        total, clock = sum(result.phases_s.values()), result.profiled_s
+        if abs(total - clock) > PHASE_TOLERANCE * clock:
+            notes.append(f"rank {rank}: the phases add up to {total:.4g} s, the {STEP} took {clock:.4g} s by the clock")
     return notes
 
 
@@ -98,6 +96,6 @@ def _setup(config: SweepConfig) -> dict[str, object]:
     from archon.models import get_model_spec
 
     hf_config = read_hf_config(str(config.folder))
-    get_model_spec(str(hf_config.get("model_type")))  # which another family has not
+    get_model_spec(str(hf_config.get("model_type")))  # raises for an unsupported model before anything is started
     plain = {name: value for name, value in hf_config.items() if isinstance(value, int | float | str)}
     return {"sweep": config.model_dump(), "model": plain}

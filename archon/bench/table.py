@@ -1,16 +1,16 @@
-"""A sweep's rows as lines of text."""
+"""Formats the rows of a sweep as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from archon.bench.record import BenchRecord, Measurement, Row
+from archon.bench.bench_record import BenchRecord, BenchRow, Measurement
 
 MEMORY = {"allocated": "allocated", "reserved": "reserved", "rss_growth": "RSS growth"}
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of one width, the first to the left, the others to the right."""
+    """Returns lines with aligned columns, the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -20,7 +20,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def table(record: BenchRecord) -> list[str]:
-    """Every point in a line; those that failed say why."""
+    """Returns one line per point; failed points have their reason."""
     kinds = next((row.peak_memory for row in record.rows if row.measured is not None), {})
     memory = f"{' / '.join(MEMORY.get(kind, kind) for kind in kinds) or 'memory'}, MiB"
     rows: list[tuple[str, ...]] = [
@@ -49,15 +49,15 @@ def table(record: BenchRecord) -> list[str]:
     return [*(aligned(rows) if len(rows) > 1 else []), *failed]
 
 
-def describe(row: Row) -> list[str]:
-    """A point at length: numbers, phases, what is sent."""
+def describe(row: BenchRow) -> list[str]:
+    """Returns the details of a point: figures, phases, collectives."""
     m = row.measured
     if m is None:
         return [row.point.name, f"  {row.status}: {row.reason}"]
     return [row.point.name, *_figures(row, m), *_phases(row, m), *_traffic(m), *(f"  note: {n}" for n in row.notes)]
 
 
-def _figures(row: Row, m: Measurement) -> list[str]:
+def _figures(row: BenchRow, m: Measurement) -> list[str]:
     rate = m.tokens_per_s
     agreed = "".join(
         f", {check.what.replace('_', ' ')} within {check.difference:.0e} of {check.peer}'s" for check in row.checks
@@ -88,7 +88,7 @@ def _figures(row: Row, m: Measurement) -> list[str]:
     return lines
 
 
-def _phases(row: Row, m: Measurement) -> list[str]:
+def _phases(row: BenchRow, m: Measurement) -> list[str]:
     whole = sum(row.phases_s.values())
     parts = ", ".join(f"{name} {1e3 * s:.2f} ({100 * s / whole:.0f} %)" for name, s in row.phases_s.items())
     lines = [f"  phases, ms  {parts}; {1e3 * whole:.2f} in all, under the profiler"]

@@ -108,12 +108,12 @@ def command(
     made = run_sweep(
         config,
         record,
-        said=lambda row: print("\n".join(describe(row)), flush=True),
-        starting=lambda point: print(f"measuring {point.name}", file=sys.stderr, flush=True),
+        on_row=lambda row: print("\n".join(describe(row)), flush=True),
+        on_start=lambda point: print(f"measuring {point.name}", file=sys.stderr, flush=True),
     )
     print("\n" + "\n".join(table(made)))
     if trace is not None:
-        from archon.bench.trace import write_trace
+        from archon.bench.chrome_trace import write_trace
 
         write_trace(made, trace)
     if any(row.status != "ok" for row in made.rows):
@@ -123,7 +123,7 @@ def command(
 def sweep_of(file: Path, device: str | None = None) -> dict[str, Any]:
     """Fields of `SweepConfig` for the one point that a run of `archon sft` is: its model, layout and options, and
     batches of documents that are all as long as they may be."""
-    from archon.bench.config import SET_HERE
+    from archon.bench.config import SWEEP_FIELDS
     from archon.cli.config import load_config
     from archon.engine.build import resolve_device
     from archon.parallel.compile import compile_enabled
@@ -134,7 +134,7 @@ def sweep_of(file: Path, device: str | None = None) -> dict[str, Any]:
     batch = {} if longest is None else {"seq": [longest], "tokens": run.batch_size * longest}
     device = device or model.device
     # Weights and documents are the sweep's own.
-    engine = model.model_dump(include=model.model_fields_set - SET_HERE - {"init_from_scratch", "share_prefixes"})
+    engine = model.model_dump(include=model.model_fields_set - SWEEP_FIELDS - {"init_from_scratch", "share_prefixes"})
     return batch | {
         "model": model.path,
         "layouts": [model.layout],

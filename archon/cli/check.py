@@ -158,7 +158,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     from archon.models.attention.registry import attends_gathered, resolve_backend
     from archon.parallel.process_group import require_processes, started_processes
     from archon.parallel.resolve import resolve_layout
-    from archon.planner.inspect import inspect_checkpoint
+    from archon.planner.inspection import inspect_checkpoint
 
     device = resolve_device(config.device)
     resolve_backend(config.attn_type, device, getattr(torch, config.dtype))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from archon.planner.inspect import Inspection
+    from archon.planner.inspection import Inspection
 
 SETTINGS: dict[str, Any] = {
     "name": "inspect",
@@ -25,7 +25,7 @@ def command(
     ] = 4096,
 ) -> None:
     from archon.checkpoint.hf_io import read_hf_config
-    from archon.planner.inspect import inspect_checkpoint
+    from archon.planner.inspection import inspect_checkpoint
     from archon.schema.errors import ConfigError
 
     found = inspect_checkpoint(path, read_hf_config(path), seq_len)

@@ -49,10 +49,10 @@ def command(
     from archon.checkpoint.hf_io import read_hf_config
     from archon.models import get_model_spec
     from archon.planner.describe import as_json as plan_as_json
-    from archon.planner.describe import describe, run_config, why_none
+    from archon.planner.describe import describe, explain_no_plan, run_config
     from archon.planner.hardware import read_hardware
-    from archon.planner.inspect import refusals
-    from archon.planner.search import Planner, Question
+    from archon.planner.inspection import config_errors
+    from archon.planner.search import Planner, PlanRequest
     from archon.schema.errors import ConfigError, LayoutError
 
     if model is None:
@@ -60,12 +60,12 @@ def command(
     hardware = read_hardware(gpu)
     hf_config = read_hf_config(model)
     spec = get_model_spec(str(hf_config.get("model_type")))
-    if refused := refusals(spec.model_args_class, hf_config):
+    if refused := config_errors(spec.model_args_class, hf_config):
         raise ConfigError(f"{model}: archon refuses this checkpoint: {'; '.join(refused)}")
     args = spec.model_args_class.from_hf_config(hf_config)
-    question = Question(str(model), gpus, tokens, seq, dtype)
-    plan = Planner(spec, args, hardware).plan(question)
-    config = run_config(question, plan.best[0].candidate) if plan.best else None
+    request = PlanRequest(str(model), gpus, tokens, seq, dtype)
+    plan = Planner(spec, args, hardware).plan(request)
+    config = run_config(request, plan.best[0].candidate) if plan.best else None
     text = "" if config is None else yaml.safe_dump(config, sort_keys=False)
     if as_json:
         print(json.dumps(plan_as_json(plan) | {"config": config}, indent=2))
@@ -74,7 +74,7 @@ def command(
         if config is not None and output is None:
             print(f"\n# {gpus} processes: torchrun … -m archon sft --config FILE.yaml\n{text}", end="")
     if config is None:
-        raise LayoutError(why_none(plan))
+        raise LayoutError(explain_no_plan(plan))
     if output is not None:
         output.write_text(text)
 

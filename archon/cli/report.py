@@ -35,7 +35,7 @@ def command(
 
     if run_dir.is_file():
         from archon.bench import read_record
-        from archon.bench.trace import write_trace
+        from archon.bench.chrome_trace import write_trace
         from archon.report import write_bench_report
 
         if serve is not None:
@@ -49,7 +49,7 @@ def command(
     if trace is not None:
         raise ConfigError(f"--trace draws a record of archon bench, and {run_dir} is none; leave it out")
     if serve is not None:
-        from archon.report.server import serve_report
+        from archon.report.page_server import serve_report
 
         serve_report(run_dir, port=serve)
         return

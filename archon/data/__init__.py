@@ -1,8 +1,8 @@
-"""Datasets: rows are plain dictionaries; any JSONL, parquet or Hugging Face set comes in by naming its keys.
+"""Datasets: rows are plain dictionaries; any JSONL, parquet or Hugging Face dataset is read by naming its columns.
 
-An SFT row is `{"input_ids", "loss_mask"}` (lists of int of one length; 1 where a token is trained). An RL row carries
+An SFT row is `{"input_ids", "loss_mask"}` (lists of int of equal length; 1 where a token is trained). An RL row has
 `messages` (for a tokenizer with a chat template), `prompt` (the same as plain text, for one without), `answer`, and the
-set's other columns, which reach the reward as `**data`.
+dataset's other columns, which reward functions get as `**data`.
 """
 
 from archon.schema.lazy import lazy_exports

@@ -1,7 +1,7 @@
-"""The generated set: a + b with a, b in 0–99, all 10,000 pairs, written "12+34=" → "46".
+"""A generated dataset: a + b with a, b in 0–99, all 10,000 pairs, written "12+34=" → "46".
 
-1,000 pairs are held out for evaluation. Where a pair is held out, so is its mirror image: a model cannot have seen
-34+12 when it is asked 12+34.
+1,000 pairs are held out for evaluation, always together with their mirror images, so that a model evaluated on 12+34
+has not been trained on 34+12.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _KEYS: dict[str, Any] = {"prompt_key": "sum", "response_key": "answer", "plain_e
 
 
 def arithmetic_pairs(split: str = "train", seed: int = 0) -> list[tuple[int, int]]:
-    """The pairs (a, b) of a split, in a shuffled order that `seed` fixes: "train" has 9,000, "test" 1,000."""
+    """Returns the pairs (a, b) of a split, shuffled by `seed`: "train" has 9,000, "test" 1,000."""
     if split not in ("train", "test"):
-        raise DatasetError(f"the arithmetic set has the splits 'train' and 'test', got {split!r}")
+        raise DatasetError(f"split is {split!r}; expected 'train' or 'test' of the arithmetic dataset")
     generator = random.Random(f"arithmetic {seed}")
     unordered = [(a, b) for a in range(_RANGE) for b in range(a, _RANGE)]
     generator.shuffle(unordered)
@@ -36,17 +36,17 @@ def arithmetic_pairs(split: str = "train", seed: int = 0) -> list[tuple[int, int
 
 
 def get_arithmetic_rl_dataset(split: str = "train", *, seed: int = 0, **options: Any) -> RowDataset:
-    """RL rows: `prompt` "12+34=", the same as one user message in `messages`, and `answer` "46".
+    """Returns RL rows: `prompt` "12+34=", the same as one user message in `messages`, and `answer` "46".
 
     Args:
-        seed: Fixes the split and the order.
-        options: As `rl_dataset` takes them: system_prompt, instruction, tokenizer, max_length.
+        seed: Determines the split and the order.
+        options: Of `rl_dataset`: system_prompt, instruction, tokenizer, max_length.
     """
     return rl_dataset(_source(split, seed), f"arithmetic[{split}]", **_KEYS, **options)
 
 
 def get_arithmetic_sft_dataset(split: str = "train", *, tokenizer: Any, seed: int = 0, **options: Any) -> RowDataset:
-    """SFT rows: "12+34=", then "46" and the token that ends it, which are trained; options as `sft_dataset` takes."""
+    """Returns SFT rows: "12+34=", then "46" and an end token, which are trained; options as in `sft_dataset`."""
     return sft_dataset(_source(split, seed), f"arithmetic[{split}]", tokenizer=tokenizer, **_KEYS, **options)
 
 

@@ -1,4 +1,4 @@
-"""Configuration of a dataset. Every field carries its default, its description and its unit."""
+"""Configuration of a dataset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from archon.schema.config import (
 
 
 class DatasetConfig(StrictModel):
-    """One dataset: a named one, a JSONL or parquet file, or a Hugging Face set."""
+    """One dataset: a named one, a JSONL or parquet file, or a Hugging Face dataset."""
 
     path: str = Field(
         description="a named set (gsm8k, arithmetic, …) | a .jsonl or .parquet file or folder | a Hugging Face set | "
@@ -27,7 +27,7 @@ class DatasetConfig(StrictModel):
     instruction: str | None = Field(
         None, description="text put behind the last user message; null: the named set's own"
     )
-    max_length: int | None = Field(None, ge=1, description="tokens; longer rows are left out, and counted")
-    limit: int | None = Field(None, ge=1, description="use only so many rows, from the start")
-    seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated set")
+    max_length: int | None = Field(None, ge=1, description="maximum tokens of a row; longer rows are dropped")
+    limit: int | None = Field(None, ge=1, description="use only the first rows, this many")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated dataset")
     raw: bool = Field(False, description="RL rows also hold the source's own row, which a Trinity-style workflow reads")

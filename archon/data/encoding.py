@@ -1,8 +1,8 @@
-"""From text to tokens: prompts for generation, and SFT rows whose loss mask comes from token offsets.
+"""Tokenizes prompts for generation, and SFT examples with a loss mask from token offsets.
 
-A conversation is rendered once, as text; the assistant's spans are found in that text; the text is tokenised once, and
-a token is trained where it begins inside a span. Pieces are never encoded by themselves: their tokens can differ from
-those of the whole.
+A conversation is rendered once as text; the spans of assistant turns are located in that text; the text is tokenized
+once, and a token is trained if it starts inside a span. Parts of the text are never tokenized separately, because their
+tokens can differ from those of the full text.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ _BATCH = 1000  # texts given to the tokenizer at a time; it encodes them in para
 
 
 class SFTText(NamedTuple):
-    """A rendered example.
+    """A rendered SFT example.
 
     Attributes:
-        where: Its place in the source, for error messages.
-        text: The whole example.
-        spans: What is trained, as half-open ranges of characters.
-        plain: No chat template: the tokenizer's leading token goes before it, the end-of-text token, trained, after it.
+        where: Its location in the source, for error messages.
+        text: The full example.
+        spans: The trained text, as half-open ranges of characters.
+        plain: Rendered without a chat template: the tokenizer's beginning-of-text token is put before it, and the
+            end-of-text token, which is trained, after it.
     """
 
     where: str
@@ -33,49 +34,52 @@ class SFTText(NamedTuple):
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether conversations are rendered by the tokenizer's own template, or as plain text."""
+    """Returns whether the tokenizer has a chat template; without one conversations are rendered as plain text."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def plain_prompt(messages: Sequence[Message], end: str = "\n") -> str:
-    """A conversation for a tokenizer without a chat template: the contents on lines of their own, then `end`."""
+    """Returns a conversation as plain text, one line per message, then `end`: for tokenizers without a template."""
     return "\n".join(message["content"] for message in messages) + end
 
 
 def encode_prompt(tokenizer: Any, row: dict[str, Any]) -> list[int]:
-    """Token ids of an RL row's prompt, exactly as SFT saw them: by the chat template, or else the row's plain `prompt`.
+    """Returns the token ids of an RL row's prompt, encoded as in SFT: by the chat template, else as plain text.
 
     Raises:
-        DatasetError: the row has neither what its tokenizer needs nor the other.
+        DatasetError: the row has neither `messages` nor `prompt`.
     """
     if has_chat_template(tokenizer) and "messages" in row:
         text = render(tokenizer, row["messages"], "this row", add_generation_prompt=True)
         return list(tokenize(tokenizer, text, "this row")["input_ids"])
     if "prompt" not in row and "messages" not in row:
-        raise DatasetError(f"an RL row needs `messages` or `prompt`, got {sorted(row)}")
+        raise DatasetError(f"the RL row has the keys {sorted(row)}; expected `messages` or `prompt` among them")
     text = row["prompt"] if "prompt" in row else plain_prompt(row["messages"])
     return _leading_ids(tokenizer) + list(tokenize(tokenizer, text, "this row")["input_ids"])
 
 
 def next_turn_ids(tokenizer: Any, message: Message, answer: Sequence[int]) -> list[int]:
-    """What follows the model's `answer` when `message` is said next: the end of its turn as far as it has not said that
-    itself, the message, and the beginning of its next turn.
+    """Returns the tokens between the model's `answer` and its next one, when `message` comes between them.
 
-    The tokens so far stay as they are; the text between is taken from the rendering of a conversation.
+    They are the end of the model's turn, unless `answer` ends with it, the message, and the generation prompt of the
+    next turn. The tokens of earlier turns stay unchanged; only these are taken from a rendered conversation.
     """
     if not has_chat_template(tokenizer):
         text = plain_prompt([{"content": "\n" + message["content"]}])
     else:
-        said = "(what the model said)"
-        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, message]
-        text = render(tokenizer, talk, "the next turn", add_generation_prompt=True).rpartition(said)[2]
+        placeholder = "(the model's answer)"
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": placeholder}, message]
+        text = render(tokenizer, turns, "the next turn", add_generation_prompt=True).rpartition(placeholder)[2]
     ids = list(tokenize(tokenizer, text, "the next turn")["input_ids"])
     return ids[1:] if answer and ids[:1] == [answer[-1]] == [tokenizer.eos_token_id] else ids
 
 
 def tokenize(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
-    """The tokenizer's encoding of one text, special tokens not added. A text that it refuses is a `DatasetError`
-    naming `where`: a character outside a vocabulary without an unknown token, half of a surrogate pair."""
+    """Returns the tokenizer's encoding of one text, without added special tokens.
+
+    Raises DatasetError, naming `where`, for a text that cannot be tokenized: a character outside a vocabulary without
+    an unknown token, or half of a surrogate pair.
+    """
     try:
         return tokenizer(text, add_special_tokens=False, **options)
     except Exception as error:  # the tokenizers library raises plain Exceptions
@@ -85,8 +89,10 @@ def tokenize(tokenizer: Any, text: str, where: str, **options: Any) -> Any:
 def render(
     tokenizer: Any, messages: Sequence[Message], where: str, add_generation_prompt: bool = False, **options: Any
 ) -> str:
-    """The chat template's text of a conversation; `options` (tools) go to it. A template that refuses it is a
-    `DatasetError` naming `where`."""
+    """Returns the chat template's text of a conversation; `options` (tools) are passed to the template.
+
+    Raises DatasetError, naming `where`, if the template fails.
+    """
     from jinja2 import TemplateError
 
     try:
@@ -103,22 +109,27 @@ def render(
 def sft_text(
     tokenizer: Any, messages: Sequence[Message], where: str, plain_end: str = "\n", tools: Sequence[Any] | None = None
 ) -> SFTText:
-    """Renders an example: by the chat template where there is one, else as plain text.
+    """Returns a rendered example: by the tokenizer's chat template if it has one, else as plain text.
 
-    Every assistant turn is trained, with the token that ends it; plain text has one, the last message.
+    Every assistant turn is trained, with the token that ends it; plain text has one assistant turn, the last message.
 
     Args:
-        plain_end: What plain text has between the prompt and the response.
-        tools: Functions for the chat template, each as OpenAI describes it.
+        plain_end: Text between prompt and response in plain text.
+        tools: Functions for the chat template, in OpenAI's format.
+
+    Raises:
+        DatasetError: tools, or a conversation, that the tokenizer's format cannot represent; names `where`.
     """
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DatasetError(f"{where}: 'tools' must be a list of objects {{'type': 'function', 'function': …}}")
     if has_chat_template(tokenizer):
         return _chat_text(tokenizer, messages, where, {"tools": tools} if tools else {})
     if tools:
-        raise DatasetError(f"{where}: it has tools, and the tokenizer has no chat template to put them in")
+        raise DatasetError(f"{where}: it has tools, but the tokenizer has no chat template for them")
     if len(messages) < 2 or any((message["role"] == "assistant") != (message is messages[-1]) for message in messages):
-        raise DatasetError(f"{where}: a tokenizer without a chat template takes one response, as the last message")
+        raise DatasetError(
+            f"{where}: expected one assistant message, the last, since the tokenizer has no chat template"
+        )
     before = plain_prompt(messages[:-1], plain_end)
     text = before + messages[-1]["content"]
     return SFTText(where, text, ((len(before), len(text)),), plain=True)
@@ -127,12 +138,12 @@ def sft_text(
 def _chat_text(tokenizer: Any, messages: Sequence[Message], where: str, options: dict[str, Any]) -> SFTText:
     text = render(tokenizer, messages, where, **options)
     if options and text == render(tokenizer, messages, where):
-        raise DatasetError(f"{where}: it has tools, and the chat template has no place for them")
+        raise DatasetError(f"{where}: it has tools, but the tokenizer's chat template ignores them")
     turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns:
         raise DatasetError(f"{where}: nothing to train on: the conversation has no assistant turn")
     if turns[0] == 0:
-        raise DatasetError(f"{where}: the conversation begins with an assistant turn, which answers nothing")
+        raise DatasetError(f"{where}: the conversation starts with an assistant turn; expected a user turn before it")
     spans = tuple(_assistant_span(tokenizer, messages, index, text, where, options) for index in turns)
     return SFTText(where, text, spans, plain=False)
 
@@ -140,16 +151,17 @@ def _chat_text(tokenizer: Any, messages: Sequence[Message], where: str, options:
 def _assistant_span(
     tokenizer: Any, messages: Sequence[Message], index: int, text: str, where: str, options: dict[str, Any]
 ) -> tuple[int, int]:
-    """Where turn `index` stands in `text`: from the end of its generation prompt to the end of its closing token.
+    """Returns the span of turn `index` in `text`, from the end of its generation prompt to the end of its end token.
 
-    Templates may render an earlier turn otherwise than the last one (Qwen3 drops its thinking); then the turn is found
-    by its content, and its end by the closing text that follows the content where the turn stands last; one that
-    only calls tools has no content, and is found by what follows its thinking there.
+    Templates may render an earlier turn differently from the last one (Qwen3 drops its thinking). Then the turn is
+    located by its content, and its end by the text that follows the content where the turn is rendered last. A turn
+    that only calls tools has no content, and is located by the text that follows its thinking there.
     """
     before = render(tokenizer, messages[:index], where, add_generation_prompt=True, **options)
     if not text.startswith(before):
         raise DatasetError(
-            f"{where}: the chat template changes what stands before turn {index}; its loss mask is unknown"
+            f"{where}: the chat template renders the messages before turn {index} differently when others follow; "
+            "the turn's loss mask cannot be determined"
         )
     start = len(before)
     until_here = render(tokenizer, messages[: index + 1], where, **options)
@@ -159,27 +171,29 @@ def _assistant_span(
     turn = (content + until_here.rpartition(content or "</think>")[2]).strip()
     found = text.find(turn, start)
     if found < 0:
-        raise DatasetError(f"{where}: cannot find turn {index} in what the chat template makes of the conversation")
+        raise DatasetError(f"{where}: cannot find the text of turn {index} in the rendered conversation")
     return start, found + len(turn)
 
 
 def encode_sft(tokenizer: Any, examples: Sequence[SFTText]) -> list[dict[str, list[int]]]:
-    """Tokenises rendered examples into rows `{"input_ids", "loss_mask"}`, each a list of int, of one length.
+    """Returns rows `{"input_ids", "loss_mask"}` of rendered examples, lists of int of equal length.
 
     Raises:
-        TokenizerError: the tokenizer gives no offsets, or has no end-of-text token where one must be added.
-        DatasetError: an example in which no token is trained, or which the tokenizer refuses.
+        TokenizerError: the tokenizer has no offsets, or no end-of-text token where one must be added.
+        DatasetError: an example without a trained token, or which cannot be tokenized.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise TokenizerError("SFT needs a fast tokenizer (tokenizer.json): its loss mask comes from token offsets")
+        raise TokenizerError(
+            "SFT needs a fast tokenizer (tokenizer.json), since its loss mask comes from token offsets"
+        )
     if any(example.plain for example in examples) and tokenizer.eos_token_id is None:
-        raise TokenizerError("the tokenizer has neither a chat template nor an end-of-text token to end an answer with")
+        raise TokenizerError("the tokenizer has neither a chat template nor an end-of-text token; set one of them")
     rows = []
     for first in range(0, len(examples), _BATCH):
         batch = examples[first : first + _BATCH]
         try:
             encoded = tokenizer([e.text for e in batch], add_special_tokens=False, return_offsets_mapping=True)
-        except Exception:  # again one by one, so that the error names the example
+        except Exception:  # retried one by one, so that the error names the example
             for example in batch:
                 tokenize(tokenizer, example.text, example.where)
             raise
@@ -201,6 +215,6 @@ def _sft_row(tokenizer: Any, example: SFTText, ids: list[int], offsets: list[tup
 
 
 def _leading_ids(tokenizer: Any) -> list[int]:
-    """The beginning-of-text token, where this tokenizer puts one before plain text."""
+    """Returns the beginning-of-text token if the tokenizer puts one before plain text, else an empty list."""
     start = list(tokenizer("")["input_ids"][:1])
     return start if start and start[0] == tokenizer.bos_token_id else []

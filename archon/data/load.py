@@ -1,4 +1,4 @@
-"""From a dataset's configuration to its rows."""
+"""Loads the rows of a dataset's configuration."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 
 def load_rows(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> RowDataset:
-    """The rows a configuration names, at most `limit` of them."""
+    """Returns the rows of a dataset's configuration, at most `limit` of them."""
     dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, **config.model_dump(exclude={"limit"}))
     return RowDataset(dataset.name, dataset.rows[: config.limit], dataset.n_filtered)

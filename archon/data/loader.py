@@ -1,4 +1,4 @@
-"""Batches of rows in a shuffled order that a seed fixes and a checkpoint resumes."""
+"""Batches of rows in an order that is determined by a seed, with a state for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _FINGERPRINT_ROWS = 64
 
 
 class RowLoader:
-    """Hands out rows, each exactly once an epoch, in an order that depends on the seed and the epoch alone.
+    """Returns batches of rows, each row exactly once per epoch, in an order determined by seed and epoch alone.
 
     Args:
         rows: A `RowDataset` or any sequence.
-        batch_size: Rows a batch.
+        batch_size: Rows per batch.
         seed: Of the order; epoch e of seed s is always the same permutation.
-        shuffle: Without it every epoch has the order of `rows`.
-        tail: What becomes of the last rows of an epoch that fill no batch: "drop" them, "keep" them as a shorter batch,
-            or "wrap": fill the batch with the first rows of the next epoch, which then starts behind them.
+        shuffle: If False, every epoch has the order of `rows`.
+        tail: For the last rows of an epoch, if they are fewer than a batch: "drop" them, "keep" them as a shorter
+            batch, or "wrap": complete the batch with the first rows of the next epoch.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class RowLoader:
         tail: Literal["drop", "keep", "wrap"] = "wrap",
     ) -> None:
         if not rows:
-            raise DatasetError("a loader needs at least one row, got an empty dataset")
+            raise DatasetError("the dataset is empty; expected at least one row")
         if batch_size < 1:
-            raise DatasetError(f"batch_size must be at least 1, got {batch_size}")
+            raise DatasetError(f"batch_size is {batch_size}; expected at least 1")
         if tail not in ("drop", "keep", "wrap"):
-            raise DatasetError(f"tail must be 'drop', 'keep' or 'wrap', got {tail!r}")
+            raise DatasetError(f"tail is {tail!r}; expected 'drop', 'keep' or 'wrap'")
         if tail == "drop" and batch_size > len(rows):
             raise DatasetError(
-                f"batch_size={batch_size} is more than the {len(rows)} rows there are, and tail='drop' would drop them "
-                "all; lower batch_size or choose tail='wrap'"
+                f"batch_size is {batch_size} and tail is 'drop', which drops all {len(rows)} rows of the dataset; "
+                "lower batch_size or choose tail='wrap'"
             )
         self.rows = rows
         self.batch_size = batch_size
@@ -51,17 +51,17 @@ class RowLoader:
         self.shuffle = shuffle
         self.tail = tail
         self.epoch = 0
-        self.cursor = 0  # rows of this epoch's order that were handed out
+        self.cursor = 0  # number of this epoch's rows that have been returned
         self._order = self._order_of(self.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches that see every row once (with "drop": every row but the dropped ones)."""
-        whole, rest = divmod(len(self.rows), self.batch_size)
-        return whole + (1 if rest and self.tail != "drop" else 0)
+        """Number of batches that contain every row once; with "drop", every row that is not dropped."""
+        full, rest = divmod(len(self.rows), self.batch_size)
+        return full + (1 if rest and self.tail != "drop" else 0)
 
     def next_batch(self) -> list[dict[str, Any]]:
-        """The next rows; a new epoch begins when this one cannot go on."""
+        """Returns the next batch, and starts a new epoch where this one has no batch left."""
         left = len(self.rows) - self.cursor
         if left == 0 or (left < self.batch_size and self.tail == "drop"):
             self._next_epoch()
@@ -72,13 +72,13 @@ class RowLoader:
         return batch
 
     def row_at(self, ordinal: int) -> dict[str, Any]:
-        """Row number `ordinal` of all that are handed out, epoch after epoch."""
+        """Returns row number `ordinal` of the loader's order, counted over all epochs from 0."""
         epoch, place = divmod(ordinal, len(self.rows))
         order = self._order if epoch == self.epoch else self._order_of(epoch)
         return self.rows[order[place]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as JSON: what it takes to go on with the very next row."""
+        """Returns the loader's state as JSON-compatible data, from which it continues with the next row."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -89,17 +89,17 @@ class RowLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken.
+        """Continue from `state`.
 
         Raises:
-            DatasetError: the state is of another dataset, seed or order, so that rows would be repeated or left out.
+            DatasetError: the state is of another dataset, seed or order, so that rows would be repeated or skipped.
         """
-        mine = self.state_dict()
+        current = self.state_dict()
         for key in ("rows", "fingerprint", "seed", "shuffle"):
-            if state[key] != mine[key]:
+            if state[key] != current[key]:
                 raise DatasetError(
                     f"cannot resume the data order: the checkpoint has {key}={state[key]!r}, this run has "
-                    f"{mine[key]!r}; resume with the dataset and seed that the run began with"
+                    f"{current[key]!r}; resume with the dataset and seed with which the run began"
                 )
         self.epoch = state["epoch"]
         self.cursor = state["cursor"]
@@ -122,7 +122,7 @@ class RowLoader:
         return order
 
     def fingerprint(self) -> str:
-        """Of some rows, evenly spread: enough to notice another dataset, or this one in another order."""
+        """Returns a hash of some evenly spaced rows, which detects another dataset or another order of its rows."""
         count = min(_FINGERPRINT_ROWS, len(self.rows))
         sample = [self.rows[index * len(self.rows) // count] for index in range(count)]
         try:

@@ -1,4 +1,4 @@
-"""Any set by key mapping: names of columns in, SFT or RL rows out."""
+"""SFT and RL rows of any dataset, by the names of its columns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RowDataset(Sequence[dict[str, Any]]):
     """Rows in memory, in the source's order.
 
     Attributes:
-        name: What to call the set in messages.
+        name: Of the dataset, for messages.
         rows: The rows.
-        n_filtered: Rows that were longer than `max_length` tokens and left out.
+        n_filtered: Number of rows that were dropped because they were longer than `max_length` tokens.
     """
 
     name: str
@@ -54,15 +54,15 @@ def rl_dataset(
     tokenizer: Any = None,
     max_length: int | None = None,
 ) -> RowDataset:
-    """RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
+    """Returns RL rows: `messages`, `prompt` (the same as plain text), `answer`, and the source's other columns.
 
     Args:
-        prompt_key: Column with the prompt: a text, or a list of messages.
+        prompt_key: Column with the prompt: a string, or a list of messages.
         response_key: Column with the gold answer.
-        system_prompt: Put before conversations that have no system message.
-        instruction: Put behind the last user message, on a line of its own.
-        plain_end: What plain text has between the prompt and the answer.
-        max_length: Leave out prompts of more tokens; needs `tokenizer`.
+        system_prompt: Prepended to conversations without a system message.
+        instruction: Appended to the last user message, on a new line.
+        plain_end: Text between prompt and answer in plain text.
+        max_length: Drop prompts of more tokens; needs `tokenizer`.
 
     Raises:
         DatasetError: a column is missing or empty (names it, the file and the line), or every row is too long.
@@ -70,7 +70,7 @@ def rl_dataset(
     rows = []
     for row in source:
         messages = conversation(row, prompt_key, system_prompt, instruction)
-        answer = column(row, response_key)
+        answer = require_column(row, response_key)
         if isinstance(answer, (int, float)) and not isinstance(answer, bool):
             answer = str(answer)
         if isinstance(answer, str):
@@ -80,8 +80,8 @@ def rl_dataset(
     if max_length is None:
         return RowDataset(name, rows)
     if tokenizer is None:
-        raise DatasetError(f"max_length={max_length} of the dataset {name} counts tokens: give the tokenizer too")
-    return keep_short(name, rows, [len(encode_prompt(tokenizer, row)) for row in rows], max_length)
+        raise DatasetError(f"max_length is {max_length} for dataset {name}, in tokens; pass a tokenizer too")
+    return drop_long_rows(name, rows, [len(encode_prompt(tokenizer, row)) for row in rows], max_length)
 
 
 def sft_dataset(
@@ -96,33 +96,36 @@ def sft_dataset(
     plain_end: str = "\n",
     max_length: int | None = None,
 ) -> RowDataset:
-    """SFT rows `{"input_ids", "loss_mask"}`, by the chat template where the tokenizer has one, else as plain text.
+    """Returns SFT rows `{"input_ids", "loss_mask"}`, by the chat template if the tokenizer has one, else as plain text.
 
-    A column `tools` holds the functions that a conversation has, each as OpenAI describes it, for the chat template.
+    A column `tools` may hold the functions of a conversation, in OpenAI's format, for the chat template.
 
     Args:
-        prompt_key: Column with the prompt: a text, or a list of messages.
-        response_key: Column with the response; None where the prompt column holds whole conversations.
+        prompt_key: Column with the prompt: a string, or a list of messages.
+        response_key: Column with the response; None if the prompt column holds full conversations.
         system_prompt: As in `rl_dataset`; so are `instruction` and `plain_end`.
-        max_length: Leave out examples of more tokens.
+        max_length: Drop examples of more tokens.
     """
     examples = []
     for row in source:
         messages = conversation(row, prompt_key, system_prompt, instruction)
         if response_key is not None:
-            response = column(row, response_key)
+            response = require_column(row, response_key)
             if not isinstance(response, str):
-                raise DatasetError(f"{row.where}: {response_key!r} must be a text, got {type(response).__name__}")
+                raise DatasetError(f"{row.where}: {response_key!r} is a {type(response).__name__}; expected a string")
             messages.append({"role": "assistant", "content": response})
         examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))
     rows = encode_sft(tokenizer, examples)
     if max_length is None:
         return RowDataset(name, rows)
-    return keep_short(name, rows, [len(row["input_ids"]) for row in rows], max_length)
+    return drop_long_rows(name, rows, [len(row["input_ids"]) for row in rows], max_length)
 
 
-def keep_short(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[int], max_length: int) -> RowDataset:
-    """Leaves out rows longer than `max_length` tokens and says how many."""
+def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[int], max_length: int) -> RowDataset:
+    """Returns the rows of at most `max_length` tokens, and logs how many were dropped.
+
+    Raises DatasetError where all rows are longer.
+    """
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= max_length]
     n_filtered = len(rows) - len(kept)
     if not kept:
@@ -132,19 +135,19 @@ def keep_short(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[int]
         )
     if n_filtered:
         logger.warning(
-            "%s: %d of %d rows are longer than max_length=%d tokens and are left out",
+            "%s: dropped %d of %d rows that are longer than max_length=%d tokens",
             name, n_filtered, len(rows), max_length,
         )  # fmt: skip
     return RowDataset(name, kept, n_filtered)
 
 
-def column(row: SourceRow, key: str) -> Any:
-    """The value of a column; `DatasetError` naming the line where it is missing or empty."""
+def require_column(row: SourceRow, key: str) -> Any:
+    """Returns the value of a column. Raises DatasetError, naming the row, where it is missing or empty."""
     if key not in row.data:
         raise DatasetError(f"{row.where}: no key {key!r}; the row has: {', '.join(map(repr, row.data)) or 'nothing'}")
     value = row.data[key]
     if value is None or value == "":
-        raise DatasetError(f"{row.where}: {key!r} is empty")
+        raise DatasetError(f"{row.where}: {key!r} is empty; expected a value")
     return value
 
 
@@ -160,14 +163,14 @@ def _require_text(value: str, key: str, where: str) -> None:
 
 
 def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, instruction: str | None) -> list[Message]:
-    """The messages of a column that holds a text or a list of them, as `rl_dataset` describes."""
-    prompt = column(row, prompt_key)
+    """Returns the messages of a column that holds a string or a list of messages; arguments as in `rl_dataset`."""
+    prompt = require_column(row, prompt_key)
     if isinstance(prompt, str):
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
         if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
             raise DatasetError(
-                f"{row.where}: {prompt_key!r} must be a text or a list of messages {{'role': …, 'content': …}}"
+                f"{row.where}: {prompt_key!r} must be a string or a list of messages {{'role': …, 'content': …}}"
             )
         messages = [{**message, "content": message.get("content") or ""} for message in prompt]
     if system_prompt and messages[0]["role"] != "system":
@@ -179,7 +182,7 @@ def conversation(row: SourceRow, prompt_key: str, system_prompt: str | None, ins
 
 
 def _is_message(message: Any) -> bool:
-    """Whether it has a role and a content; one that calls tools need not say anything."""
+    """Returns whether it is a message with role and content; the content may be None in a message with tool calls."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     return isinstance(message.get("content"), str) or (

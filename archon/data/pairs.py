@@ -1,4 +1,4 @@
-"""Pairs of answers, one preferred to the other: what DPO and reward models are trained on."""
+"""Preference pairs for DPO and reward models: a chosen and a rejected answer to one prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from archon.data.encoding import Message, encode_sft, sft_text
-from archon.data.mapping import RowDataset, column, conversation, keep_short
+from archon.data.mapping import RowDataset, conversation, drop_long_rows, require_column
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError
 
@@ -28,16 +28,18 @@ def pair_dataset(
     instruction: str | None = None,
     max_length: int | None = None,
 ) -> RowDataset:
-    """Rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int; a mask is 1 on the
-    tokens of the last answer, which alone the two differ in.
+    """Returns rows `{"chosen_ids", "chosen_loss_mask", "rejected_ids", "rejected_loss_mask"}`, lists of int.
+
+    A mask is 1 on the tokens of the last answer, the only turn in which the two differ.
 
     Args:
-        prompt_key: Column with the prompt: a text, or a list of messages. None: the other two hold conversations, as
-            lists of messages or as text with turns that open with `\\n\\nHuman: ` and `\\n\\nAssistant: `.
+        prompt_key: Column with the prompt: a string, or a list of messages. None: the other two columns hold full
+            conversations, as lists of messages or as text with turns that start with `\\n\\nHuman: ` and
+            `\\n\\nAssistant: `.
         chosen_key: Column of the preferred answer.
-        rejected_key: Column of the other.
+        rejected_key: Column of the other answer.
         system_prompt: As in `rl_dataset`; so is `instruction`.
-        max_length: Leave out pairs of which one is longer, in tokens.
+        max_length: Drop pairs in which either has more tokens.
 
     Raises:
         DatasetError: a column is missing or empty, or a conversation does not end with an answer; names the line.
@@ -61,52 +63,44 @@ def pair_dataset(
     if max_length is None:
         return RowDataset(name, rows)
     lengths = [max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
-    return keep_short(name, rows, lengths, max_length)
+    return drop_long_rows(name, rows, lengths, max_length)
 
 
 def _conversation(
     row: SourceRow, prompt_key: str | None, key: str, system_prompt: str | None, instruction: str | None
 ) -> list[Message]:
     if prompt_key is not None:
-        answer = column(row, key)
+        answer = require_column(row, key)
         if not isinstance(answer, str):
-            raise DatasetError(f"{row.where}: {key!r} must be a text, got {type(answer).__name__}")
+            raise DatasetError(f"{row.where}: {key!r} is a {type(answer).__name__}; expected a string")
         return [*conversation(row, prompt_key, system_prompt, instruction), {"role": "assistant", "content": answer}]
-    if isinstance(column(row, key), str):
-        row = SourceRow(row.where, row.data | {key: transcript(row, key)})
+    if isinstance(require_column(row, key), str):
+        row = SourceRow(row.where, row.data | {key: parse_transcript(row, key)})
     messages = conversation(row, key, system_prompt, instruction)
     if messages[-1]["role"] != "assistant":
-        raise DatasetError(f"{row.where}: {key!r} must end with an answer, its last turn is {messages[-1]['role']}'s")
+        raise DatasetError(
+            f"{row.where}: the last turn of {key!r} has the role {messages[-1]['role']!r}; expected 'assistant'"
+        )
     return messages
 
 
-def transcript(row: SourceRow, key: str) -> list[Message]:
-    """The turns of a text in the form of hh_rlhf: `\\n\\nHuman: … \\n\\nAssistant: …`."""
+def parse_transcript(row: SourceRow, key: str) -> list[Message]:
+    """Returns the turns of a text in the format of hh_rlhf: `\\n\\nHuman: … \\n\\nAssistant: …`."""
     before, *turns = _TURN.split(row.data[key])
     if before.strip() or not turns:
-        raise DatasetError(f"{row.where}: {key!r} must open with '\\n\\nHuman: ', got {row.data[key][:40]!r}")
-    return [{"role": _ROLES[who], "content": said.strip()} for who, said in zip(turns[::2], turns[1::2], strict=True)]
+        raise DatasetError(f"{row.where}: {key!r} must start with '\\n\\nHuman: ', got {row.data[key][:40]!r}")
+    pairs = zip(turns[::2], turns[1::2], strict=True)
+    return [{"role": _ROLES[speaker], "content": text.strip()} for speaker, text in pairs]
 
 
 def get_hh_rlhf_rw_dataset(
-    split: str = "train",
-    path: str | Path = "Anthropic/hh-rlhf",
-    *,
-    tokenizer: Any,
-    max_length: int | None = None,
-    system_prompt: str | None = None,
-    instruction: str | None = None,
+    split: str = "train", path: str | Path = "Anthropic/hh-rlhf", *, tokenizer: Any, **options: Any
 ) -> RowDataset:
-    """Helpful and harmless answers in pairs (Bai et al. 2022, arXiv:2204.05862), from the hub or a folder."""
-    return pair_dataset(
-        read_rows(path, split),
-        f"hh_rlhf[{split}]",
-        tokenizer=tokenizer,
-        prompt_key=None,
-        system_prompt=system_prompt,
-        instruction=instruction,
-        max_length=max_length,
-    )
+    """Returns preference pairs of HH-RLHF (Bai et al. 2022, arXiv:2204.05862), from the hub or a folder.
+
+    `options` are those of `pair_dataset`: system_prompt, instruction, max_length.
+    """
+    return pair_dataset(read_rows(path, split), f"hh_rlhf[{split}]", tokenizer=tokenizer, prompt_key=None, **options)
 
 
 get_hh_rlhf_dpo_dataset = get_hh_rlhf_rw_dataset

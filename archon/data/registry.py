@@ -1,4 +1,4 @@
-"""Datasets by name, or any source by naming its keys."""
+"""Datasets by name, or any source by the names of its columns."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from archon.schema.errors import DatasetError, TokenizerError
 
 DatasetKind = Literal["rl", "sft", "dpo", "rw"]
 
-# A named set: the function that gives its rows of each kind.
+# By the name of a dataset: the function that returns its rows of each kind.
 _NAMED: dict[str, dict[str, Callable[..., RowDataset]]] = {
     "arithmetic": {"rl": get_arithmetic_rl_dataset, "sft": get_arithmetic_sft_dataset},
     "gsm8k": {"rl": get_gsm8k_rl_dataset, "sft": get_gsm8k_sft_dataset},
     "hh_rlhf": {"dpo": get_hh_rlhf_dpo_dataset, "rw": get_hh_rlhf_rw_dataset},
     "torl_data": {"rl": get_torl_data_rl_dataset, "sft": get_torl_data_sft_dataset},
 }
-_IN_FOLDERS = ("gsm8k", "hh_rlhf", "torl_data")
+_READ_FROM_FILES = ("gsm8k", "hh_rlhf", "torl_data")
 VALID_DATASETS = tuple(_NAMED)
 
 
@@ -44,49 +44,49 @@ def get_custom_dataset(
     seed: int = 0,
     raw: bool = False,
 ) -> RowDataset:
-    """RL or SFT rows of a named set (`VALID_DATASETS`) or of any JSONL, parquet or Hugging Face set by key mapping.
+    """Returns rows of a named dataset (`VALID_DATASETS`), or of any JSONL, parquet or Hugging Face dataset.
 
     Args:
-        path: A name of `VALID_DATASETS`, or what `read_rows` takes: a file, a folder, a hub name.
-        kind: "rl" gives `messages`, `prompt`, `answer`; "sft" gives `input_ids`, `loss_mask`; "dpo" and "rw" both for
-            `chosen` and `rejected`.
-        split: "train" or "test" for the named sets.
-        tokenizer: Needed for all but "rl", and for that with `max_length`.
-        prompt_key: Column with the prompt: a text, or a list of messages. A named set knows its own.
+        path: A name of `VALID_DATASETS`, or a source of `read_rows`: a file, a folder, a hub name, a function.
+        kind: "rl" rows have `messages`, `prompt`, `answer`; "sft" rows `input_ids`, `loss_mask`; "dpo" and "rw" rows
+            ids and masks of a chosen and a rejected answer.
+        split: "train" or "test" for the named datasets.
+        tokenizer: Required except for "rl" without `max_length`.
+        prompt_key: Column with the prompt: a string, or a list of messages. Not used for named datasets.
         response_key: Column with the response, or for "rl" the gold answer. None: conversations in `prompt_key` (SFT),
             or in the columns `chosen` and `rejected` (pairs), which otherwise hold the two answers.
-        system_prompt: Put before conversations that have no system message.
-        instruction: Put behind the last user message. For RL on gsm8k it defaults to asking for a boxed answer.
-        max_length: Leaves out longer rows, in tokens: of the whole example for "sft", of the prompt for "rl".
-        subset: The configuration of a hub set that has several; of no other source.
-        data_dir: The folder of a named set's files.
-        seed: Fixes the split of the arithmetic set.
-        raw: RL rows also hold the row as it stands in its source, under `raw_task`. Rows of a file or a hub set that
-            lack the two columns then hold nothing else, whatever their length.
+        system_prompt: Prepended to conversations without a system message.
+        instruction: Appended to the last user message. For RL on gsm8k the default asks for a boxed answer.
+        max_length: Drop longer rows, in tokens: of the full example for "sft", of the prompt for "rl".
+        subset: The configuration of a hub dataset that has several; not for other sources.
+        data_dir: The folder of a named dataset's files.
+        seed: Determines the split of the arithmetic dataset.
+        raw: RL rows also hold the source's row, under `raw_task`. Rows of a file or a hub dataset without the two
+            columns then hold nothing else, and are not dropped by length.
 
     Raises:
-        DatasetError: missing, empty or malformed; names the file, the line and the key.
-        TokenizerError: "sft" without a tokenizer, or with one that cannot do it.
+        DatasetError: missing, empty or malformed data; names the file, the line and the key.
+        TokenizerError: no tokenizer where one is required, or one that cannot encode SFT examples.
     """
     if kind not in get_args(DatasetKind):
-        raise DatasetError(f"kind must be one of {', '.join(get_args(DatasetKind))}, got {kind!r}")
+        raise DatasetError(f"kind is {kind!r}; expected one of {', '.join(get_args(DatasetKind))}")
     if kind != "rl" and tokenizer is None:
-        raise TokenizerError(f"{kind.upper()} rows of {path} are token ids: give the tokenizer")
+        raise TokenizerError(f"no tokenizer was given; {kind.upper()} rows of {path} are token ids: pass a tokenizer")
     if raw and kind != "rl":
-        raise DatasetError(f"raw=true is for RL rows, and these are of kind {kind!r}; leave it out")
-    if data_dir is not None and str(path) not in _IN_FOLDERS:
+        raise DatasetError(f"raw is true, but the rows are of kind {kind!r}; expected 'rl': leave raw out")
+    if data_dir is not None and str(path) not in _READ_FROM_FILES:
         raise DatasetError(
-            f"data_dir={str(data_dir)!r} is for the files of {', '.join(_IN_FOLDERS)}, and the dataset is {path}; "
-            "leave it out"
+            f"data_dir is {str(data_dir)!r}, but the dataset is {path}; expected {', '.join(_READ_FROM_FILES)}: leave "
+            "data_dir out"
         )
     if subset is not None and (str(path) in _NAMED or Path(path).expanduser().exists()):
-        raise DatasetError(f"subset={subset!r} is for a Hugging Face set, and {path} is none; leave it out")
+        raise DatasetError(f"subset is {subset!r}, but {path} is not a Hugging Face dataset; leave subset out")
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
     if instruction is not None:
         shared["instruction"] = instruction
     if str(path) in _NAMED:
         if kind not in _NAMED[str(path)]:
-            raise DatasetError(f"{path} has no rows of kind {kind!r}; it has {', '.join(_NAMED[str(path)])}")
+            raise DatasetError(f"{path} has no rows of kind {kind!r}; expected {' or '.join(_NAMED[str(path)])}")
         if str(path) == "arithmetic":
             shared["seed"] = seed
         if data_dir is not None:
@@ -103,5 +103,5 @@ def get_custom_dataset(
     if kind == "sft":
         return sft_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
     if response_key is None:
-        raise DatasetError(f"RL rows of {path} need the column of the gold answer: give response_key")
+        raise DatasetError(f"response_key is null; RL rows of {path} need the column of the gold answer: name it")
     return rl_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)

@@ -1,4 +1,4 @@
-"""Where rows come from: JSONL and parquet files, folders of them, and Hugging Face sets. Every row knows its place."""
+"""Reads rows from JSONL and parquet files, folders, Hugging Face datasets and functions, with each row's location."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _NEEDS_EXTRA = "is not installed; install archon's extra `rl`: pip install 'arch
 
 
 class SourceRow(NamedTuple):
-    """A row as it stands in its source, and where that is (`file.jsonl:12`), for error messages."""
+    """A row of a source, and its location (`file.jsonl:12`), for error messages."""
 
     where: str
     data: dict[str, Any]
 
 
 def read_rows(path: str | Path, split: str = "train", subset: str | None = None) -> list[SourceRow]:
-    """Reads all rows of one split.
+    """Returns all rows of one split.
 
     Args:
-        path: A `.jsonl` or `.parquet` file; a folder that holds `<split>.jsonl` or `<split>.parquet`, or that
-            `datasets` saved; the name of a set on the Hugging Face hub, `owner/name`; or `python:` and the dotted path
-            of a function that gives the rows of a split, dictionaries.
-        split: Which split, where the source has several. A file is one split, whatever its name.
-        subset: The configuration of a hub set that has several.
+        path: A `.jsonl` or `.parquet` file; a folder with `<split>.jsonl` or `<split>.parquet`, or one saved by
+            `datasets`; the name of a dataset on the Hugging Face hub, `owner/name`; or `python:` and the dotted path of
+            a function that returns the rows of a split as dictionaries.
+        split: Of a source with several splits. A file is one split, whatever its name.
+        subset: The configuration of a hub dataset that has several.
 
     Raises:
-        DatasetError: missing, empty or malformed; names the file and the line.
+        DatasetError: missing, empty or malformed data; names the file and the line.
     """
     location = Path(path).expanduser()
     if str(path).startswith(_FUNCTION):
-        rows = _call(str(path), split)
+        rows = _call_function(str(path), split)
     elif location.is_file():
         rows = _read_file(location)
     elif location.is_dir():
@@ -57,10 +57,12 @@ def read_rows(path: str | Path, split: str = "train", subset: str | None = None)
 
 
 def data_folder(name: str, explicit: str | Path | None = None) -> Path:
-    """The folder of a named set: `explicit`, else `$ARCHON_DATA/<name>`, else `../shared/data/<name>` by the checkout.
+    """Returns the folder of a named dataset: `explicit`, `$ARCHON_DATA/<name>`, or `../shared/data/<name>`.
+
+    The last is relative to the checkout, and is used if the other two are not set.
 
     Raises:
-        DatasetError: none of them exists; says which were tried.
+        DatasetError: the folder does not exist.
     """
     if explicit is not None:
         candidates = [Path(explicit).expanduser()]
@@ -73,19 +75,19 @@ def data_folder(name: str, explicit: str | Path | None = None) -> Path:
         if candidate.is_dir():
             return candidate
     raise DatasetError(
-        f"the data set {name} is not at {candidates[0]}: give its folder as data_dir, or set ARCHON_DATA to "
-        f"the one that holds {name}/"
+        f"dataset {name} is not at {candidates[0]}: pass its folder as data_dir, or set ARCHON_DATA to the folder that "
+        f"holds {name}/"
     )
 
 
-def _call(path: str, split: str) -> list[SourceRow]:
-    """The rows of a user's own function, whose errors are the user's to see."""
+def _call_function(path: str, split: str) -> list[SourceRow]:
+    """Returns the rows of a user's function; exceptions that it raises are not caught."""
     function = import_dotted(path.removeprefix(_FUNCTION), "dataset function")
-    given = function(split) if callable(function) else None
-    if not isinstance(given, Iterable):
-        raise DatasetError(f"{path}: expected a function that gives the rows of a split, dictionaries")
+    returned = function(split) if callable(function) else None
+    if not isinstance(returned, Iterable):
+        raise DatasetError(f"{path}: expected a function that returns the rows of a split, as dictionaries")
     rows = []
-    for number, row in enumerate(given, start=1):
+    for number, row in enumerate(returned, start=1):
         if not isinstance(row, dict):
             raise DatasetError(f"{path}: row {number} is a {type(row).__name__}, expected a dictionary")
         rows.append(SourceRow(f"{path}:{number}", row))
@@ -154,7 +156,7 @@ def _read_hub(name: str, split: str, subset: str | None) -> list[SourceRow]:
         loaded = library.load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DatasetError(
-            f"cannot load {name} (split {split}): no such file or folder here, and the hub says: {error}"
+            f"cannot load {name} (split {split}): there is no such file or folder, and from the hub: {error}"
         ) from error
     return _from_hugging_face(loaded, name, split)
 

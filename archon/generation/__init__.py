@@ -1,11 +1,11 @@
-"""Generation in this process: continuous batching over a paged cache, with the modules that train."""
+"""In-process generation: continuous batching over a paged key-value cache, with the same modules as training."""
 
 from archon.schema.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "engine": ("InProcessEngine",),
+        "inprocess": ("InProcessEngine",),
         "replica": ("fingerprint",),
         "types": (
             "GenerationHyperparameters",

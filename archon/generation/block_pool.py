@@ -1,4 +1,4 @@
-"""Which pages of the cache are whose: a pool of reference-counted page numbers."""
+"""A pool of reference-counted page numbers of the key-value cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Page numbers 0 … n_pages − 1. The lowest free ones are handed out first, so that pages in use stay together."""
+    """Allocates page numbers 0 … n_pages − 1, the lowest free ones first, so that used pages stay close together."""
 
     def __init__(self, n_pages: int) -> None:
         self.n_pages = n_pages
@@ -19,21 +19,21 @@ class BlockPool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages with one reference each; the caller has checked `n_free`."""
-        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        """Returns `count` free pages, now with one reference each; the caller must have checked `n_free`."""
+        assert count <= len(self._free), f"{count} pages requested, {len(self._free)} free"
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._references[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more owner for each of `pages`."""
+        """Add a reference to each of `pages`."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free"
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner fewer for each of `pages`; those without an owner are free again."""
+        """Remove a reference from each of `pages`; those without references become free."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free"
             self._references[page] -= 1

@@ -1,4 +1,4 @@
-"""Continuous batching: one step reads prompts, adds a token to every running sequence and retires those that end."""
+"""Continuous batching: a step computes chunks of prompts and samples a token for every decoding sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from archon.engine import heap
 from archon.generation.sampler import SamplingParams, sample
-from archon.generation.scheduler import Chunk, Fork, Scheduler, Step
+from archon.generation.scheduler import Fork, ScheduledChunk, Scheduler, Step
 from archon.generation.sequence import Sequence, StopStrings
 from archon.generation.types import ModelRequest
 from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
@@ -28,28 +28,28 @@ _MAX_SAMPLED_ELEMENTS = 1 << 24
 
 @dataclass
 class GeneratorStats:
-    """Counts since the generator was made."""
+    """Counts since the generator was created."""
 
     steps: int = 0
-    seconds: float = 0.0  # inside those steps
-    prefill_tokens: int = 0  # tokens run through the model to read prompts, also after a preemption or an update
-    decode_tokens: int = 0  # tokens added one a sequence
+    seconds: float = 0.0  # total time of the steps
+    prefill_tokens: int = 0  # tokens computed in chunks: prompts, and answers again after a preemption or an update
+    decode_tokens: int = 0  # tokens computed one per sequence and step
     duplicate_tokens: int = 0  # of these, those not run through the model because another sequence's were the same
-    shared_prompts: int = 0  # answers whose prompt another one had read
+    shared_prompts: int = 0  # answers whose prompt was computed for another one
 
 
 def _round_up(rows: int) -> int:
-    """Rows to compute with: at most an eighth more, so that few distinct numbers occur.
+    """Returns `rows` rounded up by at most an eighth, so that few distinct sizes occur.
 
-    Matrix libraries prepare a kernel for every shape they meet (oneDNN: half a millisecond), and the number of rows
-    changes with every answer that ends.
+    Matrix libraries prepare a kernel for every new shape (oneDNN: half a millisecond), and the number of rows changes
+    with every answer that ends.
     """
     step = 1 << max(rows.bit_length() - 4, 0)
     return -(-rows // step) * step
 
 
 def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
-    """Sequences that need a row each, those whose tokens are the same as one's of them, and which row that has."""
+    """Returns the sequences whose tokens are distinct, their duplicates, and the row of each duplicate's original."""
     rows: dict[tuple[int, int, int], int] = {}
     distinct: list[Sequence] = []
     duplicates: list[Sequence] = []
@@ -64,7 +64,7 @@ def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequen
 
 
 class _SlotParams:
-    """Sampling parameters by slot, so that a step looks them up at once."""
+    """Sampling parameters by slot, as arrays that a step indexes at once."""
 
     def __init__(self, max_slots: int) -> None:
         self.temperature = np.ones(max_slots)
@@ -94,8 +94,8 @@ class _SlotParams:
         )
 
 
-class _Sampled:
-    """Sequences that sample in this step, each from one row of the joined `hidden` [rows, dim]."""
+class _SampleBatch:
+    """The sequences that sample a token in this step, each from one row of the concatenated `hidden` [rows, dim]."""
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
@@ -105,14 +105,14 @@ class _Sampled:
         self._last: Tensor | None = None
 
     def add_rows(self, sequences: list[Sequence], hidden: Tensor, rows: list[int]) -> None:
-        """Each with one of the rows of `hidden`."""
+        """Add sequences, each with the index of its row in `hidden` [n, dim]."""
         self.sequences += sequences
         self.rows += [self.n_rows + row for row in rows]
         self.hidden.append(hidden)
         self.n_rows += len(hidden)
 
     def add(self, sequence: Sequence, hidden: Tensor) -> None:
-        """One hidden state [dim]; sequences that fork from one prompt, one after the other, share its row."""
+        """Add a sequence with its hidden state [dim]; consecutive sequences with the same tensor share a row."""
         if hidden is self._last:
             self.sequences.append(sequence)
             self.rows.append(self.n_rows - 1)
@@ -122,17 +122,17 @@ class _Sampled:
 
 
 class Generator:
-    """A model, its paged cache, a scheduler and a sampler. Synchronous; `InProcessEngine` drives it.
+    """A model with its paged cache, scheduler and sampler. Synchronous; `InProcessEngine` drives it.
 
     Args:
         model: an actor in evaluation mode, on the device of the cache.
         cache: pages for keys and values.
-        max_slots: most sequences that run at once.
-        max_seq_len: most tokens of prompt and answer together.
-        prefill_tokens: most prompt tokens read in one step; longer prompts are read in parts.
-        seed: requests without a seed of their own draw theirs from this and their number.
-        eos_token_ids: end every answer whose request does not ignore them.
-        tokenizer: decodes answers for stop strings, unless the request brings its own.
+        max_slots: maximum number of sequences that run at once.
+        max_seq_len: maximum tokens of prompt and answer together.
+        prefill_tokens: maximum prompt tokens computed in one step; longer prompts are computed in chunks.
+        seed: a request without a seed gets one derived from this and its number.
+        eos_token_ids: ids that end every answer whose request does not ignore them.
+        tokenizer: decodes answers for stop strings, unless the request has its own.
     """
 
     def __init__(
@@ -163,12 +163,12 @@ class Generator:
     def submit(self, request: ModelRequest, on_done: Callable[[Sequence], None]) -> Sequence:
         """Queue a request. `on_done` is called once, when its answer has ended or failed.
 
-        Raises `RolloutError` for a request that could never be honoured.
+        Raises RolloutError for a request that can never be answered.
         """
         g, prompt = request.gconfig, request.input_ids
         if g.n_samples != 1:
             raise RolloutError(
-                f"request {request.rid}: n_samples is {g.n_samples}; a request has one answer, send several"
+                f"request {request.rid}: n_samples is {g.n_samples}; expected 1: send a request for each answer"
             )
         if not prompt:
             raise RolloutError(f"request {request.rid}: the prompt is empty, expected at least one token")
@@ -178,24 +178,24 @@ class Generator:
             raise RolloutError(f"request {request.rid}: token id {wrong} is not below the vocabulary size {vocab_size}")
         if request.image_data:
             raise RolloutError(f"request {request.rid}: image_data was given to a text model")
-        most = self.max_seq_len if g.max_tokens is None else min(g.max_tokens, self.max_seq_len)
-        limit = min(g.max_new_tokens, most - len(prompt))
+        max_tokens = self.max_seq_len if g.max_tokens is None else min(g.max_tokens, self.max_seq_len)
+        limit = min(g.max_new_tokens, max_tokens - len(prompt))
         if limit < 1:
             raise ContextOverflowError(
-                f"request {request.rid}: the prompt of {len(prompt)} tokens leaves no room for an answer within {most}"
-                " tokens; shorten it, or raise max_tokens or the engine's max_seq_len"
+                f"request {request.rid}: the prompt of {len(prompt)} tokens leaves no room for an answer within"
+                f" {max_tokens} tokens; shorten it, or raise max_tokens or the engine's max_seq_len"
             )
         stop_ids = frozenset(g.stop_token_ids) | frozenset(() if g.ignore_eos else self.eos_token_ids)
         sequence = Sequence(
             request=request,
             limit=limit,
             seed=self._request_seed() if g.seed is None else g.seed,
-            # A tokenizer may have a padding id that the model cannot sample; it ends no answer and needs no ban.
+            # A tokenizer may have a padding id beyond the model's vocabulary, which is never sampled.
             stop_ids=frozenset(i for i in stop_ids if i < vocab_size),
             stop_strings=self._stop_strings(request),
             on_done=on_done,
         )
-        pages = self.scheduler.pages_for(sequence.most_cached)
+        pages = self.scheduler.pages_for(sequence.max_cached)
         if pages > self.cache.n_pages:
             raise RolloutError(
                 f"request {request.rid}: {len(prompt)} prompt tokens and up to {limit} new ones need {pages} pages"
@@ -223,7 +223,7 @@ class Generator:
         return StopStrings(tokenizer, request.gconfig.stop)
 
     def _check_rope(self, sequence: Sequence) -> None:
-        """Refuse a request whose cached keys would be turned by other angles once the answer has grown."""
+        """Raise RolloutError where a longer answer would change the RoPE frequencies of the keys already cached."""
         rope = self.model.args.rope_scaling
         if not rope.depends_on_length:
             return
@@ -239,12 +239,13 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One forward: read what is due, add a token to every sequence that is ready, call back those that end."""
+        """Run one forward: compute the scheduled chunks, sample a token for every sequence that is ready for one, and
+        call `on_done` of those that end."""
         started = time.perf_counter()
         step = self.scheduler.plan()
         for sequence in step.admitted:
             self.slots.fill(sequence)
-        sampled = _Sampled()
+        sampled = _SampleBatch()
         self._fork(step.forks, sampled)
         if step.decode or step.chunks:
             self._forward(step, sampled)
@@ -254,23 +255,23 @@ class Generator:
         self.stats.steps += 1
         self.stats.seconds += time.perf_counter() - started
 
-    def _forward(self, step: Step, sampled: _Sampled) -> None:
+    def _forward(self, step: Step, sampled: _SampleBatch) -> None:
         chunks = step.chunks
         decode, duplicates, duplicate_rows = _dedupe_rows(step.decode)
         lengths = np.array([sequence.total for sequence in decode], dtype=np.int64)
         tokens = [(sequence.output or sequence.prompt)[-1] for sequence in decode]
-        parts = []
+        prefill_chunks = []
         for chunk in chunks:
             sequence = chunk.sequence
             tokens += sequence.tokens(chunk.start, chunk.stop)
-            parts.append(PrefillChunk(chunk.start, chunk.stop - chunk.start, sequence.pages, sequence.total))
+            prefill_chunks.append(PrefillChunk(chunk.start, chunk.stop - chunk.start, sequence.pages, sequence.total))
         rows = _round_up(len(tokens))
         tokens += [0] * (rows - len(tokens))
         width = self.scheduler.pages_for(int(lengths.max(initial=1)))
         decode_rows = DecodeRows(
             self._pages(decode, width), lengths, self._pages(duplicates, width), np.array(duplicate_rows)
         )
-        meta = PagedAttention(self.cache, decode_rows, parts, self.model.args.attn_type, rows)
+        meta = PagedAttention(self.cache, decode_rows, prefill_chunks, self.model.args.attn_type, rows)
         hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
 
         for sequence in step.decode:
@@ -278,27 +279,27 @@ class Generator:
         first = len(decode)
         sampled.add_rows(decode + duplicates, hidden[:first], [*range(first), *duplicate_rows])
         for chunk in chunks:
-            self._read_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
+            self._complete_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
             first += chunk.stop - chunk.start
         self.stats.decode_tokens += len(step.decode)
         self.stats.duplicate_tokens += len(duplicates)
         self.stats.prefill_tokens += first - len(decode)
 
     def _pages(self, sequences: list[Sequence], width: int) -> np.ndarray:
-        """int64 [n, width]: the first pages of each."""
+        """Returns the first `width` pages of each sequence, int64 [n, width]."""
         return self.scheduler.page_table[[sequence.slot for sequence in sequences], :width]
 
-    def _read_chunk(self, chunk: Chunk, hidden: Tensor, sampled: _Sampled) -> None:
+    def _complete_chunk(self, chunk: ScheduledChunk, hidden: Tensor, sampled: _SampleBatch) -> None:
         last = len(chunk.sequence.prompt) - 1
-        # A copy: the entry of a shared prompt must not keep the whole forward's states alive.
+        # A copy, because a view would keep the hidden states of the whole forward alive in the shared prompt.
         last_hidden = hidden[last - chunk.start].clone() if chunk.start <= last < chunk.stop else None
-        forks = self.scheduler.read(chunk, last_hidden)
+        forks = self.scheduler.complete_chunk(chunk, last_hidden)
         if chunk.sequence.computed == chunk.sequence.total:
-            # The very tensor that followers fork with, so that they share its row of logits.
+            # The same tensor object that followers fork with, so that they share its row of logits.
             sampled.add(chunk.sequence, hidden[-1] if last_hidden is None or chunk.stop > last + 1 else last_hidden)
         self._fork(forks, sampled)
 
-    def _fork(self, forks: list[Fork], sampled: _Sampled) -> None:
+    def _fork(self, forks: list[Fork], sampled: _SampleBatch) -> None:
         copies = [fork.copy for fork in forks if fork.copy is not None]
         if copies:
             self.cache.copy_pages(*zip(*copies, strict=True))
@@ -307,7 +308,7 @@ class Generator:
                 sampled.add(fork.sequence, fork.prompt.last_hidden)
         self.stats.shared_prompts += len(forks)
 
-    def _sample(self, sampled: _Sampled) -> None:
+    def _sample(self, sampled: _SampleBatch) -> None:
         head = self.model.output
         assert head is not None
         hidden = torch.cat(sampled.hidden)
@@ -335,29 +336,29 @@ class Generator:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """End unfinished sequences with the tokens they have."""
+        """End unfinished sequences with the tokens sampled so far."""
         for sequence in sequences:
             sequence.stop_reason = "abort"
             self._finish(sequence)
 
     def fail(self, error: BaseException) -> None:
-        """Hand `error` to whoever waits for an unfinished sequence, and start afresh with an empty cache."""
+        """End all unfinished sequences with `error`, and clear the scheduler and the cache."""
         if not isinstance(error, Exception):
-            # An interrupt handed to every waiting task would break its event loop once for each.
+            # A KeyboardInterrupt raised in every waiting task would interrupt their event loop once for each.
             error = RuntimeError(f"generation was stopped by {type(error).__name__}")
         failed = self.unfinished
         self.scheduler = self._new_scheduler()
-        # What broke may have left NaN in the cache, and masked NaN is still NaN.
+        # The failed step may have left NaN in the cache, and masked NaN is still NaN.
         self.cache.clear()
         for sequence in failed:
             sequence.stop_reason, sequence.error = "abort", error
             sequence.on_done(sequence)
 
     def restart(self, version: int) -> None:
-        """The weights have changed: every cached key and value is void, and tokens from now on carry `version`.
+        """Invalidate the cache after the weights have changed; tokens sampled from now on have `version`.
 
-        Unfinished sequences keep their tokens, logprobs and versions; prompt and tokens are read again with the new
-        weights, so that what follows is sampled from the new policy exactly.
+        Unfinished sequences keep their tokens, logprobs and versions; their keys and values are recomputed with the new
+        weights, so that the following tokens are sampled from exactly the new policy.
         """
         self.scheduler.restart()
         self.version = version

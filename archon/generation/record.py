@@ -1,4 +1,4 @@
-"""What a generator was given and answered, token by token, and whether it can be relied on."""
+"""Token-level records of prompts and answers, and checks that an answer can be trained on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from archon.schema.errors import RolloutError
 
 
 class UnusableAnswerError(RolloutError):
-    """An answer that cannot be trained on; `kind` is what it is counted under."""
+    """An answer that cannot be trained on; `kind` is the name under which metrics count it."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -19,9 +19,9 @@ class UnusableAnswerError(RolloutError):
 
 
 def check_answer(response: ModelResponse) -> None:
-    """Raise `UnusableAnswerError` unless every generated token has one finite logprob and one version.
+    """Raise UnusableAnswerError unless every generated token has one finite logprob and one version.
 
-    Missing logprobs are never zeros: a zero would claim that the token was certain.
+    Missing logprobs are never replaced by zeros, which would mean that the token had probability 1.
     """
     n_tokens, n_logprobs = len(response.output_tokens), len(response.output_logprobs)
     if response.stop_reason == "abort":
@@ -40,9 +40,9 @@ def check_answer(response: ModelResponse) -> None:
 
 @dataclass
 class TokenRecord:
-    """One trajectory as it grows, in token space: what the model was given, and what it answered turn by turn.
+    """The tokens of a trajectory so far: prompts, observations and the model's answers, turn by turn.
 
-    All lists have one entry a token. `turns` counts the answers so far.
+    All lists have one entry per token. `turns` is the number of answers so far.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -55,14 +55,14 @@ class TokenRecord:
 
     @classmethod
     def of_answer(cls, response: ModelResponse) -> TokenRecord:
-        """A prompt and its one answer."""
+        """Returns the record of a prompt and its answer."""
         record = cls()
         record.observe(response.input_tokens)
         record.answer(response)
         return record
 
     def observe(self, ids: Sequence[int]) -> None:
-        """Tokens that the model is given and not trained on."""
+        """Append tokens that the model is given and not trained on."""
         n = len(ids)
         self.input_ids += ids
         self.loss_mask += [0] * n
@@ -71,13 +71,16 @@ class TokenRecord:
         self.turn_ids += [-1] * n
 
     def answer(self, response: ModelResponse) -> None:
-        """The model's next turn. Raises `UnusableAnswerError` for an answer to other tokens than these, which would be
-        trained behind a prompt that it never saw."""
+        """Append the model's next answer.
+
+        Raises UnusableAnswerError where its prompt is not this record's tokens: it would be trained on another context
+        than it was sampled in.
+        """
         if response.input_tokens != self.input_ids:
             raise UnusableAnswerError(
                 "other_prompt",
-                f"turn {self.turns}: the engine answered {len(response.input_tokens)} tokens that are not the "
-                f"{len(self.input_ids)} of this trajectory so far",
+                f"turn {self.turns}: the engine answered a prompt of {len(response.input_tokens)} tokens; expected the "
+                f"{len(self.input_ids)} tokens of this trajectory so far",
             )
         n = response.output_len
         self.input_ids += response.output_tokens

@@ -1,4 +1,4 @@
-"""The generator's own instance of the model: how it gets its weights, and proof that it has them."""
+"""The generator's replica of the model: how it gets its weights, and a fingerprint that verifies them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from archon.schema.errors import RolloutError
 WeightSource = nn.Module | Iterable[tuple[str, Tensor]]
 WeightMode = Literal["auto", "alias", "snapshot"]
 
-# The order of packed weights suits products with about this many rows, those of a decoding step.
+# Weights are packed for matrix products with about this many rows, as in a decoding step.
 _PACKED_FOR_ROWS = 32
 
-# What wrappers put into parameter names; a replica has none of them.
+# Prefixes that torch's wrappers (activation checkpointing, torch.compile, FSDP1) add to parameter names.
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def named_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
-    """(native name, whole tensor) of a model, wrapped or sharded as it may be, or of an iterable of such pairs.
+    """Yield (native name, full tensor) of a model, possibly wrapped or sharded, or of an iterable of such pairs.
 
-    Besides parameters these are the routers' balancing biases: without them the generator would choose other experts.
+    Besides parameters these are the routers' balancing biases, without which the generator would choose other experts.
     """
     pairs = _tensors(source).items() if isinstance(source, nn.Module) else source
     for name, tensor in whole_tensors(pairs):
@@ -46,10 +46,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def build_replica(
     model: BaseArchonModel, *, mode: WeightMode = "auto", dtype: torch.dtype | None = None
 ) -> tuple[BaseArchonModel, bool]:
-    """A plain second instance of `model` in evaluation mode, and whether its parameters are the model's own.
+    """Returns an unsharded replica of `model` in evaluation mode, and whether it shares the model's parameters.
 
-    `snapshot` copies the weights. `alias` shares them: it needs a model that is neither wrapped nor sharded, of the
-    same dtype, and the trainer must not step while answers are unfinished. `auto` shares where it can.
+    Args:
+        mode: `snapshot` copies the weights. `alias` shares them: the model must be unwrapped, unsharded and of the same
+            dtype, and the trainer must not step while answers are unfinished. `auto` shares them where possible.
+        dtype: of the replica; by default the model's.
     """
     weights = dict(named_weights(model))
     with torch.device("meta"):
@@ -82,7 +84,10 @@ def build_replica(
 
 
 def empty_replica(model: BaseArchonModel, dtype: torch.dtype, device: torch.device) -> BaseArchonModel:
-    """A plain model like `model`, which may be on the meta device, in evaluation mode, its weights not yet set."""
+    """Returns an unsharded copy of `model`'s architecture in evaluation mode, with uninitialized weights.
+
+    `model` may be on the meta device.
+    """
     with torch.device("meta"):
         replica = model.model_class(model.args)
     for name, parameter in dict(replica.named_parameters()).items():
@@ -95,15 +100,15 @@ def empty_replica(model: BaseArchonModel, dtype: torch.dtype, device: torch.devi
 
 
 def _pack_linears(replica: nn.Module) -> None:
-    """On a CPU, multiply by weights that lie as oneDNN's kernels read them: half again as fast for a decoding step.
+    """On a CPU, pack weights in the memory layout of oneDNN's kernels, which makes a decoding step 1.5 times as fast.
 
-    Packed weights are copies: whatever writes a weight calls this again. (Tensor versions do not tell: fused optimisers
-    leave them as they are.)
+    Packed weights are copies, so this must be called again after every change of a weight. (Tensor versions cannot
+    detect a change: fused optimizers do not increment them.)
     """
     if not has_onednn():
         return
     for module in replica.modules():
-        # A layer with a forward of its own does more than multiply.
+        # A subclass with its own forward does more than a matrix product.
         if not isinstance(module, nn.Linear) or type(module).forward not in (Linear.forward, LMHead.forward):
             continue
         if (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
@@ -116,11 +121,14 @@ def _packed_linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
 
 
 def share_weights(replica: nn.Module, model: nn.Module) -> None:
-    """Point the replica's parameters at the model's, which may have moved since; `RolloutError` if one does not fit."""
+    """Make the replica's parameters share the memory of the model's, which may have been reallocated.
+
+    Raises RolloutError where names, shapes, dtypes or devices differ.
+    """
     source, parameters = _tensors(model), _tensors(replica)
     if source.keys() != parameters.keys():
         odd = min(source.keys() ^ parameters.keys())
-        raise RolloutError(f"weight update: the generator shares weights, and only one side has {odd!r}")
+        raise RolloutError(f"weight update: the generator shares weights, but only one side has {odd!r}")
     for name, parameter in parameters.items():
         tensor = source[name].detach()
         if (tensor.shape, tensor.dtype, tensor.device) != (parameter.shape, parameter.dtype, parameter.device):
@@ -133,17 +141,17 @@ def share_weights(replica: nn.Module, model: nn.Module) -> None:
 
 
 def own_weights(replica: nn.Module) -> None:
-    """Give the replica parameters of its own, still empty."""
+    """Allocate memory for the replica's own parameters, uninitialized."""
     for tensor in _tensors(replica).values():
         tensor.data = torch.empty_like(tensor.data)
 
 
 @torch.no_grad()
 def copy_weights(replica: nn.Module, source: WeightSource) -> int:
-    """Copy every weight into the replica, cast to its dtype, and return the fingerprint both sides agree on.
+    """Copy every weight into the replica, converted to its dtype. Returns the fingerprint of the weights.
 
-    Raises `RolloutError` for a name or shape the replica does not have, for a weight that never came, and when the
-    replica's fingerprint differs from that of what was sent.
+    Raises RolloutError for an unknown name or another shape, for a missing weight, and where the replica's fingerprint
+    differs from that of the sent weights.
     """
     parameters = _tensors(replica)
     missing = set(parameters)
@@ -169,7 +177,7 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> int:
 
 
 def fingerprint(source: WeightSource) -> int:
-    """64 bits that depend on the name, the place and every bit of every weight; not on storage order or sharding."""
+    """Returns 64 bits that depend on the name and every bit of every weight, but not on their order or sharding."""
     total = 0
     for name, tensor in named_weights(source):
         total = _combine(total, name, tensor)
@@ -180,7 +188,7 @@ _INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.in
 
 
 def _combine(total: int, name: str, tensor: Tensor) -> int:
-    """Add one weight: integer sums, exact in any order, of its bits over rows and over columns, weighted by place."""
+    """Returns `total` with one weight added: position-weighted integer sums of its bits, exact in any order."""
     bits: Any = tensor.detach().view(_INTEGERS[tensor.element_size()])
     bits = bits.reshape(1, -1) if bits.ndim < 2 else bits.flatten(1)
     digest = 0

@@ -1,7 +1,7 @@
-"""From logits to tokens: temperature, top-k, top-p, and noise that depends on nothing but the request.
+"""Samples tokens from logits: temperature, top-k, top-p, and random numbers that depend on the request alone.
 
 Sampling inverts the cumulative distribution at a uniform number that is a hash of (seed of the request, index of the
-token). The noise is therefore the same whatever else is in the batch, after a preemption and after a resume.
+token). It therefore does not depend on the rest of the batch, and is the same after a preemption or a resume.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from archon.schema.errors import NotFiniteError
 
-# Inverse sampling sums the distribution in blocks of this many tokens: one pass over the vocabulary, then one block.
+# Inverse sampling first sums the distribution in blocks of this many tokens, then searches one block.
 _BLOCK = 128
 
 
 def counter_uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Uniform float64 numbers in [0, 1), one for each (seed, index) pair of uint64; 53 random bits each.
+    """Returns uniform float64 numbers in [0, 1) of 53 random bits, one for each (seed, index) pair of uint64.
 
-    The finaliser of SplitMix64 (Steele, Lea, Flood 2014) over the seed, then over its sum with the index.
+    Applies the finalizer of SplitMix64 (Steele, Lea, Flood 2014) to the seed, then to its sum with the index.
     """
     mixed = _splitmix64(_splitmix64(seeds.astype(np.uint64)) + indices.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -48,19 +48,21 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [R] and their logprobs [R] for logits [R, V].
+    """Returns sampled tokens int64 [R] and their logprobs [R], from logits [R, V].
 
     The logprob is `log_softmax(logits / temperature)` over the full vocabulary, in float32 (float64 for float64
-    logits): what the trainer's head computes, whatever top-k, top-p and bans did to the choice.
+    logits), as the trainer's head computes it, independent of top-k, top-p and banned tokens.
+
+    Raises NotFiniteError where logits are not finite.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if (params.temperature != 1.0).any():
         temperature = torch.from_numpy(params.temperature).to(scores.device, scores.dtype)
         scores = scores / temperature[:, None]
-    log_normaliser = torch.logsumexp(scores, dim=-1)
-    if not bool(log_normaliser.isfinite().all()):
-        rows = (~log_normaliser.isfinite()).nonzero()[:, 0].tolist()
-        raise NotFiniteError(f"logits of rows {rows[:8]} of {len(logits)} are not finite; the weights are damaged")
+    log_normalizer = torch.logsumexp(scores, dim=-1)
+    if not bool(log_normalizer.isfinite().all()):
+        rows = (~log_normalizer.isfinite()).nonzero()[:, 0].tolist()
+        raise NotFiniteError(f"logits of rows {rows[:8]} of {len(logits)} are not finite; check the model's weights")
 
     choices = scores
     if params.banned:
@@ -70,13 +72,13 @@ def sample(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     if params.greedy.all():
         tokens = choices.argmax(dim=-1)
     else:
-        tokens = _draw(choices, log_normaliser, params)
-    logprobs = scores.gather(1, tokens[:, None])[:, 0] - log_normaliser
+        tokens = _draw(choices, log_normalizer, params)
+    logprobs = scores.gather(1, tokens[:, None])[:, 0] - log_normalizer
     return tokens, logprobs
 
 
-def _draw(choices: Tensor, log_normaliser: Tensor, params: SamplingParams) -> Tensor:
-    probs = torch.exp(choices - log_normaliser[:, None])
+def _draw(choices: Tensor, log_normalizer: Tensor, params: SamplingParams) -> Tensor:
+    probs = torch.exp(choices - log_normalizer[:, None])
     filtered = np.flatnonzero((params.top_p < 1) | (params.top_k > 0))
     if filtered.size:
         rows = torch.from_numpy(filtered).to(probs.device)
@@ -92,10 +94,10 @@ def _draw(choices: Tensor, log_normaliser: Tensor, params: SamplingParams) -> Te
 
 
 def filter_top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities [R, V] with everything outside the top k, then outside the nucleus of what is left, set to 0.
+    """Returns probabilities [R, V] with all tokens outside the top k, then outside the top-p nucleus, set to 0.
 
-    top_k int64 [R], 0 for no limit; top_p [R]. A token stays while the renormalised probability of those before it is
-    below top_p (Holtzman et al. 2020), so the most likely one always stays. Ties go to the lower token id.
+    top_k int64 [R], 0 for no limit; top_p [R]. A token is kept while the renormalized probability of the more likely
+    ones is below top_p (Holtzman et al. 2020), so the most likely one is always kept. Ties go to the lower token id.
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -103,15 +105,15 @@ def filter_top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(rank >= limit[:, None], 0)
     mass = ordered.double().cumsum(dim=-1)
     before = (mass - ordered) / mass[:, -1:]
-    # A nucleus of 1 keeps everything, also where rounding takes `before` to 1.
+    # top_p of 1 keeps every token, also where `before` rounds to 1.
     ordered = ordered.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1), 0)
     return torch.zeros_like(probs).scatter_(1, order, ordered)
 
 
 def invert_cumulative(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token of each row of probs [R, V] (need not sum to 1) whose cumulative interval holds uniform [R] in [0, 1).
+    """Returns the token int64 [R] of each row whose interval of the cumulative distribution contains uniform [R].
 
-    Sums are float64. A token of probability 0 is never returned.
+    probs [R, V] need not sum to 1; uniform is in [0, 1). Sums are float64. A token of probability 0 is never returned.
     """
     rows, vocab = probs.shape
     padded = torch.nn.functional.pad(probs, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
@@ -123,6 +125,6 @@ def invert_cumulative(probs: Tensor, uniform: Tensor) -> Tensor:
     block = torch.searchsorted(running, target[:, None], right=True)
     start = (running.gather(1, block) - mass.gather(1, block))[:, 0]
     inside = padded.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0].double().cumsum(dim=-1)
-    # The block's own sum may round differently from its share of the running sum; stay strictly inside it.
+    # The block's sum may round differently from its part of the cumulative sum; clamp to stay inside the block.
     offset = torch.minimum((target - start).clamp_(min=0), inside[:, -1] * below_one)
     return block[:, 0] * _BLOCK + torch.searchsorted(inside, offset[:, None], right=True)[:, 0]

@@ -1,6 +1,6 @@
-"""Who runs next: admission in order of submission, prompts read once, preemption when pages run out.
+"""Schedules sequences: admission in order of submission, shared prompts, preemption when pages run out.
 
-Nothing here touches a tensor: the scheduler deals in sequences and page numbers, the generator computes.
+The scheduler handles sequences and page numbers only; the generator computes with tensors.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from archon.generation.block_pool import BlockPool
-from archon.generation.sequence import Prompt, Sequence
+from archon.generation.sequence import Sequence, SharedPrompt
 
 
 @dataclass
-class Chunk:
-    """Tokens start … stop − 1 of a sequence, to be read in this step."""
+class ScheduledChunk:
+    """Tokens start … stop − 1 of a sequence, to be computed in this step."""
 
     sequence: Sequence
     start: int
@@ -26,29 +26,29 @@ class Chunk:
 
 @dataclass
 class Fork:
-    """A sequence takes over a prompt that has been read: the copy its first private page needs, if any."""
+    """A sequence starts from the cached pages of a shared prompt; `copy` is for a last page that is partly full."""
 
     sequence: Sequence
-    prompt: Prompt
-    copy: tuple[int, int] | None  # (page to copy, page to copy it to)
+    prompt: SharedPrompt
+    copy: tuple[int, int] | None  # (source page, destination page)
 
 
 @dataclass
 class Step:
-    """What one forward does: one token for each of `decode`, then `chunks`; `forks` come before it."""
+    """The work of one forward: one token for each of `decode`, then `chunks`. `forks` are applied before it."""
 
     decode: list[Sequence]
-    chunks: list[Chunk]
+    chunks: list[ScheduledChunk]
     forks: list[Fork]
-    admitted: list[Sequence]  # got their slot in this step
+    admitted: list[Sequence]  # assigned a slot in this step
 
 
 class Scheduler:
-    """At most `max_slots` running sequences over a pool of pages.
+    """Schedules at most `max_slots` running sequences over a pool of pages.
 
-    The oldest running sequence can always go on: when pages run out, prompts kept for waiting requests are dropped
-    first, then the youngest sequences are preempted; they keep their tokens, wait at the head of the queue and are read
-    again. So nothing deadlocks as long as every request fits alone, which is checked when it is submitted.
+    When pages run out, prompts kept for waiting requests are dropped first, then the youngest sequences are preempted:
+    they keep their tokens, return to the head of the queue, and their keys and values are recomputed later. The oldest
+    running sequence can therefore always continue, provided that every request fits alone (`Generator.submit` checks).
     """
 
     def __init__(self, n_pages: int, page_size: int, max_slots: int, prefill_tokens: int) -> None:
@@ -56,9 +56,9 @@ class Scheduler:
         self.page_size, self.prefill_tokens = page_size, prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
-        self.prompts: dict[tuple[int, ...], Prompt] = {}
+        self.prompts: dict[tuple[int, ...], SharedPrompt] = {}
         self._free_slots = list(range(max_slots - 1, -1, -1))
-        # Row `slot` begins with the pages of the sequence in that slot; the columns grow with the longest one.
+        # Row `slot` starts with the pages of the sequence in that slot; columns are added for longer sequences.
         self.page_table = np.zeros((max_slots, 8), dtype=np.int64)
 
     @property
@@ -71,35 +71,36 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
         if len(sequence.prompt) > 1:
-            sequence.shared = self.prompts.setdefault(tuple(sequence.prompt), Prompt())
+            sequence.shared = self.prompts.setdefault(tuple(sequence.prompt), SharedPrompt())
             sequence.shared.users += 1
 
     def plan(self) -> Step:
-        """Give every running sequence the page its next token needs, admit what fits, and choose the chunks to read."""
+        """Assign pages for the next tokens, admit waiting sequences that fit, and choose chunks. Returns the step."""
         self._grow()
         forks, admitted = self._admit()
         decode, chunks = [], []
         budget = self.prefill_tokens
         for sequence in self.running:
-            if sequence.awaits_prompt:
+            if sequence.waits_for_prompt:
                 continue
             pending = sequence.total - sequence.computed
-            if pending == 1 and not sequence.leads:
+            if pending == 1 and not sequence.is_leader:
                 decode.append(sequence)
             elif pending and budget:
                 length = min(pending, budget)
                 budget -= length
-                chunks.append(Chunk(sequence, sequence.computed, sequence.computed + length))
+                chunks.append(ScheduledChunk(sequence, sequence.computed, sequence.computed + length))
         return Step(decode, chunks, forks, admitted)
 
-    def read(self, chunk: Chunk, last_hidden: Any) -> list[Fork]:
-        """A chunk has been computed; if it completes a prompt that others wait for, they fork.
+    def complete_chunk(self, chunk: ScheduledChunk, last_hidden: Any) -> list[Fork]:
+        """Note that a chunk has been computed. Returns the forks of sequences that waited for its prompt.
 
-        `last_hidden` is the hidden state of the prompt's last token, None when the chunk does not hold it.
+        Args:
+            last_hidden: hidden state [dim] of the prompt's last token; None where the chunk does not contain it.
         """
         sequence, prompt = chunk.sequence, chunk.sequence.shared
         sequence.computed = chunk.stop
-        if prompt is None or not sequence.leads or chunk.stop < len(sequence.prompt):
+        if prompt is None or not sequence.is_leader or chunk.stop < len(sequence.prompt):
             return []
         prompt.leader, prompt.last_hidden = None, last_hidden
         prompt.pages = sequence.pages[: self.pages_for(len(sequence.prompt))]
@@ -108,7 +109,7 @@ class Scheduler:
         return [self._fork(follower, prompt) for follower in followers]
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is."""
+        """Remove a running or waiting sequence."""
         if sequence.slot >= 0:
             self._leave(sequence)
         else:
@@ -121,7 +122,7 @@ class Scheduler:
                 del self.prompts[tuple(sequence.prompt)]
 
     def restart(self) -> None:
-        """All cached keys and values are void: every running sequence waits again, in order, with its tokens kept."""
+        """Invalidate all cached keys and values: every running sequence returns to the queue, with its tokens."""
         for sequence in self.running[::-1]:
             self._requeue(sequence)
         for prompt in self.prompts.values():
@@ -129,7 +130,7 @@ class Scheduler:
 
     def _grow(self) -> None:
         size = self.page_size
-        short = [s for s in self.running if s.total > len(s.pages) * size and not s.awaits_prompt]
+        short = [s for s in self.running if s.total > len(s.pages) * size and not s.waits_for_prompt]
         for sequence in short:
             missing = self.pages_for(sequence.total) - len(sequence.pages)
             if sequence.slot >= 0 and self._make_room(missing, sequence):
@@ -143,7 +144,7 @@ class Scheduler:
         self.page_table[sequence.slot, : len(pages)] = pages
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
-        """Free `count` pages for `sequence`; False when it had to be preempted itself."""
+        """Free `count` pages for `sequence`. Returns False where it was preempted itself."""
         if self.pool.n_free < count:
             for prompt in self.prompts.values():
                 self._drop_pages(prompt)
@@ -159,7 +160,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         if not self.waiting or not self._free_slots:
             return forks, admitted
-        # One page to spare for each running sequence that may grow, or a new one would soon be preempted again.
+        # Keep one page for each running sequence that may grow, or a newly admitted one would soon be preempted.
         spare = sum(self._may_grow(sequence) for sequence in self.running)
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
@@ -184,25 +185,25 @@ class Scheduler:
             if prompt.last_hidden is not None:
                 forks.append(self._fork(sequence, prompt))
             elif prompt.leader is not None:
-                sequence.awaits_prompt = True
+                sequence.waits_for_prompt = True
                 prompt.followers.append(sequence)
             else:
                 prompt.leader = sequence
         return forks, admitted
 
     def _may_grow(self, sequence: Sequence, shared: int = 0) -> bool:
-        """Whether it may need more pages than it owns and those it will share."""
-        return (len(sequence.pages) + shared) * self.page_size < sequence.most_cached
+        """Returns whether a sequence may need more pages than its own and the `shared` ones of its prompt."""
+        return (len(sequence.pages) + shared) * self.page_size < sequence.max_cached
 
-    def _fork(self, sequence: Sequence, prompt: Prompt) -> Fork:
-        """`sequence` owns private pages only; put the prompt's full pages, which nobody writes to, before them."""
+    def _fork(self, sequence: Sequence, prompt: SharedPrompt) -> Fork:
+        """Put the prompt's full pages, which are never written again, before the sequence's own. Returns the fork."""
         length = len(sequence.prompt)
         full = length // self.page_size
         copy = (prompt.pages[full], sequence.pages[0]) if length % self.page_size else None
         self.pool.share(prompt.pages[:full])
         self._own(sequence, prompt.pages[:full] + sequence.pages)
         sequence.computed = length
-        sequence.awaits_prompt = False
+        sequence.waits_for_prompt = False
         return Fork(sequence, prompt, copy)
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -210,7 +211,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of its slot and its pages from it."""
+        """Free the slot and the pages of a running sequence."""
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self.pool.release(sequence.pages)
@@ -218,15 +219,15 @@ class Scheduler:
         prompt = sequence.shared
         if prompt is None:
             return
-        if sequence.awaits_prompt:
+        if sequence.waits_for_prompt:
             prompt.followers.remove(sequence)
-            sequence.awaits_prompt = False
-        if sequence.leads:
-            # Nobody reads the prompt any more: who waited for it is admitted again, and the first one leads.
+            sequence.waits_for_prompt = False
+        if sequence.is_leader:
+            # The prompt is no longer being computed: its followers are queued again, and the first becomes the leader.
             prompt.leader = None
             for follower in prompt.followers[::-1]:
                 self._requeue(follower)
 
-    def _drop_pages(self, prompt: Prompt) -> None:
+    def _drop_pages(self, prompt: SharedPrompt) -> None:
         self.pool.release(prompt.pages)
         prompt.pages, prompt.last_hidden = [], None

@@ -1,16 +1,12 @@
-"""Random streams: one seed from what names a stream, the same on every machine."""
+"""Seeds of random streams, derived from the numbers that identify a stream."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed that depends on every part and their order, the same in every process and on every machine."""
+    """Returns a 63-bit seed that depends on every part and their order, and is the same on every machine."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

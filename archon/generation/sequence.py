@@ -12,14 +12,14 @@ from archon.generation.types import ModelRequest, ModelResponse, StopReason
 
 
 @dataclass(eq=False)
-class Prompt:
-    """A prompt that sequences share: its pages, and the state its first answer token is sampled from."""
+class SharedPrompt:
+    """A prompt of several sequences: its pages, and the hidden state that the first answer token is sampled from."""
 
-    leader: Sequence | None = None  # is reading the prompt
+    leader: Sequence | None = None  # the sequence that computes the prompt
     users: int = 0  # sequences with this prompt, waiting or running
     followers: list[Sequence] = field(default_factory=list)  # admitted, waiting for the leader
-    pages: list[int] = field(default_factory=list)  # owned by this entry as well, once read
-    last_hidden: Any = None  # [dim] hidden state of the prompt's last token, once read
+    pages: list[int] = field(default_factory=list)  # with a reference of this entry, once computed
+    last_hidden: Any = None  # [dim] hidden state of the prompt's last token, once computed
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Sequence:
     """A request, the tokens sampled for it so far, and the pages that hold their keys and values."""
 
     request: ModelRequest
-    limit: int  # most tokens the answer may have
+    limit: int  # maximum tokens of the answer
     seed: int  # of the request's random stream
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None
@@ -41,9 +41,9 @@ class Sequence:
     slot: int = -1  # row of the scheduler's tables, −1 while waiting
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are cached
-    shared: Prompt | None = None  # the prompt this sequence may share with others
-    awaits_prompt: bool = False  # another sequence is reading it
-    # Of the newest token: (step, row of that step's states, token). Where two agree, all their tokens do.
+    shared: SharedPrompt | None = None  # the prompt this sequence may share with others
+    waits_for_prompt: bool = False  # another sequence is computing it
+    # (step, row of that step's hidden states, token) of the newest token; equal only where all tokens are equal.
     drawn: tuple[int, int, int] | None = None
 
     submitted: float = field(default_factory=time.perf_counter)
@@ -52,22 +52,22 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt = self.request.input_ids
         self.total = len(self.prompt)  # tokens so far, prompt and answer
-        self.most_cached = self.total + self.limit - 1  # the last token of the longest answer is never cached
+        self.max_cached = self.total + self.limit - 1  # the last token of the longest answer is never cached
 
     @property
-    def leads(self) -> bool:
-        """Whether this sequence is reading a prompt that others may share."""
+    def is_leader(self) -> bool:
+        """Whether this sequence is computing a prompt that others may share."""
         return self.shared is not None and self.shared.leader is self
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Tokens start … stop − 1 of prompt and answer."""
+        """Returns tokens start … stop − 1 of prompt and answer."""
         split = len(self.prompt)
         if stop <= split:
             return self.prompt[start:stop]
         return self.prompt[start:] + self.output[max(start - split, 0) : stop - split]
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Add a sampled token and settle `stop_reason` if it was the last."""
+        """Append a sampled token, and set `stop_reason` if it is the last."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
         self.total += 1
@@ -83,7 +83,7 @@ class Sequence:
             self.stop_reason = "length"
 
     def response(self) -> ModelResponse:
-        """The answer as it stands; raises what made the request fail, if anything did."""
+        """Returns the answer. Raises the error of a request that failed."""
         if self.error is not None:
             raise self.error
         assert self.stop_reason is not None

@@ -1,6 +1,6 @@
-"""What crosses the boundary between workflows, the generator and the trainer: requests, responses, trajectories.
+"""The interface between workflows, inference engines and the trainer: requests, responses, engine protocol.
 
-Shapes and names follow AReaL's documented rollout interface, so that a workflow moves over by changing its imports.
+Names follow AReaL's documented rollout interface, so that a workflow written for it needs only other imports.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ StopReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class GenerationHyperparameters(StrictModel):
-    """How one answer is sampled. Every default is explicit; nothing is taken from a checkpoint's generation config."""
+    """How one answer is sampled. All defaults are defined here; a checkpoint's generation config is not used."""
 
     n_samples: int = Field(1, ge=1, description="answers per prompt; a request to an engine asks for one")
-    max_new_tokens: int = Field(512, ge=1, description="upper limit of the answer, in tokens")
+    max_new_tokens: int = Field(512, ge=1, description="maximum tokens of the answer")
     min_new_tokens: int = Field(0, ge=0, description="no stop id, stop string or end of text before this many tokens")
-    max_tokens: int | None = Field(None, ge=2, description="upper limit of prompt and answer together, in tokens")
+    max_tokens: int | None = Field(None, ge=2, description="maximum tokens of prompt and answer together")
     temperature: float = Field(1.0, ge=1e-3, description="divides the logits; for the most likely token set greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens that holds this probability")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability")
     top_k: int | None = Field(
-        None, ge=1, lt=2**63, description="sample among the k most likely tokens; null for all of them"
+        None, ge=1, lt=2**63, description="sample from the k most likely tokens; null for all of them"
     )
-    greedy: bool = Field(False, description="take the most likely token")
+    greedy: bool = Field(False, description="choose the most likely token")
     stop_token_ids: list[int] = Field(default_factory=list, description="ids that end the answer; they are kept in it")
     stop: list[str] = Field(default_factory=list, description="strings that end the answer; needs a tokenizer")
     ignore_eos: bool = Field(False, description="do not stop at the engine's end-of-text ids")
@@ -58,11 +58,11 @@ class GenerationHyperparameters(StrictModel):
         return self
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
-        """A validated copy with some fields changed."""
+        """Returns a validated copy with some fields changed."""
         return type(self)(**{**self.model_dump(), **changes})
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
-        """A copy that also stops at the tokenizer's end-of-text and padding ids."""
+        """Returns a copy that also stops at the tokenizer's end-of-text and padding ids."""
         ids = list(self.stop_token_ids)
         for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
             if token_id is not None and token_id not in ids:
@@ -72,11 +72,13 @@ class GenerationHyperparameters(StrictModel):
 
 @dataclass
 class ModelRequest:
-    """One prompt, and how to answer it.
+    """One prompt and its sampling parameters.
 
-    `input_ids` are token ids. Anything else is refused, in particular the mapping that transformers 5 returns from
-    `apply_chat_template` by default. `rid` names the request for `abort`; several requests may share one.
-    `on_token` is called with each token and its logprob as soon as it is sampled, by engines that can.
+    Attributes:
+        input_ids: token ids. Anything else raises RolloutError, in particular the mapping that transformers 5 returns
+            from `apply_chat_template` by default.
+        rid: names the request for `abort`; several requests may share one.
+        on_token: called with each token and its logprob as soon as it is sampled, by engines that support it.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -92,7 +94,7 @@ class ModelRequest:
 
 
 def integer_ids(ids: Any) -> list[int]:
-    """`ids` as a list of Python integers; `RolloutError` for anything that is not a flat sequence of integers."""
+    """Returns `ids` as a list of Python integers. Raises RolloutError unless it is a flat sequence of integers."""
     expected = "expected a flat list of integer token ids"
     if isinstance(ids, Mapping):
         raise RolloutError(
@@ -118,8 +120,8 @@ def integer_ids(ids: Any) -> list[int]:
 class ModelResponse:
     """One answer. `output_tokens`, `output_logprobs` and `output_versions` have one entry per generated token.
 
-    A logprob is `log_softmax(logits / temperature)` over the full vocabulary, whatever top_p and top_k were. A stop
-    token is part of the answer. `latency` and `ttft` (time to first token) are seconds since submission.
+    A logprob is `log_softmax(logits / temperature)` over the full vocabulary, independent of top_p and top_k. A stop
+    token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -141,19 +143,19 @@ class ModelResponse:
 
 @runtime_checkable
 class InferenceEngine(Protocol):
-    """What a workflow and the trainer may ask of whatever generates."""
+    """The methods that workflows and the trainer call on an inference engine."""
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Version of the weights with which the next token is sampled."""
         ...
 
     def get_version(self) -> int:
-        """The same."""
+        """Returns `version`; the name of AReaL's interface."""
         ...
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Answer one request; `RolloutError` when it can never be honoured."""
+        """Returns the answer to a request. Raises RolloutError where it can never be answered."""
         ...
 
     def pause(self) -> None:
@@ -161,13 +163,13 @@ class InferenceEngine(Protocol):
         ...
 
     def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Continue after `pause`."""
         ...
 
     def abort(self, rid: str | None = None) -> int:
-        """End the requests named `rid`, or all of them, with stop reason `abort`; returns how many."""
+        """End the requests named `rid`, or all of them, with stop reason `abort`. Returns their number."""
         ...
 
     def update_weights(self, meta: Any, *, version: int | None = None) -> None:
-        """Replace the weights; tokens sampled from then on carry the new version."""
+        """Replace the weights; tokens sampled from then on have the new version."""
         ...

@@ -1,1 +1,1 @@
-"""Which layout to train in: memory and time of the legal ones foretold from config.json, none of it run."""
+"""Finds the fastest layout that fits, by predicting memory and time from config.json; runs no training step."""

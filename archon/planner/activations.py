@@ -1,8 +1,8 @@
-"""What a block and the head keep for their backward pass: each tensor by name, shape and bytes, as the layers save it.
+"""Activation memory of a block and of the head: each tensor saved for the backward pass, with shape and bytes.
 
-Shapes: T tokens of a rank (of a pack of T·c), r = T / t of them between the products of tensor parallelism with
-sequence parallelism, H and G query and key heads of a rank, D features of a head, F hidden features of a rank; n rows
-that a rank's experts work on, every expert being met equally often.
+Shapes: T tokens of a rank (of a micro-batch of T·c), r = T / t tokens in the sequence-parallel regions, H and G query
+and key heads of a rank, D features of a head, F hidden features of a rank; n rows processed by a rank's experts,
+assuming that every expert is chosen equally often.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ INT64 = 8
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tensor of a block: `saved` for the backward by autograd, `is_op` kept by `selective: op` as a product's or
-    attention's result."""
+class SavedTensor:
+    """A tensor of a block: `saved` if autograd keeps it, `is_op` if it is the result of a matrix product or attention,
+    which recompute policy `selective: op` keeps."""
 
     name: str
     bytes: int
@@ -34,15 +34,15 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Block:
-    """One block's tensors; `working` are the bytes its backward has besides them at its fullest."""
+class BlockActivations:
+    """One block's tensors; `working` is the peak of further bytes during its backward."""
 
-    tensors: tuple[Kept, ...]
+    tensors: tuple[SavedTensor, ...]
     working: int
 
     @property
     def input(self) -> int:
-        """Bytes of what a recomputed block keeps."""
+        """Bytes that a fully recomputed block keeps: its input."""
         return self.tensors[0].bytes
 
     @property
@@ -50,19 +50,19 @@ class Block:
         return sum(t.bytes for t in self.tensors if t.saved)
 
     @property
-    def of_ops(self) -> int:
-        """Bytes kept by `selective: op`: the block's input and the results of its costly operators."""
+    def kept_by_op(self) -> int:
+        """Bytes kept by `selective: op`: the block's input and the results of products and attention."""
         return self.input + sum(t.bytes for t in self.tensors if t.is_op)
 
     @property
-    def recomputed(self) -> int:
-        """Bytes that `selective: op` computes again."""
+    def recomputed_by_op(self) -> int:
+        """Bytes that `selective: op` recomputes."""
         return sum(t.bytes for t in self.tensors[1:] if t.saved and not t.is_op)
 
 
 @dataclass(frozen=True)
-class Share:
-    """A rank's part of a micro-batch of `pack` tokens, and the bytes of the dtype it computes in."""
+class MicroBatchShard:
+    """A rank's shard of a micro-batch of `pack` tokens; `bytes` is the item size of the compute dtype."""
 
     layout: ParallelLayout
     pack: int
@@ -80,13 +80,13 @@ class Share:
 
     @property
     def wide(self) -> int:
-        """Bytes of statistics, which are in float32 at least."""
+        """Item size of statistics, masters and gradients, which are at least float32."""
         return max(self.bytes, 4)
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The fields of a model's arguments that decide its activations."""
+    """The model sizes that determine its activations."""
 
     dim: int
     heads: int
@@ -97,7 +97,7 @@ class BlockSizes:
     experts: int
     chosen: int
     expert_hidden: int
-    normalised: bool
+    normalized: bool
     shared_hidden: int
 
     @classmethod
@@ -118,121 +118,131 @@ class BlockSizes:
 
 
 @lru_cache(maxsize=16384)
-def block_of(sizes: BlockSizes, sparse: bool, share: Share, context_parallel: str) -> Block:
-    """The tensors of a dense layer, or of one with experts."""
-    b, wide, rows = share.bytes, share.wide, share.rows
-    stream = rows * sizes.dim * b
+def block_activations(
+    sizes: BlockSizes, sparse: bool, shard: MicroBatchShard, context_parallel: str
+) -> BlockActivations:
+    """Returns the tensors of a dense layer, or of one with experts (`sparse`)."""
+    b, wide, rows = shard.bytes, shard.wide, shard.rows
+    hidden = rows * sizes.dim * b
     attention = [
-        Kept("input [r, dim]", stream),
-        Kept("attention_norm: 1/rms [r]", rows * wide),
-        Kept("normed [T, dim]", share.tokens * sizes.dim * b),
-        *_attention(sizes, share, context_parallel),
-        Kept("wo's result [T, dim]", share.tokens * sizes.dim * b, saved=False, is_op=True),
-        Kept("after attention [r, dim]", stream),
-        Kept("ffn_norm: 1/rms [r]", rows * wide),
+        SavedTensor("input [r, dim]", hidden),
+        SavedTensor("attention_norm: 1/rms [r]", rows * wide),
+        SavedTensor("normed [T, dim]", shard.tokens * sizes.dim * b),
+        *_attention(sizes, shard, context_parallel),
+        SavedTensor("wo's result [T, dim]", shard.tokens * sizes.dim * b, saved=False, is_op=True),
+        SavedTensor("after attention [r, dim]", hidden),
+        SavedTensor("ffn_norm: 1/rms [r]", rows * wide),
     ]
-    network, working = _experts(sizes, share) if sparse else _dense(sizes, share, sizes.hidden)
-    # Besides the network's own: the gradient of the block's output, which the residual stream holds.
-    return Block((*attention, *network), working + stream)
+    network, working = _experts(sizes, shard) if sparse else _dense(sizes, shard, sizes.hidden)
+    # The gradient of the block's output, in the residual stream, is alive besides the network's working memory.
+    return BlockActivations((*attention, *network), working + hidden)
 
 
-def _attention(s: BlockSizes, share: Share, context_parallel: str) -> list[Kept]:
-    layout, T, b, wide = share.layout, share.tokens, share.bytes, share.wide
+def _attention(s: BlockSizes, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
     H, G, D = s.heads // layout.tp, max(1, s.key_heads // layout.tp), s.head_dim
     q, k = T * H * D * b, T * G * D * b
     kind = context_parallel_kind(context_parallel, layout.cp, layout.tp, s.heads, s.key_heads)
     found = []
     if s.qk_norm:
-        found += [Kept("q_norm, k_norm: 1/rms [T, H + G]", T * (H + G) * wide)]
-    found += [Kept("wq's, wk's results [T, H + G, D]", q + k, saved=s.qk_norm, is_op=True)]
-    out = [Kept("attention's result [T, H, D]", q, is_op=True), Kept("log-sum-exp [H, T]", H * T * wide, is_op=True)]
+        found += [SavedTensor("q_norm, k_norm: 1/rms [T, H + G]", T * (H + G) * wide)]
+    found += [SavedTensor("wq's, wk's results [T, H + G, D]", q + k, saved=s.qk_norm, is_op=True)]
+    out = [
+        SavedTensor("attention's result [T, H, D]", q, is_op=True),
+        SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
+    ]
     if layout.cp == 1:
-        return [*found, Kept("turned q, k [T, H + G, D]", q + k), Kept("v [T, G, D]", k, is_op=True), *out]
-    found.append(Kept("wv's result [T, G, D]", k, saved=False, is_op=True))
+        return [
+            *found,
+            SavedTensor("turned q, k [T, H + G, D]", q + k),
+            SavedTensor("v [T, G, D]", k, is_op=True),
+            *out,
+        ]
+    found.append(SavedTensor("wv's result [T, G, D]", k, saved=False, is_op=True))
     if kind == "ulysses":
         keys = k * ulysses_repeat(H, G, layout.cp)
-        # The ranks' tokens against their heads: sizes stay. wo takes a copy that has come back.
-        return [*found, Kept("swapped q, k, v", q + 2 * keys), *out, Kept("wo's input [T, H, D]", q)]
-    # Each chunk's queries meet the keys before them: a rank's two chunks of a document meet all its tokens and a chunk.
-    met = share.layout.cp * T + T // 2
+        # The all-to-all exchanges tokens for heads and keeps sizes. wo's input is a copy, after the second all-to-all.
+        return [*found, SavedTensor("exchanged q, k, v", q + 2 * keys), *out, SavedTensor("wo's input [T, H, D]", q)]
+    # Each chunk's queries attend to the keys before them: a rank's two chunks of a document to all tokens and a chunk.
+    attended = shard.layout.cp * T + T // 2
     return [
         *found,
-        Kept("turned q [T, H, D]", q),
-        Kept("keys and values met [T·c + T/2, 2 G, D]", 2 * met * G * D * b),
-        Kept("their places", met * INT64),
+        SavedTensor("rotated q [T, H, D]", q),
+        SavedTensor("gathered keys and values [T·c + T/2, 2 G, D]", 2 * attended * G * D * b),
+        SavedTensor("their indices", attended * INT64),
         *out,
     ]
 
 
-def _dense(s: BlockSizes, share: Share, hidden: int) -> tuple[list[Kept], int]:
-    T, b = share.tokens, share.bytes
-    inner = T * hidden // share.layout.tp * b
+def _dense(s: BlockSizes, shard: MicroBatchShard, hidden: int) -> tuple[list[SavedTensor], int]:
+    T, b = shard.tokens, shard.bytes
+    inner = T * hidden // shard.layout.tp * b
     tensors = [
-        Kept("normed [T, dim]", T * s.dim * b),
-        Kept("gate, up [T, 2 F]", 2 * inner, is_op=True),
-        Kept("act(gate) · up [T, F]", inner),
-        Kept("w2's result [T, dim]", T * s.dim * b, saved=False, is_op=True),
+        SavedTensor("normed [T, dim]", T * s.dim * b),
+        SavedTensor("gate, up [T, 2 F]", 2 * inner, is_op=True),
+        SavedTensor("act(gate) · up [T, F]", inner),
+        SavedTensor("w2's result [T, dim]", T * s.dim * b, saved=False, is_op=True),
     ]
-    # Gradients of gate, up and their product, and what the second makes on its way, less the product, then freed. Or,
-    # where the network is narrow: of gate and up, themselves freed, and of the network's input by way of each.
+    # The peak is the gradients of gate, up and their product with the temporaries of the second, less the product,
+    # which is freed; or, in a narrow network, the two gradients of the network's input, by way of gate and of up.
     return tensors, max(3 * inner, 2 * T * s.dim * b - inner)
 
 
-def _experts(s: BlockSizes, share: Share) -> tuple[list[Kept], int]:
-    layout, rows, b, wide = share.layout, share.rows, share.bytes, share.wide
+def _experts(s: BlockSizes, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
+    layout, rows, b, wide = shard.layout, shard.rows, shard.bytes, shard.wide
     n = rows * layout.etp * s.chosen
     inner, outer = n * s.expert_hidden // layout.etp * b, n * s.dim * b
     weights = rows * layout.etp * s.chosen
     tensors = [
-        Kept("normed [r, dim]", rows * s.dim * b),
-        Kept("router's logits [r, E]", rows * s.experts * b, saved=False, is_op=True),
-        Kept("probabilities [r, E]", rows * s.experts * wide),
-        Kept("experts chosen [r, k]", rows * s.chosen * INT64),
-        Kept("weights [r, k]", weights * b + (rows * s.chosen * wide if s.normalised else 0)),
-        Kept("order, places [n]", (4 if layout.ep > 1 else 2) * n * INT64),
-        Kept("rows of experts [n, dim]", outer),
-        Kept("gate, up [n, 2 F]", 2 * inner, is_op=True),
-        Kept("act(gate) · up [n, F]", inner),
-        Kept("w2's result [n, dim]", outer, saved=False, is_op=True),
-        Kept("results in tokens' order [n, dim]", outer),
+        SavedTensor("normed [r, dim]", rows * s.dim * b),
+        SavedTensor("router's logits [r, E]", rows * s.experts * b, saved=False, is_op=True),
+        SavedTensor("probabilities [r, E]", rows * s.experts * wide),
+        SavedTensor("experts chosen [r, k]", rows * s.chosen * INT64),
+        SavedTensor("weights [r, k]", weights * b + (rows * s.chosen * wide if s.normalized else 0)),
+        SavedTensor("order, places [n]", (4 if layout.ep > 1 else 2) * n * INT64),
+        SavedTensor("rows of experts [n, dim]", outer),
+        SavedTensor("gate, up [n, 2 F]", 2 * inner, is_op=True),
+        SavedTensor("act(gate) · up [n, F]", inner),
+        SavedTensor("w2's result [n, dim]", outer, saved=False, is_op=True),
+        SavedTensor("results in tokens' order [n, dim]", outer),
     ]
     if layout.etp > 1:
-        tensors.append(Kept("gathered tokens [T, dim]", rows * layout.etp * s.dim * b))
-    # Forward: what the experts made, in their order, as it was sent and as it came back; backward: the same number of
-    # gradients, or those within the experts as in a dense network.
+        tensors.append(SavedTensor("gathered tokens [T, dim]", rows * layout.etp * s.dim * b))
+    # Forward: the experts' results in expert order, before and after the all-to-all; backward: as many gradients, or
+    # those within the experts as in a dense network.
     working = max((2 if layout.ep > 1 else 1) * outer, 3 * inner - outer)
     if s.shared_hidden:
-        shared, more = _dense(s, share, s.shared_hidden)
+        shared, more = _dense(s, shard, s.shared_hidden)
         return tensors + shared, working + more
     return tensors, working
 
 
 @dataclass(frozen=True)
-class Head:
-    """Final norm, head and weighted loss of one micro-batch.
+class HeadMemory:
+    """Bytes of final norm, head and weighted loss of one micro-batch.
 
-    `forward` is what they hold at their fullest. `gradient` is that of the head's weight, which the forward makes and
-    which waits until the embedding's is found.
+    `forward` is their peak. `gradient` is the gradient of the head's weight, which the forward computes and which stays
+    until the embedding's gradient has been computed.
     """
 
     forward: int
     gradient: int
 
 
-def head_of(args: BaseModelArgs, share: Share, device_type: str = "cuda") -> Head:
-    """See `archon.models.token_scores.weighted_loss`, all tokens being scored."""
-    T, b, wide, dim = share.tokens, share.bytes, share.wide, args.dim
-    normed = share.rows * (dim * b * 2 + wide)
+def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str = "cuda") -> HeadMemory:
+    """Returns the memory of `archon.models.token_scores.weighted_loss` where all tokens are scored."""
+    T, b, wide, dim = shard.tokens, shard.bytes, shard.wide, args.dim
+    normed = shard.rows * (dim * b * 2 + wide)
     if args.is_critic:
-        return Head(normed + 2 * T * wide, 0)
-    vocab = args.vocab_size // share.layout.tp
+        return HeadMemory(normed + 2 * T * wide, 0)
+    vocab = args.vocab_size // shard.layout.tp
     rows, columns = tile_shape(T, vocab, torch.device(device_type), whole_rows=True)
     narrow = b < wide
     tiles = rows * vocab * wide + rows * columns * wide
     sums = (T * dim + vocab * dim) * wide
     if narrow:
-        # A tile and its products in the narrow dtype, or in the end all sums in it.
-        passing = max(rows * columns + (max(rows, columns) + rows) * dim, (T + vocab) * dim) * b
+        # A tile and its products in the compute dtype, or at the end both sums converted to it.
+        temporary = max(rows * columns + (max(rows, columns) + rows) * dim, (T + vocab) * dim) * b
     else:
-        passing = rows * dim * b
-    return Head(normed + T * dim * b + tiles + sums + passing, vocab * dim * b)
+        temporary = rows * dim * b
+    return HeadMemory(normed + T * dim * b + tiles + sums + temporary, vocab * dim * b)

@@ -1,67 +1,70 @@
-"""A plan in words, as JSON, and as the configuration of a run."""
+"""Formats a plan as text, as JSON, and as the configuration of a run."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from archon.planner.memory import Memory
-from archon.planner.search import NOT_TRIED, Candidate, Placed, Plan, Question
+from archon.planner.memory_model import MemoryEstimate
+from archon.planner.search import NOT_TRIED, Candidate, CandidateFit, Plan, PlanRequest
 
 GIB = 2**30
 
 
 def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
-    """Tokens a second of one GPU, and MFU with attention counted causally and fully."""
-    question = plan.question
-    # Of whole documents, whatever they leave unfilled.
-    tokens = question.tokens // question.seq * question.seq
-    rate = tokens / candidate.seconds.total / question.gpus
-    peak = plan.hardware.flops(question.dtype)
+    """Returns tokens per second of one GPU, and MFU with attention counted causally and in full."""
+    request = plan.request
+    # Only tokens of whole documents are trained on.
+    tokens = request.tokens // request.seq * request.seq
+    rate = tokens / candidate.seconds.total / request.gpus
+    peak = plan.hardware.flops(request.dtype)
     return rate, rate * plan.flops.causal / peak, rate * plan.flops.full / peak
 
 
 def describe(plan: Plan) -> list[str]:
-    """The plan as lines of text: the best, why the others lost. Without any, `why_none` is to be said as well."""
-    question, hw = plan.question, plan.hardware
-    asked = f"{question.gpus} × {hw.name}, {question.tokens:,} tokens a step in documents of {question.seq:,}"
+    """Returns the plan as lines of text: the best layouts, how much slower each is, and what was rejected.
+
+    Where no layout fits, `explain_no_plan` returns the reason.
+    """
+    request, hw = plan.request, plan.hardware
+    asked = f"{request.gpus} × {hw.name}, {request.tokens:,} tokens a step in documents of {request.seq:,}"
     lines = [f"{asked}; {plan.considered:,} ways considered"]
-    if plan.question.seq > plan.positions:
-        lines.append(f"documents are longer than the {plan.positions:,} positions that the model was made for")
+    if plan.request.seq > plan.max_positions:
+        lines.append(f"documents are longer than the model's maximum of {plan.max_positions:,} positions")
     if not plan.best:
-        return [*lines, *left_out(plan)]
+        return [*lines, *describe_rejections(plan)]
     rows: list[tuple[str, ...]] = [
         ("layout", "recompute", "schedule", "tokens", "n", *PARTS, "in all", "tok/s", "MFU c|f, %", "behind")
     ]
-    for placed in plan.best:
-        c, m = placed.candidate, placed.memory
+    for fit in plan.best:
+        c, m = fit.candidate, fit.memory
         rate, causal, full = speed(plan, c)
-        sizes = [f"{size / GIB:.1f}" for size in (*parts(m).values(), m.total)]
+        sizes = [f"{size / GIB:.1f}" for size in (*memory_parts(m).values(), m.total)]
         mfu = f"{100 * causal:.1f} | {100 * full:.1f}"
         run = (str(c.layout), c.policy, schedule(c), f"{c.tokens:,}", str(c.micro_batches))
-        rows.append((*run, *sizes, f"{rate:,.0f}", mfu, behind(plan.best[0].candidate, c)))
+        rows.append((*run, *sizes, f"{rate:,.0f}", mfu, slowdown(plan.best[0].candidate, c)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines += ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
     lines += [
         "",
-        "tokens: of a micro-batch, of which each data-parallel rank runs n a step; memory: GiB of the fullest rank;",
-        f"of {hw.memory_bytes / GIB:.1f} GiB {hw.reserve_bytes / GIB:.1f} are left to libraries, and to fragments",
-        f"{100 * hw.fragmentation:g} % of what a step allocates; tok/s: of one GPU.",
+        "tokens: per micro-batch; n: micro-batches per step of a data-parallel rank; memory: GiB of the largest rank;",
+        f"of {hw.memory_bytes / GIB:.1f} GiB, {hw.reserve_bytes / GIB:.1f} are reserved for libraries, and, for",
+        f"fragmentation, {100 * hw.fragmentation:g} % of what a step allocates; tok/s: of one GPU.",
     ]
     if plan.too_large:
-        lines += ["", "Faster, and too large:"]
-        lines += [f"  {way(p.candidate)}: lacks {-p.spare / GIB:.1f} GiB" for p in plan.too_large]
-    return [*lines, "", *left_out(plan)]
+        lines += ["", "Faster, but too large:"]
+        lines += [f"  {describe_candidate(p.candidate)}: lacks {-p.spare / GIB:.1f} GiB" for p in plan.too_large]
+    return [*lines, "", *describe_rejections(plan)]
 
 
-def left_out(plan: Plan) -> list[str]:
-    """What the search met and passed over, and what it did not try, a line each."""
-    out, seq = plan.left_out, plan.question.seq
-    lines = [f"refused by the engine, {count:,} ways: {message}" for message, count in out.refused.most_common()]
+def describe_rejections(plan: Plan) -> list[str]:
+    """Returns lines that say what the search rejected, and what it did not try."""
+    out, seq = plan.rejections, plan.request.seq
+    lines = [f"rejected by the engine, {count:,} ways: {message}" for message, count in out.refused.most_common()]
     if out.overfull:
         lines.append(f"too large, {out.overfull:,} layouts and schedules: masters, gradients and moments alone")
     if out.idle:
-        too_few = f"{plan.question.tokens:,} tokens are too few documents of {seq:,}"
+        too_few = f"{plan.request.tokens:,} tokens are too few documents of {seq:,}"
         lines.append(f"idle ranks, {out.idle:,} layouts and schedules: {too_few}")
     return [*lines, f"not tried: {NOT_TRIED}"]
 
@@ -69,8 +72,8 @@ def left_out(plan: Plan) -> list[str]:
 PARTS = ("weights", "moments", "gradients", "gathered", "activations", "head")
 
 
-def parts(memory: Memory) -> dict[str, int]:
-    """Bytes by the parts that are shown."""
+def memory_parts(memory: MemoryEstimate) -> dict[str, int]:
+    """Returns bytes by the parts that the table shows."""
     return {
         "weights": memory.parameters,
         "moments": memory.moments,
@@ -82,74 +85,75 @@ def parts(memory: Memory) -> dict[str, int]:
 
 
 def schedule(candidate: Candidate) -> str:
-    """The pipeline's schedule, or a dash."""
+    """Returns the pipeline's schedule, or a dash."""
     return str(candidate.options.get("pipeline", {}).get("schedule", "-"))
 
 
-def way(candidate: Candidate) -> str:
-    """A candidate in a line."""
+def describe_candidate(candidate: Candidate) -> str:
+    """Returns a candidate in one line."""
     pipeline = "" if candidate.layout.pp == 1 else f", {schedule(candidate)}"
     return f"{candidate.layout}{pipeline}, recompute {candidate.policy}, micro-batches of {candidate.tokens:,} tokens"
 
 
-def behind(best: Candidate, other: Candidate) -> str:
-    """By how much another is slower, and in which part of the step it loses most."""
+def slowdown(best: Candidate, other: Candidate) -> str:
+    """Returns by how much `other` is slower than `best`, and the part of the step in which it loses most."""
     if other is best:
         return "-"
     slower = other.seconds.total / best.seconds.total - 1
-    return f"{100 * slower:.1f} %: {other.seconds.longest_beyond(best.seconds).replace('_', ' ')}"
+    return f"{100 * slower:.1f} %: {other.seconds.largest_excess(best.seconds).replace('_', ' ')}"
 
 
-def why_none(plan: Plan) -> str:
-    """One line for a question without an answer."""
-    question = plan.question
+def explain_no_plan(plan: Plan) -> str:
+    """Returns one line that says why no layout fits."""
+    request = plan.request
     if plan.closest is not None:
-        return f"No layout fits; the closest, {way(plan.closest.candidate)}, lacks {-plan.closest.spare / GIB:.1f} GiB."
+        closest, lacking = describe_candidate(plan.closest.candidate), -plan.closest.spare / GIB
+        return f"No layout fits; the closest, {closest}, lacks {lacking:.1f} GiB."
     if plan.considered:
-        (message, count), *_ = plan.left_out.refused.most_common(1)
-        return f"No layout fits that the engine accepts; of {count:,} it says: {message}"
+        (message, count), *_ = plan.rejections.refused.most_common(1)
+        return f"No layout fits that the engine accepts; it rejects {count:,} with: {message}"
     why = []
-    if plan.left_out.overfull:
-        why.append(f"masters, gradients and moments alone exceed the memory of {question.gpus} GPUs")
-    if plan.left_out.idle:
-        few = f"{question.tokens:,} tokens a step are too few documents of {question.seq:,} for every rank"
+    if plan.rejections.overfull:
+        why.append(f"masters, gradients and moments alone exceed the memory of {request.gpus} GPUs")
+    if plan.rejections.idle:
+        few = f"{request.tokens:,} tokens a step are too few documents of {request.seq:,} for every rank"
         why.append(f"where they fit, {few}" if why else few)
     return f"No layout fits: {'; '.join(why)}."
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as data: bytes, seconds, tokens."""
+    """Returns the plan as JSON-compatible data, in bytes, seconds and tokens."""
     return {
-        "question": plan.question._asdict(),
+        "question": plan.request._asdict(),
         "hardware": plan.hardware.model_dump(),
         "considered": plan.considered,
-        "left_out": vars(plan.left_out) | {"refused": dict(plan.left_out.refused), "not_tried": NOT_TRIED},
-        "best": [_as_json(plan, placed) for placed in plan.best],
-        "too_large": [_as_json(plan, placed) for placed in plan.too_large],
+        "left_out": vars(plan.rejections) | {"refused": dict(plan.rejections.refused), "not_tried": NOT_TRIED},
+        "best": [_as_json(plan, fit) for fit in plan.best],
+        "too_large": [_as_json(plan, fit) for fit in plan.too_large],
     }
 
 
-def _as_json(plan: Plan, placed: Placed) -> dict[str, Any]:
-    c = placed.candidate
+def _as_json(plan: Plan, fit: CandidateFit) -> dict[str, Any]:
+    c = fit.candidate
     rate, causal, full = speed(plan, c)
     return {
         "layout": str(c.layout),
         **c.options,
         "max_tokens_per_mb": c.tokens,
         "micro_batches": c.micro_batches,
-        "memory": asdict(placed.memory) | {"total": placed.memory.total, "spare": placed.spare},
+        "memory": asdict(fit.memory) | {"total": fit.memory.total, "spare": fit.spare},
         "seconds": asdict(c.seconds) | {"total": c.seconds.total},
         "tokens_per_second_per_gpu": rate,
         "mfu": {"causal": causal, "full": full},
     }
 
 
-def run_config(question: Question, candidate: Candidate) -> dict[str, Any]:
-    """What `archon sft --config` reads; the data are the reader's to name."""
-    model = {"path": question.path, "dtype": question.dtype, "layout": str(candidate.layout)}
+def run_config(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
+    """Returns a configuration for `archon sft --config`; its data path is a placeholder."""
+    model = {"path": request.path, "dtype": request.dtype, "layout": str(candidate.layout)}
     return {
         "run_dir": "runs/planned",
-        "batch_size": question.tokens // question.seq,
+        "batch_size": request.tokens // request.seq,
         "model": model | {"max_tokens_per_mb": candidate.tokens} | candidate.options,
-        "train_data": {"path": "train.jsonl", "max_length": question.seq},
+        "train_data": {"path": "train.jsonl", "max_length": request.seq},
     }

@@ -1,4 +1,4 @@
-"""What a GPU, its node and its network can do: data sheets as files, and the reader of a user's own."""
+"""Performance figures of a GPU, its node and its network: data sheets as files, and the reader of a user's own file."""
 
 from __future__ import annotations
 
@@ -14,65 +14,65 @@ from archon.schema.errors import ConfigError
 
 
 class Hardware(StrictModel):
-    """One kind of GPU and how many of them are joined. Bandwidths are those of one direction, for one GPU."""
+    """One kind of GPU and its links. Bandwidths are in one direction, per GPU."""
 
-    name: str = Field(min_length=1, description="what it is called")
+    name: str = Field(min_length=1, description="name of the hardware")
     bf16_flops: float = Field(gt=0, description="dense bfloat16 peak, FLOP/s")
     fp32_flops: float = Field(gt=0, description="float32 peak, FLOP/s")
     memory_bytes: int = Field(gt=0, description="memory, bytes")
     memory_bandwidth: float = Field(gt=0, description="of the memory, bytes/s")
-    gpus_per_node: int = Field(ge=1, description="GPUs that the fast link joins")
-    node_bandwidth: float = Field(gt=0, description="of the fast link, bytes/s")
-    node_latency_s: float = Field(ge=0, description="of a collective within a node, seconds")
-    network_bandwidth: float = Field(gt=0, description="of the network between nodes, bytes/s")
-    network_latency_s: float = Field(ge=0, description="of a collective across nodes, seconds")
-    reserve_bytes: int = Field(ge=0, description="memory that libraries keep for themselves, bytes")
-    fragmentation: float = Field(ge=0, lt=1, description="share of a step's allocations that is lost to fragments")
+    gpus_per_node: int = Field(ge=1, description="GPUs joined by the fast link")
+    node_bandwidth: float = Field(gt=0, description="bandwidth of the fast link, bytes/s")
+    node_latency_s: float = Field(ge=0, description="latency of a collective within a node, seconds")
+    network_bandwidth: float = Field(gt=0, description="bandwidth of the network between nodes, bytes/s")
+    network_latency_s: float = Field(ge=0, description="latency of a collective across nodes, seconds")
+    reserve_bytes: int = Field(ge=0, description="memory reserved by libraries, bytes")
+    fragmentation: float = Field(ge=0, lt=1, description="share of a step's allocations lost to fragmentation")
     gemm_efficiency: float = Field(gt=0, le=1, description="share of the peak that large matrix products reach")
-    memory_efficiency: float = Field(gt=0, le=1, description="share of the memory bandwidth that work reaches")
+    memory_efficiency: float = Field(gt=0, le=1, description="share of the memory bandwidth that kernels reach")
     link_efficiency: float = Field(gt=0, le=1, description="share of a link's bandwidth that collectives reach")
 
-    # What a GPU's file leaves out: there the host keeps ahead of the device, and a rank has a device of its own.
+    # Only calibrated CPUs set these: on GPUs the host runs ahead of the device, and each rank has a device of its own.
     processors: float = Field(
-        0, ge=0, description="ranks of a node that run at full speed beside one another, more share it; 0: all of them"
+        0, ge=0, description="ranks of a node that can run at full speed at the same time; 0: all of them"
     )
     overlap: float = Field(
-        1, ge=0, le=1, description="share of the traffic of weights and stages that runs beside computation"
+        1, ge=0, le=1, description="share of the traffic of weights and pipeline stages overlapped with computation"
     )
     node_latency_per_rank_s: float = Field(
-        0, ge=0, description="what each rank beyond the second adds to node_latency_s, seconds"
+        0, ge=0, description="added to node_latency_s for each rank beyond the second, seconds"
     )
     layer_overhead_s: float = Field(
-        0, ge=0, description="of the host, for a layer of a micro-batch forward and backward, seconds"
+        0, ge=0, description="host time of a layer, forward and backward of a micro-batch, seconds"
     )
     micro_batch_overhead_s: float = Field(
-        0, ge=0, description="of the host, for embedding, head and loss of a micro-batch, seconds"
+        0, ge=0, description="host time of embedding, head and loss of a micro-batch, seconds"
     )
     shard_overhead_s: float = Field(
-        0, ge=0, description="of the host, for gathering or sharing out a block beside the collective, seconds"
+        0, ge=0, description="host time of FSDP to gather or reduce-scatter a block, without the collective, seconds"
     )
 
     def flops(self, dtype: str) -> float:
-        """The peak of products in `dtype`, FLOP/s."""
+        """Returns the peak of matrix products in `dtype`, FLOP/s."""
         return self.bf16_flops if dtype == "bfloat16" else self.fp32_flops
 
-    def crowding(self, ranks: int) -> float:
-        """How many times longer work takes when each of `ranks` does some."""
-        beside = min(ranks, self.gpus_per_node)
-        return max(1.0, beside / self.processors) if self.processors else 1.0
+    def oversubscription(self, ranks: int) -> float:
+        """Returns the factor by which work slows down where `ranks` share their nodes' processors; at least 1."""
+        in_node = min(ranks, self.gpus_per_node)
+        return max(1.0, in_node / self.processors) if self.processors else 1.0
 
     def to_yaml(self) -> str:
-        """The text of a file that `read_hardware` reads back."""
+        """Returns the text of a file for `read_hardware`."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
 def known_hardware() -> list[str]:
-    """The names that `read_hardware` knows."""
+    """Returns the names that `read_hardware` knows."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _data().iterdir() if entry.name.endswith(".yaml"))
 
 
 def read_hardware(name: str) -> Hardware:
-    """A known name, or the path of a YAML file with every field; ConfigError says what is wrong with it."""
+    """Returns the hardware of a known name, or of a YAML file with every field. Raises ConfigError otherwise."""
     if name in known_hardware():
         return Hardware.parse(_mapping((_data() / f"{name}.yaml").read_text(), name), name)
     path = Path(name)

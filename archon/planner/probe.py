@@ -1,10 +1,9 @@
-"""What training takes on a CPU beside products and copies: the host's own time, and what collectives take to begin."""
+"""Microbenchmarks of training's overheads on a CPU: host time, latency and bandwidth of collectives, FSDP."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,13 +17,13 @@ from archon.parallel.comm import Group, all_gather, reduce_scatter
 from archon.parallel.fsdp import apply_fsdp
 from archon.parallel.layout import ParallelLayout
 from archon.planner.hardware import Hardware
-from archon.planner.memory import State
-from archon.planner.time import TimeModel
+from archon.planner.memory_model import RankParameters
+from archon.planner.time_model import TimeModel
 from archon.schema.config import EngineConfig
 
-# So small that its time is the host's.
+# So small that nearly all of its time is host time.
 TINY: dict[str, Any] = {"dim": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "hidden_dim": 16, "vocab_size": 32}
-# Where products count, in the proportions of a real model.
+# Large enough for matrix products to matter, in the proportions of a real model.
 SMALL: dict[str, Any] = {
     "dim": 256,
     "n_layers": 2,
@@ -37,15 +36,15 @@ SMALL: dict[str, Any] = {
 SMALL_TOKENS = 512
 FEW, MANY = 2, 6
 ROUNDS = 7
-# Pairs of collectives of a round, which share one start of the clock.
+# Pairs of collectives timed together in a round.
 REPEATS = 10
-# Products between two of them, of a millisecond or two in all, as a block of a small model has.
+# Matrix products between two collectives: one or two milliseconds, as in a block of a small model.
 PRODUCTS = 4
 LARGE_BYTES = 2**22
 
 
-def seconds(work: Callable[[], Any], device: torch.device, rounds: int = ROUNDS) -> float:
-    """The median of several rounds after one that is not counted."""
+def median_seconds(work: Callable[[], Any], device: torch.device, rounds: int = ROUNDS) -> float:
+    """Returns the median seconds of several calls of `work`, after a warm-up call that is not counted."""
     times = []
     for _ in range(rounds + 1):
         _wait(device)
@@ -61,8 +60,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def largest(value: float) -> float:
-    """The largest of the ranks' numbers."""
+def max_over_ranks(value: float) -> float:
+    """Returns the maximum of `value` over all ranks. A collective."""
     if not dist.is_initialized():
         return value
     found = torch.tensor(value, dtype=torch.float64)
@@ -71,24 +70,28 @@ def largest(value: float) -> float:
 
 
 def host_seconds() -> tuple[float, float]:
-    """Of a layer, forward and backward, and of the rest of a micro-batch, where there is next to nothing to compute."""
+    """Returns host seconds of a layer, forward and backward, and of the rest of a micro-batch, by a tiny model."""
     few, many = (_pass_seconds(Qwen3ModelArgs(n_layers=layers, **TINY), 8, torch.float32) for layers in (FEW, MANY))
     layer = max(0.0, (many - few) / (MANY - FEW))
     return layer, max(0.0, few - FEW * layer)
 
 
-def efficiency(draft: Hardware, dtype: torch.dtype) -> float:
-    """The share of the peak that products reach in a pass of a small model, all else being as `draft` says."""
+def product_efficiency(draft: Hardware, dtype: torch.dtype) -> float:
+    """Returns the share of the peak that matrix products reach in a pass of a small model.
+
+    The time of everything else is taken to be what the time model predicts for `draft`.
+    """
     args, name = Qwen3ModelArgs(**SMALL), str(dtype).removeprefix("torch.")
-    config = EngineConfig(path="probe", dtype=name)
-    foretold = TimeModel(args, draft, SMALL_TOKENS).step(config, ParallelLayout(), None, State((), ()), SMALL_TOKENS, 1)
-    products = foretold.products + foretold.attention
-    left = _pass_seconds(args, SMALL_TOKENS, dtype) - (foretold.total - products)
-    return min(1.0, products / left) if left > 0 else 1.0
+    config, no_parameters = EngineConfig(path="probe", dtype=name), RankParameters((), ())
+    model = TimeModel(args, draft, SMALL_TOKENS)
+    predicted = model.step(config, ParallelLayout(), None, no_parameters, SMALL_TOKENS, 1)
+    products = predicted.products + predicted.attention
+    measured = _pass_seconds(args, SMALL_TOKENS, dtype) - (predicted.total - products)
+    return min(1.0, products / measured) if measured > 0 else 1.0
 
 
 def _pass_seconds(args: Qwen3ModelArgs, tokens: int, dtype: torch.dtype) -> float:
-    """A forward and a backward of one document on this process."""
+    """Returns seconds of a forward and a backward of one document in this process."""
     model = Qwen3Model(args)
     model.init_weights()
     model.to(dtype)
@@ -101,23 +104,23 @@ def _pass_seconds(args: Qwen3ModelArgs, tokens: int, dtype: torch.dtype) -> floa
         scores = model(ids, torch.arange(tokens), bounds, tokens, labels=ids, entropy=False, loss_weights=weights)
         scores.loss.backward()
 
-    return seconds(work, torch.device("cpu"))
+    return median_seconds(work, torch.device("cpu"))
 
 
-class Collectives(NamedTuple):
-    """Seconds of a gather or reduce-scatter, all groups of a size at it, of the slowest rank.
+class CollectiveTimes(NamedTuple):
+    """Seconds of an all-gather or reduce-scatter on the slowest rank, with all groups of a size running it.
 
-    `hot` is a small one right behind another, `between` a small one between products, where a rank also waits for one
-    that is slower; `large` gathers `LARGE_BYTES` from each rank.
+    `back_to_back` is of a small one directly after another, `between_products` of a small one between matrix products,
+    where a rank also waits for slower ones; `large` is of one that gathers `LARGE_BYTES` from each rank.
     """
 
-    hot: float
-    between: float
+    back_to_back: float
+    between_products: float
     large: float
 
 
-def collectives(ranks: int) -> dict[int, Collectives]:
-    """By the size of the group: the smallest that divides the ranks, and all of them."""
+def time_collectives(ranks: int) -> dict[int, CollectiveTimes]:
+    """Returns times by group size: of the smallest groups that divide the ranks, and of all ranks. A collective."""
     left, right = torch.randn(128, 256), torch.randn(256, 768)
     small, large = torch.zeros(1), torch.zeros(LARGE_BYTES // 4)
 
@@ -131,25 +134,28 @@ def collectives(ranks: int) -> dict[int, Collectives]:
                     y = collective(y, group)
 
         dist.barrier()
-        return largest(seconds(work, torch.device("cpu"))) / (2 * REPEATS)
+        return max_over_ranks(median_seconds(work, torch.device("cpu"))) / (2 * REPEATS)
 
     found = {}
     for size in sorted({next(size for size in range(2, ranks + 1) if ranks % size == 0), ranks}):
         group = Group.of(init_device_mesh("cpu", (ranks // size, size), mesh_dim_names=("apart", "within"))["within"])
-        hot, alone, busy = timed(group, small, 0), timed(group, None, PRODUCTS), timed(group, small, PRODUCTS)
-        found[size] = Collectives(hot, max(hot, busy - alone), timed(group, large, 0))
+        back_to_back = timed(group, small, 0)
+        products, both = timed(group, None, PRODUCTS), timed(group, small, PRODUCTS)
+        found[size] = CollectiveTimes(back_to_back, max(back_to_back, both - products), timed(group, large, 0))
     return found
 
 
-def rate(found: Mapping[int, Collectives]) -> float:
-    """Bytes/s that a rank of the largest group receives in a large gather."""
-    size, of = max(found.items())
-    return (size - 1) * LARGE_BYTES / max(of.large - of.hot, 1e-9)
+def gather_bandwidth(by_size: Mapping[int, CollectiveTimes]) -> float:
+    """Returns bytes/s that a rank of the largest group receives in a large all-gather, without its latency."""
+    size, times = max(by_size.items())
+    return (size - 1) * LARGE_BYTES / max(times.large - times.back_to_back, 1e-9)
 
 
 def fit_latency(by_size: Mapping[int, float]) -> tuple[float, float]:
-    """Seconds of a collective of two ranks, and what each further one adds. A single size is taken for a ring, whose
-    steps are one fewer than its ranks."""
+    """Returns the latency in seconds of a collective of two ranks, and what each further rank adds.
+
+    With times of a single group size, assumes a ring, which has one step fewer than ranks.
+    """
     (few, first), *more = sorted(by_size.items())
     if not more:
         return first / (few - 1), first / (few - 1)
@@ -158,8 +164,8 @@ def fit_latency(by_size: Mapping[int, float]) -> tuple[float, float]:
     return max(0.0, first - slope * (few - 2)), slope
 
 
-class _Blocks(nn.Module):
-    """Small blocks, one after the other."""
+class _SmallBlocks(nn.Module):
+    """A model of small sequential blocks."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -173,16 +179,19 @@ class _Blocks(nn.Module):
 
 
 def shard_seconds(ranks: int) -> float:
-    """Of gathering a block's weights, or sharing out its gradients, collective included: what each further block
-    takes beyond its own work, over the three of them that a step has."""
+    """Returns seconds of FSDP to gather a block's weights or reduce-scatter its gradients, collective included.
+
+    It is what FSDP adds to the time of each further block, divided by the three such operations of a step. A
+    collective.
+    """
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
 
-    def blocks(count: int, sharded: bool) -> float:
-        model, x = _Blocks(count), torch.ones(8, 8)
+    def step_seconds(count: int, sharded: bool) -> float:
+        model, x = _SmallBlocks(count), torch.ones(8, 8)
         if sharded:
             apply_fsdp(model, model.layers, mesh, torch.float32, torch.float32)
-        return largest(seconds(lambda: model(x).sum().backward(), torch.device("cpu")))
+        return max_over_ranks(median_seconds(lambda: model(x).sum().backward(), torch.device("cpu")))
 
-    whole, shared = ([blocks(count, sharded) for count in (FEW, MANY)] for sharded in (False, True))
-    more = [b - a for a, b in (*pairwise(whole), *pairwise(shared))]
-    return max(0.0, more[1] - more[0]) / (MANY - FEW) / 3
+    plain, sharded = ([step_seconds(count, sharded) for count in (FEW, MANY)] for sharded in (False, True))
+    added = [many - few for few, many in (plain, sharded)]
+    return max(0.0, added[1] - added[0]) / (MANY - FEW) / 3

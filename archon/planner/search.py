@@ -1,7 +1,6 @@
-"""Legal layouts of so many GPUs × micro-batches × recompute policies: which fit, and which of those is fastest.
+"""Searches legal layouts × micro-batches × recompute policies for the fastest that fit the GPUs' memory.
 
-Seconds are found first, for all; memory only from the fastest on, until enough layouts fit. So the layouts whose memory
-is asked for are those that win and those that would, if they fitted.
+The time of all candidates is predicted first, then memory from the fastest on, until enough layouts fit.
 """
 
 from __future__ import annotations
@@ -21,9 +20,16 @@ from archon.parallel.layout import ParallelLayout, parse_layout
 from archon.parallel.pipeline import StagePlan
 from archon.parallel.resolve import resolve_layout
 from archon.planner.hardware import Hardware
-from archon.planner.memory import WIDTHS, Memory, MemoryModel, State, candidate_ranks, state_of
-from archon.planner.time import Seconds, TimeModel
-from archon.planner.weights import ModelWeights
+from archon.planner.memory_model import (
+    WIDTHS,
+    MemoryEstimate,
+    MemoryModel,
+    RankParameters,
+    candidate_ranks,
+    rank_parameters,
+)
+from archon.planner.time_model import StepTime, TimeModel
+from archon.planner.weight_shards import ModelWeights
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 from archon.schema.errors import UserError
 
@@ -33,9 +39,9 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"mode": "selective", "selective": 2},
     {"mode": "full"},
 )
-# A context degree beyond this, or a micro-batch, is left to those who ask for it.
+# Larger context-parallel degrees, and micro-batches of more tokens, are not tried.
 MAX_CONTEXT, MAX_PACK = 16, 131072
-# What is legal and left out, since it seldom wins.
+# Legal choices that are not tried because they are seldom the fastest.
 NOT_TRIED = (
     f"t beyond a node, c beyond {MAX_CONTEXT}, replicas of less than a node, zero-bubble schedules, stages by hand or "
     "more than 2 a rank, selective beyond every second layer, memory_budget, cpu_offload, reshard_after_forward, a "
@@ -43,8 +49,8 @@ NOT_TRIED = (
 )
 
 
-class Question(NamedTuple):
-    """What is asked: `tokens` of an optimiser step over all GPUs, in documents of `seq` tokens."""
+class PlanRequest(NamedTuple):
+    """What to plan for: `tokens` of an optimizer step over all GPUs, in documents of `seq` tokens."""
 
     path: str
     gpus: int
@@ -55,38 +61,42 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train. `tokens` are those of a micro-batch, `micro_batches` of a step on each data-parallel rank."""
+    """A layout with its options. `tokens` is per micro-batch, `micro_batches` per step on each data-parallel rank."""
 
     layout: ParallelLayout
     options: dict[str, Any] = field(hash=False)
     tokens: int
     micro_batches: int
-    seconds: Seconds
+    seconds: StepTime
 
     @property
     def policy(self) -> str:
-        """The recompute policy, in a word or two."""
+        """The name of the recompute policy."""
         return ActivationCheckpointConfig.model_validate(self.options["activation_checkpoint"]).name
 
     def key(self) -> tuple[object, ...]:
-        """Candidates of one key are the same layout, differently run."""
+        """Returns the layout and the pipeline schedule; a plan has one candidate per key."""
         return self.layout, self.options.get("pipeline", {}).get("schedule")
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A candidate with its memory; `spare` bytes are left, or lacking where negative."""
+class CandidateFit:
+    """A candidate with its predicted memory; `spare` is the bytes left over, negative where it does not fit."""
 
     candidate: Candidate
-    memory: Memory
+    memory: MemoryEstimate
     spare: int
 
 
 @dataclass
-class LeftOut:
-    """What a search met and did not propose: layouts, each schedule of a pipeline counted, whose masters, gradients and
-    moments leave no room (`overfull`) or whose ranks and stages too few documents keep busy (`idle`); candidates that
-    fit and that the engine does not take, by its message."""
+class Rejections:
+    """Counts of what a search rejected.
+
+    Attributes:
+        overfull: layouts (times pipeline schedules) whose masters, gradients and moments alone exceed the memory.
+        idle: layouts (times pipeline schedules) with too few documents for all ranks and stages.
+        refused: candidates that fit but that the engine rejects, by its message.
+    """
 
     overfull: int = 0
     idle: int = 0
@@ -95,106 +105,119 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Plan:
-    """The best that fit, fastest first, and faster ones that do not. `closest` lacks the least, where none fits."""
+    """The best candidates that fit, fastest first, and faster ones that do not.
 
-    question: Question
+    Where none fits, `closest` is the candidate that lacks the least memory. `max_positions` is the longest document of
+    the model, in tokens.
+    """
+
+    request: PlanRequest
     hardware: Hardware
     flops: Flops
-    best: list[Placed]
-    too_large: list[Placed]
+    best: list[CandidateFit]
+    too_large: list[CandidateFit]
     considered: int
-    closest: Placed | None = None
-    left_out: LeftOut = field(default_factory=LeftOut)
-    positions: int = 1 << 62
-    """Of the longest document that the model was made for."""
+    closest: CandidateFit | None = None
+    rejections: Rejections = field(default_factory=Rejections)
+    max_positions: int = 1 << 62
 
 
 class Planner:
-    """Plans for one model on one kind of hardware. UserError for a question that no layout answers."""
+    """Plans layouts for one model on one kind of hardware."""
 
     def __init__(self, spec: ModelSpec, args: BaseModelArgs, hardware: Hardware) -> None:
         self.args, self.hardware = args, hardware
         self.weights = ModelWeights.of(spec, args)
-        # Only ranks on a CPU share processors.
-        self.memory = MemoryModel(args, self.weights, "cpu" if hardware.processors else "cuda")
+        # Only a CPU's hardware file sets `processors`.
+        self.memory_model = MemoryModel(args, self.weights, "cpu" if hardware.processors else "cuda")
         self._configs: dict[str, EngineConfig] = {}
 
-    def plan(self, question: Question, best: int = 10, near: int = 5) -> Plan:
-        """The `best` layouts for the question, and up to `near` that would be faster and do not fit."""
-        if question.tokens < question.seq:
+    def plan(self, request: PlanRequest, best: int = 10, near: int = 5) -> Plan:
+        """Returns the `best` layouts for the request, and up to `near` faster ones that do not fit.
+
+        Raises UserError where the tokens of a step are fewer than those of a document.
+        """
+        if request.tokens < request.seq:
             raise UserError(
-                f"tokens is {question.tokens}, which holds no document of seq = {question.seq}; raise tokens"
+                f"tokens is {request.tokens}; expected at least seq, the {request.seq} tokens of a document: raise it"
             )
-        times = TimeModel(self.args, self.hardware, question.seq)
-        left_out = LeftOut()
-        candidates = sorted(self.candidates(question, times, left_out), key=lambda c: c.seconds.total)
-        found: dict[object, Placed] = {}
-        missed: dict[object, Placed] = {}
-        closest: Placed | None = None
+        times = TimeModel(self.args, self.hardware, request.seq)
+        rejections = Rejections()
+        candidates = sorted(self.candidates(request, times, rejections), key=lambda c: c.seconds.total)
+        fitting: dict[object, CandidateFit] = {}
+        not_fitting: dict[object, CandidateFit] = {}
+        closest: CandidateFit | None = None
         for candidate in candidates:
-            if len(found) == best:
+            if len(fitting) == best:
                 break
-            if candidate.key() in found:
+            if candidate.key() in fitting:
                 continue
-            placed = self.place(question, candidate)
-            if placed.spare < 0:
-                missed.setdefault(candidate.key(), placed)
-                if closest is None or placed.spare > closest.spare:
-                    closest = placed
-            elif refusal := self._refusal(question, candidate):
-                left_out.refused[refusal] += 1
+            fit = self.predict_memory(request, candidate)
+            if fit.spare < 0:
+                not_fitting.setdefault(candidate.key(), fit)
+                if closest is None or fit.spare > closest.spare:
+                    closest = fit
+            elif error := self._engine_error(request, candidate):
+                rejections.refused[error] += 1
             else:
-                found[candidate.key()] = placed
-        too_large = [placed for key, placed in missed.items() if key not in found][:near]
-        best_ones, considered = list(found.values()), len(candidates)
-        positions = self.args.max_seq_len
+                fitting[candidate.key()] = fit
+        too_large = [fit for key, fit in not_fitting.items() if key not in fitting][:near]
         return Plan(
-            question, self.hardware, times.flops, best_ones, too_large, considered, closest, left_out, positions
+            request,
+            self.hardware,
+            times.flops,
+            list(fitting.values()),
+            too_large,
+            len(candidates),
+            closest,
+            rejections,
+            self.args.max_seq_len,
         )
 
-    def config(self, question: Question, candidate: Candidate) -> EngineConfig:
-        """The engine's configuration of a candidate."""
-        return self._config(question, str(candidate.layout), candidate.options, candidate.tokens)
+    def config(self, request: PlanRequest, candidate: Candidate) -> EngineConfig:
+        """Returns the engine's configuration of a candidate."""
+        return self._config(request, str(candidate.layout), candidate.options, candidate.tokens)
 
-    def place(self, question: Question, candidate: Candidate) -> Placed:
-        """A candidate's memory on its fullest rank, and what is left of the GPU's."""
-        config = self._config(question, "d1", candidate.options, candidate.tokens)
-        memory = self.memory.fullest(config, candidate.layout, candidate.tokens, candidate.micro_batches)
+    def predict_memory(self, request: PlanRequest, candidate: Candidate) -> CandidateFit:
+        """Returns a candidate with the memory of its largest rank, and what is left of the GPU's memory."""
+        config = self._config(request, "d1", candidate.options, candidate.tokens)
+        tokens, micro_batches = candidate.tokens, candidate.micro_batches
+        memory = self.memory_model.estimate_largest_rank(config, candidate.layout, tokens, micro_batches)
         hw = self.hardware
         taken = memory.total + hw.reserve_bytes + hw.fragmentation * memory.step
-        return Placed(candidate, memory, int(hw.memory_bytes - taken))
+        return CandidateFit(candidate, memory, int(hw.memory_bytes - taken))
 
-    def seconds(self, config: EngineConfig, seq: int, documents: int) -> Seconds:
-        """A step of a configuration as it stands, on `documents` of `seq` tokens over all ranks."""
+    def seconds(self, config: EngineConfig, seq: int, documents: int) -> StepTime:
+        """Returns the time of a step of `config`, on `documents` of `seq` tokens over all ranks."""
         layout = parse_layout(config.layout)
-        plan = self.memory.plan(config, layout)
+        plan = self.memory_model.plan(config, layout)
         own = -(-documents // layout.dp)
         packed = min(own, max(1, config.max_tokens_per_mb // seq))
-        state = self._fullest_state(layout, plan)
+        counts = self._largest_counts(layout, plan)
         return TimeModel(self.args, self.hardware, seq).step(
-            config, layout, plan, state, packed * seq, -(-own // packed)
+            config, layout, plan, counts, packed * seq, -(-own // packed)
         )
 
-    def candidates(self, question: Question, times: TimeModel, left_out: LeftOut) -> Iterator[Candidate]:
-        """All that are tried and whose masters and moments leave room for anything else; counts the layouts of none."""
-        hw, wide = self.hardware, max(4, WIDTHS[question.dtype])
-        for layout in layouts(self.args, question.gpus, hw.gpus_per_node):
+    def candidates(self, request: PlanRequest, times: TimeModel, rejections: Rejections) -> Iterator[Candidate]:
+        """Yield all candidates whose masters, gradients and moments fit; count the other layouts in `rejections`."""
+        hw, wide = self.hardware, max(4, WIDTHS[request.dtype])
+        for layout in layouts(self.args, request.gpus, hw.gpus_per_node):
             for pipeline in self._pipelines(layout):
                 options: dict[str, Any] = {"pipeline": pipeline} if pipeline else {}
-                base = self._config(question, "d1", options, question.seq)
-                plan = self.memory.plan(base, layout)
-                state = self._fullest_state(layout, plan)
-                if 4 * wide * state.own + hw.reserve_bytes > hw.memory_bytes:
-                    left_out.overfull += 1
+                base = self._config(request, "d1", options, request.seq)
+                plan = self.memory_model.plan(base, layout)
+                counts = self._largest_counts(layout, plan)
+                if 4 * wide * counts.own + hw.reserve_bytes > hw.memory_bytes:
+                    rejections.overfull += 1
                     continue
-                sizes = list(micro_batches(question, layout))
-                left_out.idle += not sizes
+                sizes = list(micro_batches(request, layout))
+                rejections.idle += not sizes
                 for tokens, n in sizes:
                     for policy in POLICIES:
                         for reduction in ("per_step", "per_microbatch") if n > 1 and plan is None else ("per_step",):
                             own = options | {"activation_checkpoint": policy, "gradient_reduction": reduction}
-                            config = self._config(question, "d1", own, tokens)
-                            seconds = times.step(config, layout, plan, state, tokens, n)
+                            config = self._config(request, "d1", own, tokens)
+                            seconds = times.step(config, layout, plan, counts, tokens, n)
                             yield Candidate(layout, own, tokens, n, seconds)
 
     def _pipelines(self, layout: ParallelLayout) -> list[dict[str, Any]]:
@@ -205,20 +228,21 @@ class Planner:
             interleaved = [{"schedule": "interleaved_1f1b", "stages_per_rank": 2}]
         return [{"schedule": "1f1b"}, *interleaved]
 
-    def _fullest_state(self, layout: ParallelLayout, plan: StagePlan | None) -> State:
-        states = (state_of(self.weights, layout, plan, rank) for rank in candidate_ranks(layout, plan))
-        return max(states, key=lambda state: state.own)
+    def _largest_counts(self, layout: ParallelLayout, plan: StagePlan | None) -> RankParameters:
+        """Returns the parameter counts of the rank that holds most."""
+        counts = (rank_parameters(self.weights, layout, plan, rank) for rank in candidate_ranks(layout, plan))
+        return max(counts, key=lambda count: count.own)
 
-    def _config(self, question: Question, layout: str, options: dict[str, Any], tokens: int) -> EngineConfig:
-        key = repr((question, layout, options, tokens))
+    def _config(self, request: PlanRequest, layout: str, options: dict[str, Any], tokens: int) -> EngineConfig:
+        key = repr((request, layout, options, tokens))
         if key not in self._configs:
-            fields = {"path": question.path, "dtype": question.dtype, "layout": layout, "max_tokens_per_mb": tokens}
+            fields = {"path": request.path, "dtype": request.dtype, "layout": layout, "max_tokens_per_mb": tokens}
             self._configs[key] = EngineConfig.model_validate(fields | options)
         return self._configs[key]
 
-    def _refusal(self, question: Question, candidate: Candidate) -> str:
-        """Why the engine would not take it; nothing where it would."""
-        config = self.config(question, candidate)
+    def _engine_error(self, request: PlanRequest, candidate: Candidate) -> str:
+        """Returns the error with which the engine would reject a candidate; an empty string where it accepts it."""
+        config = self.config(request, candidate)
         try:
             resolve_layout(config, self.args.sizes, "cuda", attends_gathered=attends_gathered(config.attn_type))
         except UserError as error:
@@ -226,23 +250,25 @@ class Planner:
         return ""
 
 
-def micro_batches(question: Question, layout: ParallelLayout) -> Iterator[tuple[int, int]]:
-    """(tokens of a micro-batch, micro-batches of a step) that give every rank whole documents and a pipeline enough."""
-    whole = question.tokens // question.seq
-    if whole < layout.dp:
+def micro_batches(request: PlanRequest, layout: ParallelLayout) -> Iterator[tuple[int, int]]:
+    """Yield (tokens of a micro-batch, micro-batches of a step) that keep every rank and pipeline stage busy."""
+    total = request.tokens // request.seq
+    if total < layout.dp:
         return
-    documents = -(-whole // layout.dp)  # of the rank that has most: the others wait for it
+    documents = -(-total // layout.dp)  # of the rank that has most, for which the others wait
     packed = 1
-    while packed <= documents and packed * question.seq <= max(MAX_PACK, question.seq):
+    while packed <= documents and packed * request.seq <= max(MAX_PACK, request.seq):
         n = -(-documents // packed)
         if layout.pp == 1 or n >= layout.pp:
-            yield packed * question.seq, n
+            yield packed * request.seq, n
         packed *= 2
 
 
 def layouts(args: BaseModelArgs, gpus: int, gpus_per_node: int) -> Iterator[ParallelLayout]:
-    """Legal layouts of `gpus` ranks that can win: tensor parallelism stays within a node, and replicas begin where a
-    sharded model fills a node at least."""
+    """Yield the legal layouts of `gpus` ranks that are tried.
+
+    Tensor parallelism stays within a node, and a replica of a sharded model has at least the GPUs of a node.
+    """
     node = min(gpus, gpus_per_node)
     expert_degrees = _divisors(args.sizes.experts) if args.sizes.experts else [1]
     for tp, pp in product(_divisors(gpus), repeat=2):
@@ -256,9 +282,9 @@ def layouts(args: BaseModelArgs, gpus: int, gpus_per_node: int) -> Iterator[Para
             if replicas > 1 and shard * cp * tp < node:
                 continue
             for etp in sorted({1, tp}):
-                lender = shard * cp * (tp if etp == 1 else 1)
+                expert_ranks = shard * cp * (tp if etp == 1 else 1)
                 for ep in expert_degrees:
-                    if lender % ep or (etp > 1 and not args.sizes.experts):
+                    if expert_ranks % ep or (etp > 1 and not args.sizes.experts):
                         continue
                     layout = ParallelLayout(shard, replicas, pp, tp, cp, ep, etp)
                     if violation(layout, args.sizes) is None:

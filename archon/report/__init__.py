@@ -1,22 +1,22 @@
-"""A run made visible: curves as PNG, and one self-contained page with curves and sampled trajectories."""
+"""Reports of runs: curves as PNG, and a self-contained HTML page with curves and sampled trajectories."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from archon.bench.record import read_record
+from archon.bench.bench_record import read_record
 from archon.report.curves import draw_curves
-from archon.report.data import load_run
 from archon.report.page import render_bench, render_page
+from archon.report.run_data import load_run
 
 __all__ = ["load_run", "render_bench", "render_page", "write_bench_report", "write_report"]
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: bool = True) -> list[Path]:
-    """Write `report.html` and one PNG a group of curves into `out` (default `run_dir/report`); return what was written.
+    """Write `report.html` and one PNG per panel to `out` (default `run_dir/report`). Returns the files written.
 
-    Raises `ConfigError` when `run_dir` holds no metrics, and `UserError` naming the extra `plots` when `curves` are
-    asked for and matplotlib is not installed; the page needs no extra and is written first.
+    Raises ConfigError where `run_dir` holds no metrics, and UserError, naming the extra `plots`, where `curves` is True
+    and matplotlib is not installed. The page does not need it and is written first.
     """
     run = load_run(run_dir)
     folder = Path(out) if out is not None else run.path / "report"
@@ -27,9 +27,9 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: 
 
 
 def write_bench_report(record: str | Path, out: str | Path | None = None) -> list[Path]:
-    """Write the page of a sweep's record, beside it or into `out`; return what was written.
+    """Write the page of a sweep's record beside it, or to the folder `out`. Returns the files written.
 
-    Raises `ConfigError` for a file that is no record.
+    Raises ConfigError for a file that is not a record.
     """
     path = Path(record)
     page = (Path(out) / "report.html") if out is not None else path.with_suffix(".html")

@@ -1,21 +1,21 @@
-"""The curves of a run as PNG files, by matplotlib."""
+"""Draws the curves of a run as PNG files, by matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from archon.report.data import Panel, Run, Series
+from archon.report.run_data import Panel, RunData, Series
 from archon.schema.errors import UserError
 
-# Distinguishable to colour-blind readers (Okabe and Ito 2008), darkest first; the page uses the same.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+# Distinguishable to color-blind readers (Okabe and Ito 2008), darkest first; the page uses the same.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
-def draw_curves(run: Run, folder: Path) -> list[Path]:
-    """Draw each named chart of `run` as `folder/<name>.png`; return the paths.
+def draw_curves(run: RunData, folder: Path) -> list[Path]:
+    """Draw each panel of `run` as `folder/<name>.png`. Returns the paths.
 
-    Raises `UserError` naming the extra when matplotlib is not installed.
+    Raises UserError, naming the extra, where matplotlib is not installed.
     """
     try:
         import matplotlib.pyplot as plt
@@ -38,13 +38,13 @@ def draw_curves(run: Run, folder: Path) -> list[Path]:
 
 def _draw(axes, panel: Panel, all_series: Sequence[Series]) -> None:  # type: ignore[no-untyped-def]
     for index, series in enumerate(all_series):
-        colour = COLOURS[index % len(COLOURS)]
+        color = COLORS[index % len(COLORS)]
         smooth = moving_average(series.values)
         if smooth is None:
-            axes.plot(series.steps, series.values, color=colour, marker="o", markersize=4, label=series.name)
+            axes.plot(series.steps, series.values, color=color, marker="o", markersize=4, label=series.name)
         else:
-            axes.plot(series.steps, series.values, color=colour, alpha=0.25, linewidth=1)
-            axes.plot(series.steps, smooth, color=colour, linewidth=1.8, label=series.name)
+            axes.plot(series.steps, series.values, color=color, alpha=0.25, linewidth=1)
+            axes.plot(series.steps, smooth, color=color, linewidth=1.8, label=series.name)
     axes.set_title(panel.title, loc="left", fontweight="bold")
     axes.set_xlabel("step")
     axes.set_ylabel(panel.unit)
@@ -54,7 +54,7 @@ def _draw(axes, panel: Panel, all_series: Sequence[Series]) -> None:  # type: ig
 
 
 def moving_average(values: Sequence[float], share: float = 0.05, fewest: int = 40) -> list[float] | None:
-    """Mean of each value with its neighbours, over `share` of the series; None for a series too short to need it."""
+    """Returns the moving average over `share` of the series; None for a series of fewer than `fewest` values."""
     if len(values) < fewest:
         return None
     reach = max(2, int(len(values) * share / 2))

@@ -1,7 +1,7 @@
-"""The page of a run: one HTML file that asks nothing of the network and trusts none of the text it shows.
+"""Renders the page of a run: one HTML file without network access that treats all text of the run as untrusted.
 
-The run travels as JSON inside the page; its script draws the charts and puts every text into the document as text,
-never as markup. A content security policy allows that one script, by its hash, and nothing else.
+The data are embedded as JSON; the page's script draws the charts and inserts every text as text, never as markup. A
+content security policy allows only that script, by its hash.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from archon.bench.record import BenchRecord
-from archon.report.bench import bench_data
-from archon.report.curves import COLOURS, moving_average
-from archon.report.data import Run, Series
+from archon.bench.bench_record import BenchRecord
+from archon.report.bench_page import bench_data
+from archon.report.curves import COLORS, moving_average
+from archon.report.run_data import RunData, Series
 
-# In this order they are one script; what they share is in the first.
+# Concatenated in this order to one script; the first has the functions that the others share.
 SCRIPTS = ("common.js", "charts.js", "trajectories.js", "page.js")
 BENCH_SCRIPTS = ("common.js", "charts.js", "bench.js")
 
 
-def render_page(run: Run) -> str:
-    """The whole page of a run as a string of HTML."""
+def render_page(run: RunData) -> str:
+    """Returns the page of a run as HTML."""
     return _render(run.path.resolve().name, _page_data(run), SCRIPTS)
 
 
 def render_bench(record: BenchRecord, path: Path) -> str:
-    """The page of a sweep's record, which lies at `path`."""
+    """Returns the page of a sweep's record, whose file is `path`, as HTML."""
     return _render(path.name, bench_data(record, path), BENCH_SCRIPTS)
 
 
@@ -55,14 +55,14 @@ def _render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _page_data(run: Run) -> dict[str, Any]:
+def _page_data(run: RunData) -> dict[str, Any]:
     return {
         "name": run.path.resolve().name,
         "path": str(run.path.resolve()),
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "steps": run.last_step,
         "seconds": round(run.seconds),
-        "colours": COLOURS,
+        "colors": COLORS,
         "panels": [
             {"title": panel.title, "unit": panel.unit, "series": [_series_data(s) for s in series]}
             for panel, series in run.panels()
@@ -85,11 +85,11 @@ def _series_data(series: Series) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | None:
-    """Six significant digits, which no screen can tell from more; None where there is no number."""
+    """Returns the value with six significant digits, enough for a screen; None for NaN and infinity."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _json_for_html(data: Any) -> str:
-    """JSON that no text inside it can end or comment out: `<` never occurs in it."""
+    """Returns JSON that cannot end or comment out its script element: it contains no `<`."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -1,4 +1,4 @@
-"""How tokens read: a vocabulary spells them in its own alphabet, and a reader wants the text."""
+"""Readable text of tokens, which vocabularies spell in alphabets of their own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 
 def readable(tokens: Sequence[str], given: Sequence[bool], completion: str) -> list[str]:
-    """The text of each token.
+    """Returns the text of each token.
 
-    Of the alphabets that vocabularies are spelled in, it is the one in which the tokens that are not `given` join to
-    `completion`; where none does, the one whose mark of a space occurs. A character that several tokens share stands
-    with the last of them.
+    Uses the alphabet (plain, GPT-2's bytes, or SentencePiece) in which the tokens that are not `given` concatenate to
+    `completion`; if there is none, the one whose marker of a space occurs. A character of several tokens is shown with
+    the last of them.
     """
     spellings = {"": list(tokens), "Ġ": _of_bytes(tokens), "▁": [token.replace("▁", " ") for token in tokens]}
     for texts in spellings.values():
@@ -21,8 +21,10 @@ def readable(tokens: Sequence[str], given: Sequence[bool], completion: str) -> l
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2): itself where it can be seen, the
-    others from U+0100 on."""
+    """Returns the byte of each character of byte-level vocabularies (GPT-2).
+
+    Printable bytes are represented by themselves, the others by characters from U+0100 on.
+    """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(0x100 + i): byte for i, byte in enumerate(unseen)}

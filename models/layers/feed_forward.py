@@ -1,4 +1,4 @@
-"""Gated feed-forward network (Shazeer 2020, arXiv:2002.05202) with the activations Hugging Face configs name."""
+"""Gated feed-forward network (Shazeer 2020, arXiv:2002.05202), with the activations of Hugging Face configs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-# Hugging Face's `hidden_act` names; one that is missing here is refused, never replaced.
+# By Hugging Face's `hidden_act`; any other name raises ConfigError.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -54,7 +54,7 @@ class FeedForward(nn.Module):
     def __init__(self, dim: int, hidden_dim: int, hidden_act: str) -> None:
         super().__init__()
         if hidden_act not in ACTIVATIONS:
-            raise ConfigError(f"hidden_act is {hidden_act!r}; supported are {', '.join(ACTIVATIONS)}")
+            raise ConfigError(f"hidden_act is {hidden_act!r}; expected one of {', '.join(ACTIVATIONS)}")
         self.act = ACTIVATIONS[hidden_act]
         self.is_swiglu = self.act is F.silu
         self.w1 = Linear(dim, hidden_dim, bias=False, role="column")

@@ -1,7 +1,7 @@
-"""Elementwise layers as hand-written autograd functions: fewer passes over memory and fewer saved tensors when eager.
+"""Elementwise layers as custom autograd functions: fewer memory passes and fewer saved tensors in eager mode.
 
-Each has a plain twin of ordinary operations, which is the definition, which `torch.compile` fuses by itself, and which
-the tests compare the functions to.
+Each has a plain version of ordinary operations, which defines it: `torch.compile` fuses the plain version by itself,
+and tests compare the two.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from torch.autograd.function import once_differentiable
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps); statistics in at least float32, rounded to x's dtype before the weight."""
+    """Returns weight * x / sqrt(mean(x^2) + eps).
+
+    Statistics are in at least float32; the normalized x is rounded to its dtype before it is multiplied by the weight.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
 
 
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i + d/2}) of x [T, H, d] by the angles of cos and sin [T, 1, d/2]."""
+    """Returns x [T, H, d] with its pairs (x_i, x_{i + d/2}) rotated by the angles of cos and sin [T, 1, d/2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Returns silu(gate) * up."""
     return F.silu(gate) * up
 
 
 def _rstd(wide: Tensor, eps: float) -> Tensor:
-    # The 2-norm reads x once and writes no square of it.
+    # The 2-norm reads x once and does not write its square to memory.
     return torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -53,7 +56,7 @@ class _RMSNorm(torch.autograd.Function):
         wide, wide_weight, wide_grad = (t.to(rstd.dtype) for t in (x, weight, grad))
         dim = x.shape[-1]
         product = wide_grad * wide
-        # y = x r w with r = (mean x^2 + eps)^(-1/2): dx = g w r - x r^3 <g w, x> / dim, and dw = sum of g x r.
+        # With r = (mean x^2 + eps)^(-1/2) and y = x r w: dx = g w r - x r^3 <g w, x> / dim, and dw = sum of g x r.
         slope = (product @ wide_weight).unsqueeze(-1).mul_(rstd).mul_(rstd).mul_(rstd).div_(dim)
         weight_grad = (rstd.reshape(1, -1) @ product.reshape(-1, dim)).reshape(dim).to(weight.dtype)
         x_grad = torch.mul(wide_grad, wide_weight, out=product).mul_(rstd).addcmul_(wide, slope, value=-1)
@@ -64,16 +67,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1)
+        return _rotate_pairs(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, -1), None, None
+        return _rotate_pairs(grad, cos, sin, -1), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-direction)

@@ -1,4 +1,4 @@
-"""Linear and embedding layers that declare their role to the parallel plan."""
+"""Linear and embedding layers that declare their role in the parallel plan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from archon.models.layers.matmul import linear
 from archon.parallel.comm import Group, local, reduce_scatter
 
-# column: output features are split; row: input features are split; head_norm: a norm over one head's features, whose
-# input is split by heads; the others speak for themselves.
+# column: output features are sharded; row: input features are sharded; head_norm: a norm over one head's features,
+# whose input is sharded by heads.
 Role = Literal["column", "row", "norm", "head_norm", "router", "experts", "embedding", "head", "value_head"]
 
 
@@ -20,12 +20,12 @@ class Linear(nn.Linear):
     """`nn.Linear` with a role. The weight is [out_features, in_features], contiguous or a transposed view.
 
     Args:
-        heads: the rows of the weight form this many heads, which tensor parallelism does not cut.
+        heads: the rows of the weight form this many heads; tensor parallelism shards whole heads.
     """
 
     tp: Group | None = None
     rows: slice | None = None
-    """The rows this rank computes of a weight that it holds whole, since there are fewer heads than ranks."""
+    """The rows that this rank computes with, of a replicated weight with fewer heads than ranks."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, role: Role, heads: int | None = None
@@ -35,8 +35,11 @@ class Linear(nn.Linear):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out]; under tensor parallelism a column layer gives its shard of the features, and a row
-        layer takes its shard and gives whole features of this rank's share of the tokens."""
+        """Returns [T, out] for x [T, in].
+
+        Under tensor parallelism a column layer returns its shard of the features. A row layer takes its shard of the
+        features, and returns all features of its shard of the tokens.
+        """
         weight, bias = local(self.weight), local(self.bias)
         if self.rows is not None:
             weight = weight[self.rows]
@@ -48,13 +51,13 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Token embedding [vocab, dim]; the row of `padding_idx`, if given, receives no gradient from lookups."""
+    """Token embedding [vocab, dim]; the row of `padding_idx`, if given, gets no gradient from lookups."""
 
     role: Role = "embedding"
     tp: Group | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int [T] to [T, dim]; under tensor parallelism to this rank's share [T / tp, dim]."""
+        """Returns [T, dim] for tokens int [T]; under tensor parallelism this rank's shard [T / tp, dim]."""
         weight, padding = local(self.weight), self.padding_idx
         if self.tp is None:
             return F.embedding(tokens, weight, padding)

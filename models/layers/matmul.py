@@ -1,8 +1,8 @@
-"""Matrix products in float32 on a CPU by oneDNN, where torch by itself asks MKL.
+"""Float32 matrix products on a CPU by oneDNN, where torch uses MKL.
 
-On a processor of AMD's with AVX-512, oneDNN multiplies up to twice as fast as MKL, which keeps to AVX2 there. torch
-offers oneDNN's float32 product only as the operator its compiler emits, so a gradient is written here. Everything else
-(other dtypes and devices, compiled code, tensor subclasses, tiny matrices) is torch's own product.
+On AMD processors with AVX-512, oneDNN is up to twice as fast as MKL, which uses AVX2 there. torch has oneDNN's float32
+product only as the operator that its compiler emits, without a gradient, so the gradient is implemented here.
+Everything else (other dtypes and devices, compiled code, tensor subclasses, tiny matrices) uses torch's own product.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Multiplications from which oneDNN is asked: below, making the primitive for a new shape (0.2 ms) costs more than it
-# saves.
+# Smaller products use torch's: creating oneDNN's primitive for a new shape (0.2 ms) would cost more than it saves.
 MIN_MULTIPLICATIONS = 1 << 20
 
 
 @functools.cache
 def has_onednn() -> bool:
-    """Whether this machine and this torch can multiply by oneDNN."""
+    """Returns whether this processor and this version of torch support oneDNN's product."""
     return (
         platform.machine() in ("x86_64", "AMD64")
         and torch.backends.mkldnn.is_available()
@@ -31,7 +30,7 @@ def has_onednn() -> bool:
     )
 
 
-def _suits(left: Tensor, right: Tensor) -> bool:
+def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
     return (
         left.dtype == right.dtype == torch.float32
         and left.device.type == "cpu"
@@ -44,31 +43,31 @@ def _suits(left: Tensor, right: Tensor) -> bool:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """oneDNN reads a matrix or its transpose as they lie; anything else, such as an expanded gradient, is copied."""
+    """Returns x, copied unless it is contiguous or a transposed contiguous matrix, the layouts that oneDNN can read."""
     return x if x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) else x.contiguous()
 
 
 def times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left [..., k] times the transpose of right [n, k], plus bias [n]: [..., n]. Not differentiable."""
-    if _suits(left, right):
+    """Returns left [..., k] times the transpose of right [n, k], plus bias [n]: [..., n]. Not differentiable."""
+    if _can_use_onednn(left, right):
         return torch.ops.mkldnn._linear_pointwise(_dense(left), _dense(right), bias, "none", [], "")
     return F.linear(left, right, bias)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left [n, k] times right [k, m]: [n, m], both in memory either way round. Not differentiable."""
-    if not _suits(left, right.t()):
+    """Returns left [n, k] times right [k, m]: [n, m]; each may be row- or column-major. Not differentiable."""
+    if not _can_use_onednn(left, right.t()):
         return left @ right
     (n, k), m = left.shape, right.shape[1]
     if not left.is_contiguous() and m * (n + k) < n * k:
-        # oneDNN copies a left matrix that lies transposed: the other one and the result, here, are less to copy.
+        # oneDNN copies a column-major left matrix; copying the right one and the result instead moves fewer bytes here.
         return times_transposed(right.t(), left).t().contiguous()
     return times_transposed(left, right.t())
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
-    """out += left @ right, or = where `first`; the sum is in the dtype of `out`. Not differentiable."""
-    if out.dtype == left.dtype and not _suits(left, right.t()):
+    """Compute out += left @ right, or out = left @ right if `first`, in the dtype of `out`. Not differentiable."""
+    if out.dtype == left.dtype and not _can_use_onednn(left, right.t()):
         torch.addmm(out, left, right, beta=0 if first else 1, out=out)
     elif first:
         out.copy_(product(left, right))
@@ -96,8 +95,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: x [..., k], weight [n, k], bias [n] to [..., n]; differentiable."""
-    if not _suits(x, weight) or torch.is_autocast_enabled("cpu"):
+    """Returns `F.linear` of x [..., k], weight [n, k] and bias [n]: [..., n]. Differentiable."""
+    if not _can_use_onednn(x, weight) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return times_transposed(x, weight, bias)

@@ -1,9 +1,9 @@
-"""Mixture of experts: a top-k router (Shazeer et al. 2017, arXiv:1701.06538), experts as stacked matrices, and what
-keeps their load even.
+"""Mixture of experts: a top-k router (Shazeer et al. 2017, arXiv:1701.06538), experts as stacked matrices, and load
+balancing.
 
-    out_t = sum over the k experts e that token t chose of p_te * w2_e (act(w1_e x_t) * w3_e x_t)
+    out_t = sum over the k experts e chosen for token t of p_te * w2_e (act(w1_e x_t) * w3_e x_t)
 
-with p = softmax of the router's logits, by choice divided by its sum over the k.
+with p = softmax of the router's logits, optionally divided by its sum over the k.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from archon.parallel.expert import ExpertParallel
 
 
 class RouterStats(NamedTuple):
-    """What one layer's router did with the tokens of this rank.
+    """Statistics of one layer's router over this rank's tokens, without padding.
 
-    `counts` [E]: times each expert was chosen; `probabilities` [E]: sum of its softmax probabilities, with gradient;
-    `tokens`: how many tokens, a scalar. Padding counts nowhere.
+    Attributes:
+        counts: [E], how often each expert was chosen.
+        probabilities: [E], sum of each expert's softmax probabilities, differentiable.
+        tokens: number of tokens, a scalar.
     """
 
     counts: Tensor
@@ -35,10 +37,10 @@ class RouterStats(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses `top_k` of `n_experts` for a token and weighs them, in at least float32.
+    """Chooses `top_k` of `n_experts` for each token and computes their weights, in at least float32.
 
-    `balance` adds `expert_bias` [E] to the probabilities where experts are chosen, and not where they are weighed
-    (Wang et al. 2024, arXiv:2408.15664); `archon.engine.router_balance` moves it.
+    With `balance`, `expert_bias` [E] is added to the probabilities to choose experts, but not to compute their weights
+    (Wang et al. 2024, arXiv:2408.15664); `archon.engine.router_balance` updates it.
     """
 
     expert_bias: Tensor | None
@@ -66,7 +68,7 @@ class Router(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """The experts' gated networks, each weight one tensor [E, out, in]; under expert parallelism this rank's."""
+    """The experts' gated networks, each weight stacked as [E, out, in]; under expert parallelism E are this rank's."""
 
     role: Role = "experts"
 
@@ -79,7 +81,7 @@ class GroupedExperts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows [N, dim] in the order of the experts, counts int64 [E] of each, to [N, dim]."""
+        """Returns [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert."""
         w1, w2, w3 = local(self.w1), local(self.w2), local(self.w3)
         gate, up = grouped_linear(x, w1, counts), grouped_linear(x, w3, counts)
         hidden = swiglu(gate, up) if self.act is F.silu else self.act(gate) * up
@@ -90,9 +92,10 @@ class GroupedExperts(nn.Module):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x [N, in], the first counts[0] rows times weight[0] [out, in] transposed, and so on: [N, out].
+    """Returns x [N, in] times the transpose of its expert's matrix in weight [E, out, in]: [N, out].
 
-    `grouped_mm`, without waiting for the counts; in float64, which it does not know, and for no rows at all, a loop.
+    The first counts[0] rows belong to expert 0, and so on. Uses `grouped_mm`, which needs no host synchronization on
+    the counts; a loop in float64, which it does not support, and for no rows.
     """
     if x.dtype == torch.float64 or x.shape[0] == 0:
         parts = x.split(counts.tolist())
@@ -101,7 +104,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Router and experts, and experts that every token meets.
+    """Router and experts, and optionally shared experts that process every token.
 
     Args:
         shared_hidden_dim: inner width of the shared experts' network; 0 for none.
@@ -110,7 +113,7 @@ class MoE(nn.Module):
 
     ep: ExpertParallel | None = None
     etp: Group | None = None
-    """The ranks that share each expert's hidden features, if any; then tokens are gathered over them."""
+    """The ranks that shard each expert's hidden features, if any; tokens are gathered over them."""
 
     def __init__(
         self,
@@ -150,24 +153,24 @@ class MoE(nn.Module):
         if self.ep is None:
             out = self.experts(rows, counts)
         else:
-            rows, counts, way_back = self.ep.dispatch(rows, counts)
-            out = self.ep.combine(self.experts(rows, counts), way_back)
+            rows, counts, routes = self.ep.dispatch(rows, counts)
+            out = self.ep.combine(self.experts(rows, counts), routes)
         out = out.index_select(0, order.argsort()).unflatten(0, experts.shape)
         return torch.bmm(weights.unsqueeze(1), out).squeeze(1)
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
-    """The balancing bias [E] of each router that keeps one, by name, in the order of the layers: the live tensors."""
+    """Returns the live balancing bias [E] of each router that has one, by name, in the order of the layers."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")}
 
 
 def load_balancing_loss(stats: Sequence[RouterStats], groups: Sequence[Group] = ()) -> Tensor:
-    """E * sum over experts of f_e P_e: share of the choices times mean probability, over the tokens of all layers.
+    """Returns E * sum over experts of f_e P_e: share of the choices times mean probability, over all layers' tokens.
 
     As transformers computes it (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6, over top-k choices and all
-    layers at once); 0 gradient through f. Its unit is what one call sees, the tokens of `stats` on the ranks of
-    `groups`: the loss of two halves is not the mean of theirs. A scalar, the same on every rank, whose gradient is to
-    be counted once.
+    layers at once), without a gradient through f. It is computed over the tokens of `stats` on the ranks of `groups`,
+    and is not the mean of the losses of two halves of them. A scalar, equal on every rank, whose gradient must be
+    counted once.
     """
     counts = torch.stack([s.counts for s in stats]).sum(0)
     probabilities = torch.stack([s.probabilities for s in stats]).sum(0)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+"""Root-mean-square normalization (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from archon.parallel.comm import local
 
 
 class RMSNorm(nn.Module):
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis; the statistics in at least float32, as Qwen does."""
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, with statistics in at least float32, as in Qwen."""
 
     def __init__(self, dim: int, eps: float, *, role: Role = "norm") -> None:
         super().__init__()

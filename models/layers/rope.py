@@ -21,7 +21,7 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How the plain frequencies theta^(-2i/d) are changed. Fields beyond `kind` are those the kind uses, else None.
+    """How the frequencies theta^(-2i/d) are scaled. Fields that `kind` does not use are None.
 
     Attributes:
         kind: `default | linear | dynamic | yarn | llama3 | longrope`.
@@ -32,7 +32,7 @@ class RopeConfig:
         mscale, mscale_all_dim: DeepSeek's form of YaRN's attention factor.
         truncate: whether YaRN's ramp bounds are rounded outwards.
         low_freq_factor, high_freq_factor: llama3's wavelength bounds as divisors of the original context.
-        short_factor, long_factor: LongRoPE's divisors of each of the head_dim / 2 frequencies.
+        short_factor, long_factor: LongRoPE's divisors of the frequencies, head_dim / 2 each.
     """
 
     kind: RopeKind = "default"
@@ -51,7 +51,7 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies depend on the document's length, so that cached keys would change as it grows."""
+        """Whether the frequencies depend on the document's length, so that cached keys become invalid as it grows."""
         return self.kind in ("dynamic", "longrope")
 
 
@@ -60,7 +60,7 @@ def _exponents(head_dim: int) -> Tensor:
 
 
 def _dynamic(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int, length: Tensor | int) -> Tensor:
-    """NTK-aware base for one document length (reddit /u/bloc97, /u/emozilla). `length` is 0-dim or a number."""
+    """Returns NTK-aware frequencies for one document length (reddit /u/bloc97, /u/emozilla), a number or 0-dim."""
     assert config.factor is not None
     stretch = (config.factor * length / max_seq_len) - (config.factor - 1)
     base = theta * stretch ** (head_dim / (head_dim - 2))
@@ -68,7 +68,7 @@ def _dynamic(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int, 
 
 
 def _yarn(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2 and 3.4)."""
+    """Returns YaRN's frequencies and attention factor (Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4)."""
     original = config.original_max_seq_len
     assert original is not None
     factor = max_seq_len / original if config.factor is None else config.factor
@@ -100,7 +100,7 @@ def _yarn(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> 
 
 
 def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths are interpolated, short ones kept, those between blended."""
+    """Returns Llama 3.1's frequencies: long wavelengths are interpolated, short ones kept, those between blended."""
     factor, low, high = config.factor, config.low_freq_factor, config.high_freq_factor
     original = config.original_max_seq_len
     assert factor is not None and low is not None and high is not None and original is not None
@@ -113,7 +113,7 @@ def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 
 def _longrope(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> tuple[Tensor, Tensor, float]:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): the short and the long frequencies, and the attention factor."""
+    """Returns LongRoPE's short and long frequencies and attention factor (Ding et al. 2024, arXiv:2402.13753)."""
     original, short, long = config.original_max_seq_len, config.short_factor, config.long_factor
     assert original is not None and short is not None and long is not None
     factor = max_seq_len / original if config.factor is None else config.factor
@@ -128,15 +128,16 @@ def _longrope(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int)
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every token's angles, computed once a forward and shared by all layers.
+    """Computes cos and sin of every token's angles, once per forward for all layers.
 
-    The frequencies are plain attributes and not buffers: `to(bfloat16)`, `to_empty` and sharding must not touch them.
+    The frequencies are attributes and not buffers, because `to(bfloat16)`, `to_empty` and sharding must not change
+    them.
     """
 
     def __init__(self, config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> None:
         super().__init__()
         if head_dim % 2:
-            raise ConfigError(f"head_dim is {head_dim}, but rotary embedding turns pairs of features; give an even one")
+            raise ConfigError(f"head_dim is {head_dim}; expected an even number, since RoPE rotates pairs of features")
         self.config, self.theta, self.head_dim, self.max_seq_len = config, theta, head_dim, max_seq_len
         self.init_buffers(torch.device("cpu"))
 
@@ -161,13 +162,13 @@ class RotaryEmbedding(nn.Module):
         self._long_inv_freq = None if long_inv_freq is None else long_inv_freq.to(device)
 
     def _inv_freq_per_token(self, lengths: Tensor) -> Tensor:
-        """Inverse frequencies [T, head_dim / 2] where they depend on the length [T] of each token's document."""
+        """Returns inverse frequencies [T, head_dim / 2] that depend on the length [T] of each token's document."""
         if self._long_inv_freq is not None:
             original = self.config.original_max_seq_len
             assert original is not None
             is_long = (lengths > original).unsqueeze(-1)
             return torch.where(is_long, self._long_inv_freq, self._inv_freq)
-        # One row a distinct length, each from a 0-dim length: the very operations transformers does.
+        # One row per distinct length, each computed from a 0-dim tensor: exactly the operations of transformers.
         distinct, row_T = torch.unique(lengths.clamp(min=self.max_seq_len), return_inverse=True)
         rows = [
             _dynamic(self.config, self.theta, self.head_dim, self.max_seq_len, length).to(lengths.device)
@@ -179,11 +180,11 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [T, 1, head_dim / 2] in `dtype`, computed in at least float32.
+        """Returns cos and sin, each [T, 1, head_dim / 2] in `dtype`, computed in at least float32.
 
         Args:
-            positions: [T] integer position of each token in its document.
-            lengths: [T] length of each token's document; needed where `config.depends_on_length`, ignored elsewhere.
+            positions: int [T], position of each token in its document.
+            lengths: int [T], length of each token's document; required if `config.depends_on_length`, else ignored.
         """
         if self._inv_freq.device != positions.device:
             self.init_buffers(positions.device)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from archon.bench.bench_record import (
+    BenchRecord,
+    BenchRow,
+    CollectiveTraffic,
+    Losses,
+    Measurement,
+    RankResult,
+    phase_sums,
+    schedule_of,
+)
 from archon.bench.config import Point
 from archon.bench.origin import origin, spread
-from archon.bench.record import BenchRecord, Losses, Measurement, RankResult, Row, Traffic, phase_sums, schedule_of
 from archon.bench.shapes import even_shape
 
 SEGMENTS = [("other", 0.0, 10.0), ("forward", 10.0, 40.0), ("recv", 50.0, 20.0), ("backward", 70.0, 30.0)]
 
 
-def row(layout: str, seconds: list[float], memory: int = 2**20) -> Row:
+def row(layout: str, seconds: list[float], memory: int = 2**20) -> BenchRow:
     ranks = [
         RankResult(
             step_s=seconds,
@@ -27,7 +36,7 @@ def row(layout: str, seconds: list[float], memory: int = 2**20) -> Row:
         ranks=2,
         threads=1,
         losses=Losses(loss=2.0, grad_norm=1.0, loss_after_one_step=1.9),
-        traffic=[Traffic(kind="send", group="pp", size=2, count=1, bytes=64)],
+        traffic=[CollectiveTraffic(kind="send", group="pp", size=2, count=1, bytes=64)],
         by_rank=ranks,
         peak_flops=1e9,
         peak_source="given",
@@ -36,7 +45,7 @@ def row(layout: str, seconds: list[float], memory: int = 2**20) -> Row:
         step_s=spread(seconds, "s"),
         tokens_per_s=spread([64 / s for s in seconds], "tok/s"),
     )
-    return Row(point=point(layout), status="ok", measured=measured)
+    return BenchRow(point=point(layout), status="ok", measured=measured)
 
 
 def point(layout: str) -> Point:
@@ -45,5 +54,5 @@ def point(layout: str) -> Point:
     )
 
 
-def record(*rows: Row) -> BenchRecord:
+def record(*rows: BenchRow) -> BenchRecord:
     return BenchRecord(setup={"sweep": {"model": "tiny"}}, rows=list(rows), **origin("archon bench tiny"))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from archon.bench import compare_records, read_record
-from archon.bench.launch import explain
-from archon.bench.record import Losses, Row
+from archon.bench.bench_record import BenchRow, Losses
+from archon.bench.chrome_trace import write_trace
+from archon.bench.launch import failure_reason
 from archon.bench.table import describe
-from archon.bench.trace import write_trace
 from archon.report import write_bench_report
 from archon.schema.errors import ConfigError
 from tests.bench.made import SEGMENTS, point, record, row
@@ -24,7 +24,7 @@ HUNG += 'Thread 0x2 (most recent call first):\n  File "/a/{}.py", line 7 in {}\n
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
-    made = record(row("d1", [1.0, 1.1]), Row(point=point("t2"), status="hung", reason="no end"))
+    made = record(row("d1", [1.0, 1.1]), BenchRow(point=point("t2"), status="hung", reason="no end"))
     made.write(tmp_path / "a.json")
     assert read_record(tmp_path / "a.json") == made
     (tmp_path / "b.json").write_text('{"rows": 1}')
@@ -88,7 +88,7 @@ def test_a_comparison_marks_what_is_beyond_the_spread() -> None:
     b = record(
         row("d1", [0.5, 0.6], 2**21),
         row("d2", [1.1, 1.3]),
-        Row(point=point("t2"), status="out of memory", reason="a rank was killed"),
+        BenchRow(point=point("t2"), status="out of memory", reason="a rank was killed"),
         row("c2", [1.0]),
     )
     lines = compare_records(a, b)
@@ -96,7 +96,7 @@ def test_a_comparison_marks_what_is_beyond_the_spread() -> None:
     assert "faster" in by_layout["d1"] and "2.000" in by_layout["d1"].split()
     assert "faster" not in by_layout["d2"] and "slower" not in by_layout["d2"]
     assert by_layout["t2"].endswith("A measured; B out of memory (a rank was killed)")
-    assert by_layout["p2"].endswith("in A alone") and by_layout["c2"].endswith("in B alone")
+    assert by_layout["p2"].endswith("only in A") and by_layout["c2"].endswith("only in B")
 
 
 def test_a_comparison_says_what_else_differs_and_keeps_points_measured_twice() -> None:
@@ -111,7 +111,7 @@ def test_a_comparison_says_what_else_differs_and_keeps_points_measured_twice() -
 
 
 def test_the_page_shows_bars_timelines_and_no_markup_of_the_record(tmp_path: Path) -> None:
-    failed = Row(point=point("t2"), status="failed", reason="</script><img src=x>")
+    failed = BenchRow(point=point("t2"), status="failed", reason="</script><img src=x>")
     record(row("d1", [1.0, 1.2]), failed).write(tmp_path / "a.json")
     (page,) = write_bench_report(tmp_path / "a.json")
     text = page.read_text()
@@ -149,12 +149,12 @@ def error(rank: int, kinds: list[str], message: str, time: float) -> tuple[str, 
          1, "hung", "no end after 9 s: rank 0 in wait (c.py:7); rank 1 in sleep (d.py:7)"),
         ([("output.txt", "  exitcode  : -9 (pid: 3)")], 1, "out of memory", "killed by signal 9"),
         ([("output.txt", "  exitcode  : -15 (pid: 3)\n  exitcode  : -6 (pid: 4)")],
-         1, "failed", "a rank ended by signal 6"),
+         1, "failed", "a rank was ended by signal 6"),
         ([("output.txt", "  exitcode  : 1 (pid: 3)\n  exitcode  : -9 (pid: 4)"),
           error(0, ["RuntimeError"], "connection closed", 2)], 1, "out of memory", "killed by signal 9"),
         ([("output.txt", "  exitcode  : 3 (pid: 3)\n  exitcode  : -15 (pid: 4)")],
          1, "failed", "a rank ended with exit code 3"),
-        ([("output.txt", "")], -signal.SIGTERM, "hung", "could not say where"),
+        ([("output.txt", "")], -signal.SIGTERM, "hung", "no end after 9 s, and the ranks wrote no stacks"),
         ([("output.txt", "one\nlast words\n")], 3, "failed", "exit code 3: last words"),
     ],
 )  # fmt: skip
@@ -162,7 +162,7 @@ def test_why_a_point_failed(tmp_path: Path, files: list[tuple[str, str]], code: 
     (tmp_path / "output.txt").write_text("")
     for name, content in files:
         (tmp_path / name).write_text(content)
-    found = explain(tmp_path, code, 9.0)
+    found = failure_reason(tmp_path, code, 9.0)
     assert found[0] == status and reason in found[1] and "\n" not in found[1]
 
 
@@ -172,7 +172,7 @@ def test_a_layout_that_computes_something_else_is_named() -> None:
     right = Losses(loss=2.0, grad_norm=1.0, loss_after_one_step=1.9)
     assert [check.what for check in compare_losses(right, "d1", right, "float32")] == list(Losses.model_fields)
     wrong = right.model_copy(update={"grad_norm": 1.01})
-    with pytest.raises(DeviationError, match=r"grad norm is 1.01, and 1 in d1: they differ by 1.0e-02, allowed 1e-05"):
+    with pytest.raises(DeviationError, match=r"grad norm is 1.01, but 1 in d1: they differ by 1.0e-02, allowed 1e-05"):
         compare_losses(wrong, "d1", right, "float32")
     with pytest.raises(DeviationError, match="loss is nan"):
         compare_losses(right.model_copy(update={"loss": float("nan")}), "d1", right, "bfloat16")

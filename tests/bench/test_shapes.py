@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from archon.bench.config import SweepConfig
-from archon.bench.shapes import even_shape, parse_shape, share
+from archon.bench.shapes import even_shape, parse_shape, shard_documents
 from archon.bench.sweep import run_point
 from archon.planner.search import POLICIES
 from archon.schema.config import ActivationCheckpointConfig
@@ -22,8 +22,8 @@ def test_random_lengths_are_always_the_same_and_fill_the_step() -> None:
 
 def test_the_ranks_together_have_every_document_once() -> None:
     shape = parse_shape("5,9,2,7,3", 0)
-    whole = share(shape, 100, 0, 1)
-    parts = [share(shape, 100, rank, 2) for rank in range(2)]
+    whole = shard_documents(shape, 100, 0, 1)
+    parts = [shard_documents(shape, 100, rank, 2) for rank in range(2)]
     assert sorted(length for part in parts for length in part.lengths) == sorted(shape.lengths)
     documents = {tuple(document.tolist()) for part in parts for document in part.tokens.split(part.lengths)}
     assert documents == {tuple(document.tolist()) for document in whole.tokens.split(whole.lengths)}
@@ -38,7 +38,7 @@ def test_the_ranks_together_have_every_document_once() -> None:
         ({"lengths": ["uniform:9000"]}, "must have 2 to 8192"),
         ({"lengths": ["5,1"]}, "a document needs 2 tokens"),
         ({"seq": [1024], "micro_batch": [512]}, "do not fit micro-batches of 512; raise --micro-batch"),
-        ({"seq": [1024], "engine": {"layout": "d2"}}, "engine.layout is set by the sweep itself"),
+        ({"seq": [1024], "engine": {"layout": "d2"}}, "engine.layout was given, but the sweep sets it"),
         ({"seq": [1024], "layouts": ["d2q4"]}, "q"),
         ({"seq": [1024], "recompute": ["some"]}, "recompute"),
     ],
@@ -50,7 +50,7 @@ def test_what_no_point_could_honour_is_refused(changes: dict[str, object], messa
 
 def test_what_one_point_alone_cannot_honour_is_its_row() -> None:
     config = SweepConfig.parse({"model": "m", "seq": [64, 32], "tokens": 64, "micro_batch": [32, 64]})
-    rows = {point.name: run_point(config, point) for point in config.points() if point.refusal}
+    rows = {point.name: run_point(config, point) for point in config.points() if point.error}
     assert {name: (row.status, row.reason) for name, row in rows.items()} == {
         "d1 1×64 mb 32 float32": (
             "refused",
@@ -61,8 +61,10 @@ def test_what_one_point_alone_cannot_honour_is_its_row() -> None:
 
 
 def test_too_few_documents_for_the_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2 documents leave some of the 4 data-parallel ranks without one"):
-        share(even_shape(8, 16), 100, 0, 4)
+    with pytest.raises(
+        ConfigError, match="there are 2 documents for 4 data-parallel ranks; expected at least one each"
+    ):
+        shard_documents(even_shape(8, 16), 100, 0, 4)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, {"mode": "memory_budget", "memory_budget": 0.3}], ids=str)
@@ -77,5 +79,5 @@ def test_points_that_must_agree_follow_one_another() -> None:
     config = SweepConfig(
         model="m", layouts=["d1", "t2"], tokens=64, seq=[32], dtype=["float32", "float64"], recompute=["none", "full"]
     )
-    keys = [point.same_loss for point in config.points()]
+    keys = [point.loss_key for point in config.points()]
     assert len(keys) == 8 and len(set(keys)) == 2 and keys == sorted(keys)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from archon.bench import BenchRecord, SweepConfig, read_record, run_sweep
+from archon.bench.bench_record import BenchRow
 from archon.bench.config import Point
-from archon.bench.record import Row
 from archon.bench.sweep import PHASE_TOLERANCE
 from archon.engine.dry_run import dry_run
 from archon.schema.errors import ConfigError
@@ -51,7 +51,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> BenchRecord:
     return made
 
 
-def measured(swept: BenchRecord, layout: str) -> Row:
+def measured(swept: BenchRecord, layout: str) -> BenchRow:
     return next(row for row in swept.rows if row.point.layout == layout)
 
 
@@ -112,11 +112,11 @@ def test_a_record_without_a_folder_is_found_before_anything_is_measured(tmp_path
         raise InterruptedError(point.name)
 
     with pytest.raises(ConfigError, match="nowhere is not a folder"):
-        run_sweep(config(tmp_path, ["d1"]), tmp_path / "nowhere" / "record.json", starting=starting)
+        run_sweep(config(tmp_path, ["d1"]), tmp_path / "nowhere" / "record.json", on_start=starting)
     old = tmp_path / "record.json"
     old.write_text("measured before", encoding="utf-8")
     with pytest.raises(InterruptedError):
-        run_sweep(config(tmp_path, ["d1"]), old, starting=starting)
+        run_sweep(config(tmp_path, ["d1"]), old, on_start=starting)
     assert old.read_text(encoding="utf-8") == "measured before"
 
 

@@ -321,6 +321,6 @@ def test_an_unexpected_error_keeps_its_traceback(checkpoint, monkeypatch):
     def broken(*_):
         raise RuntimeError("a defect of archon")
 
-    monkeypatch.setattr("archon.planner.inspect.inspect_checkpoint", broken)
+    monkeypatch.setattr("archon.planner.inspection.inspect_checkpoint", broken)
     with pytest.raises(RuntimeError, match="a defect of archon"):
         main(["inspect", str(checkpoint)])

@@ -28,7 +28,7 @@ from tests.bench.made import record, row
         (("MODEL", "--seq", "64", "--compile", "perhaps"), "compile.0: got 'perhaps'"),
         (("MODEL", "--seq", "64", "--micro-batch", "32"), "do not fit micro-batches of 32"),
         (("MODEL", "--seq", "64", "--warmup", "1"), "warmup: got 1"),
-        (("MODEL", "--seq", "64", "--set", "layout=d2"), "engine.layout is set by the sweep itself"),
+        (("MODEL", "--seq", "64", "--set", "layout=d2"), "engine.layout was given, but the sweep sets it"),
         (("MODEL", "--seq", "64", "--set", "layout"), "override 'layout' is not key=value"),
         (("MODEL", "--seq", "64", "--record", "nowhere/a.json"), "nowhere is not a folder"),
         (("MODEL", "--seq", "64", "--device", "tpu"), "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),

@@ -35,7 +35,7 @@ def test_a_plan_that_cannot_be_written_is_not_made(archon, checkpoint, tmp_path)
 
 
 def test_documents_beyond_the_models_positions_are_told(archon, checkpoint):
-    told = "documents are longer than the 64 positions that the model was made for"
+    told = "documents are longer than the model's maximum of 64 positions"
     for seq, expected in ((64, False), (128, True)):
         done = archon("plan", checkpoint, "--gpus", 1, "--tokens", 1024, "--seq", seq)
         assert done.code == 0 and (told in done.out) is expected
@@ -46,7 +46,7 @@ def test_documents_beyond_the_models_positions_are_told(archon, checkpoint):
     [
         ((), "plan for which model"),
         (("--gpu", "h300"), "expected one of a100-80gb"),
-        (("--tokens", 8, "--seq", 32), "holds no document"),
+        (("--tokens", 8, "--seq", 32), "expected at least seq, the 32 tokens"),
     ],
 )
 def test_what_cannot_be_planned(archon, checkpoint, arguments, complaint):

@@ -76,8 +76,8 @@ def test_a_call_without_words_is_found_where_it_is_rendered_otherwise_when_it_is
 @pytest.mark.parametrize(
     ("template", "tools", "message"),
     [
-        (None, [{"type": "function"}], "it has tools, and the tokenizer has no chat template to put them in"),
-        (CHATML, [{"type": "function"}], "it has tools, and the chat template has no place for them"),
+        (None, [{"type": "function"}], "it has tools, but the tokenizer has no chat template for them"),
+        (CHATML, [{"type": "function"}], "it has tools, but the tokenizer's chat template ignores them"),
         (THINKING, '[{"type": "function"}]', "'tools' must be a list of objects"),
         (THINKING, {"type": "function"}, "'tools' must be a list of objects"),
         (THINKING, ["add"], "'tools' must be a list of objects"),
@@ -146,11 +146,11 @@ def test_many_rows_are_as_one_by_one() -> None:
     ("template", "messages", "message"),
     [
         (CHATML, [USER], "here: nothing to train on: the conversation has no assistant turn"),
-        (CHATML, [answer("12"), USER, answer("30")], "here: the conversation begins with an assistant turn"),
+        (CHATML, [answer("12"), USER, answer("30")], "here: the conversation starts with an assistant turn"),
         (NO_SYSTEM, [SYSTEM, USER, answer("12")], "here: the chat template refuses .* System role not supported"),
-        (COUNTING, [USER, answer("12")], "here: the chat template changes what stands before turn 1"),
-        (None, [USER, answer("12"), USER, answer("30")], "here: .* takes one response, as the last message"),
-        (None, [USER], "here: .* takes one response"),
+        (COUNTING, [USER, answer("12")], "here: the chat template renders the messages before turn 1 differently"),
+        (None, [USER, answer("12"), USER, answer("30")], "here: expected one assistant message, the last"),
+        (None, [USER], "here: expected one assistant message"),
         (None, [USER, answer("")], "here: nothing to train on: the response is empty"),
     ],
 )
@@ -171,5 +171,5 @@ def test_a_tokenizer_that_cannot_do_it_is_refused() -> None:
 
 
 def test_a_row_without_prompt_is_an_error() -> None:
-    with pytest.raises(DatasetError, match=r"needs `messages` or `prompt`, got \['answer'\]"):
+    with pytest.raises(DatasetError, match=r"the RL row has the keys \['answer'\]; expected `messages` or `prompt`"):
         encode_prompt(toy_tokenizer(CHATML), {"answer": "3"})

@@ -103,9 +103,12 @@ def test_a_state_of_other_data_or_another_order_is_refused(other: RowLoader, key
     ("arguments", "message"),
     [
         ({"rows": [], "batch_size": 1}, "at least one row"),
-        ({"rows": rows(3), "batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"rows": rows(3), "batch_size": 4, "tail": "drop"}, "batch_size=4 is more than the 3 rows"),
-        ({"rows": rows(3), "batch_size": 1, "tail": "cut"}, "tail must be 'drop', 'keep' or 'wrap', got 'cut'"),
+        ({"rows": rows(3), "batch_size": 0}, "batch_size is 0; expected at least 1"),
+        (
+            {"rows": rows(3), "batch_size": 4, "tail": "drop"},
+            "batch_size is 4 and tail is 'drop', which drops all 3 rows",
+        ),
+        ({"rows": rows(3), "batch_size": 1, "tail": "cut"}, "tail is 'cut'; expected 'drop', 'keep' or 'wrap'"),
     ],
 )
 def test_a_wrong_loader_is_refused(arguments: dict[str, Any], message: str) -> None:

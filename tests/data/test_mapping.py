@@ -68,7 +68,7 @@ def test_max_length_filters_and_says_how_many(tmp_path: Path, kind: Any, caplog:
         kept = get_custom_dataset(file, kind=kind, tokenizer=tokenizer, max_length=limit, **KEYS)
     assert (len(kept), kept.n_filtered) == (25, 15)
     assert list(kept) == everything[:25]
-    assert f"15 of 40 rows are longer than max_length={limit} tokens" in caplog.text
+    assert f"15 of 40 rows that are longer than max_length={limit} tokens" in caplog.text
     with pytest.raises(DatasetError, match=r"all 40 rows of .* are longer than max_length=2 tokens \(the shortest has"):
         get_custom_dataset(file, kind=kind, tokenizer=tokenizer, max_length=2, **KEYS)
 
@@ -80,9 +80,9 @@ def test_max_length_filters_and_says_how_many(tmp_path: Path, kind: Any, caplog:
         ({}, r"train\.jsonl:2: no key 'q'; the row has: nothing"),
         ({"q": "", "a": "3"}, r"train\.jsonl:2: 'q' is empty"),
         ({"q": "12", "a": None}, r"train\.jsonl:2: 'a' is empty"),
-        ({"q": 12, "a": "3"}, r"train\.jsonl:2: 'q' must be a text or a list of messages"),
-        ({"q": [], "a": "3"}, r"train\.jsonl:2: 'q' must be a text or a list of messages"),
-        ({"q": [{"role": "user"}], "a": "3"}, r"train\.jsonl:2: 'q' must be a text or a list of messages"),
+        ({"q": 12, "a": "3"}, r"train\.jsonl:2: 'q' must be a string or a list of messages"),
+        ({"q": [], "a": "3"}, r"train\.jsonl:2: 'q' must be a string or a list of messages"),
+        ({"q": [{"role": "user"}], "a": "3"}, r"train\.jsonl:2: 'q' must be a string or a list of messages"),
     ],
 )
 def test_a_missing_or_wrong_key_is_named_with_its_line(tmp_path: Path, bad: dict[str, Any], message: str) -> None:
@@ -95,19 +95,19 @@ def test_a_missing_or_wrong_key_is_named_with_its_line(tmp_path: Path, bad: dict
 
 def test_an_sft_response_must_be_text(tmp_path: Path) -> None:
     file = write(tmp_path, {"q": "12", "a": {"steps": []}})
-    with pytest.raises(DatasetError, match=r"train\.jsonl:1: 'a' must be a text, got dict"):
+    with pytest.raises(DatasetError, match=r"train\.jsonl:1: 'a' is a dict; expected a string"):
         get_custom_dataset(file, kind="sft", tokenizer=toy_tokenizer(CHATML), **KEYS)
 
 
 def test_what_a_call_lacks_is_said(tmp_path: Path) -> None:
     file = write(tmp_path, {"q": "12", "a": "3"})
-    with pytest.raises(TokenizerError, match=r"SFT rows of .* are token ids: give the tokenizer"):
+    with pytest.raises(TokenizerError, match=r"SFT rows of .* are token ids: pass a tokenizer"):
         get_custom_dataset(file, kind="sft", **KEYS)
-    with pytest.raises(DatasetError, match=r"max_length=9 .* counts tokens: give the tokenizer too"):
+    with pytest.raises(DatasetError, match=r"max_length is 9 .* in tokens; pass a tokenizer too"):
         get_custom_dataset(file, max_length=9, **KEYS)
-    with pytest.raises(DatasetError, match="need the column of the gold answer"):
+    with pytest.raises(DatasetError, match=r"response_key is null; .* need the column of the gold answer"):
         get_custom_dataset(file, prompt_key="q", response_key=None)
-    with pytest.raises(DatasetError, match="kind must be one of rl, sft, dpo, rw, got 'ppo'"):
+    with pytest.raises(DatasetError, match="kind is 'ppo'; expected one of rl, sft, dpo, rw"):
         get_custom_dataset(file, kind="ppo")  # type: ignore[arg-type]
 
 

@@ -49,7 +49,7 @@ def test_arithmetic_sft_continues_the_very_rl_prompt(template: str | None) -> No
 
 
 def test_an_unknown_split_is_refused() -> None:
-    with pytest.raises(DatasetError, match="splits 'train' and 'test', got 'dev'"):
+    with pytest.raises(DatasetError, match="split is 'dev'; expected 'train' or 'test'"):
         get_custom_dataset("arithmetic", split="dev")
 
 
@@ -85,5 +85,5 @@ def test_gsm8k_by_name_is_found_where_the_data_stands(data_dir: Path, monkeypatc
 
 @pytest.mark.parametrize("option", ["data_dir", "subset"])
 def test_an_option_that_a_set_would_not_look_at_is_refused(option: str) -> None:
-    with pytest.raises(DatasetError, match=f"{option}='x' is for .*leave it out"):
+    with pytest.raises(DatasetError, match=f"{option} is 'x', but .*leave {option} out"):
         get_custom_dataset("arithmetic", **{option: "x"})

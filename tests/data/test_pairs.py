@@ -60,8 +60,14 @@ def test_long_pairs_are_left_out_together(tmp_path: Path, tokenizer: Any) -> Non
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": "2", "rejected": HUMAN + "5"}, r"train\.jsonl:1: 'chosen' must open with '\\n\\nHuman: ', got '2'"),
-        ({"chosen": "\n\nHuman: 1?", "rejected": HUMAN}, r"'chosen' must end with an answer, its last turn is user's"),
+        (
+            {"chosen": "2", "rejected": HUMAN + "5"},
+            r"train\.jsonl:1: 'chosen' must start with '\\n\\nHuman: ', got '2'",
+        ),
+        (
+            {"chosen": "\n\nHuman: 1?", "rejected": HUMAN},
+            r"the last turn of 'chosen' has the role 'user'; expected 'assistant'",
+        ),
         ({"rejected": HUMAN}, r"no key 'chosen'"),
         ({"chosen": HUMAN + "5", "rejected": ""}, r"'rejected' is empty"),
     ],
@@ -73,7 +79,7 @@ def test_a_malformed_pair_names_its_line(tmp_path: Path, tokenizer: Any, row: di
 
 
 def test_a_named_set_says_which_kinds_it_has(tokenizer: Any) -> None:
-    with pytest.raises(DatasetError, match=r"hh_rlhf has no rows of kind 'sft'; it has dpo, rw"):
+    with pytest.raises(DatasetError, match=r"hh_rlhf has no rows of kind 'sft'; expected dpo or rw"):
         get_custom_dataset("hh_rlhf", kind="sft", tokenizer=tokenizer)
 
 

@@ -96,7 +96,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.Mon
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DatasetError, match=r"cannot load owner/name \(split train\): .* the hub says: offline"):
+    with pytest.raises(DatasetError, match=r"cannot load owner/name \(split train\): .* from the hub: offline"):
         read_rows("owner/name")
 
 
@@ -120,11 +120,11 @@ def test_the_data_folder_is_the_path_given_then_the_environments(
     assert data_folder("gsm8k", tmp_path / "mine") == tmp_path / "mine"
     assert data_folder("gsm8k") == tmp_path / "env" / "gsm8k"
     with pytest.raises(
-        DatasetError, match=r"the data set torl is not at .*env/torl: give its folder as data_dir, or set ARCHON_DATA"
+        DatasetError, match=r"dataset torl is not at .*env/torl: pass its folder as data_dir, or set ARCHON_DATA"
     ):
         data_folder("torl")
     monkeypatch.delenv("ARCHON_DATA")
-    with pytest.raises(DatasetError, match=r"the data set torl is not at .*shared/data/torl"):
+    with pytest.raises(DatasetError, match=r"dataset torl is not at .*shared/data/torl"):
         data_folder("torl")
 
 

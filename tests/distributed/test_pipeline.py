@@ -27,7 +27,7 @@ from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import StagedModel, StagePlan, plan_stages, prune
 from archon.parallel.pipeline_schedule import Pipeline, _Stage
 from archon.parallel.torch_groups import default_group
-from archon.planner.memory import in_flight
+from archon.planner.memory_model import in_flight
 from tests.distributed.cases import LENGTHS, VOCAB, Case, batch, engine_config, loss_of, rows_of
 from tests.distributed.checkpoints import whole_state
 from tests.distributed.pool import Pool

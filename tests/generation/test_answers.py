@@ -306,7 +306,7 @@ def test_an_answer_may_fill_the_cache_exactly() -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (request([1, 2], n_samples=2), "n_samples is 2; a request has one answer"),
+        (request([1, 2], n_samples=2), "n_samples is 2; expected 1"),
         (request([]), "the prompt is empty"),
         (request([1, VOCAB]), f"token id {VOCAB} is not below the vocabulary size {VOCAB}"),
         (request([1, -1]), "token id -1 is not below"),

@@ -280,7 +280,7 @@ def test_a_replica_of_no_known_kind_is_refused() -> None:
 def test_a_critic_cannot_generate() -> None:
     model = make_model()
     args = type(model.args)(**{**vars(model.args), "is_critic": True})
-    with pytest.raises(RolloutError, match="a critic has no language-model head"):
+    with pytest.raises(RolloutError, match="the model is a critic, which has no language-model head"):
         make_engine(type(model)(args))
 
 

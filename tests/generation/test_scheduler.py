@@ -33,7 +33,7 @@ def run_step(scheduler: Scheduler, rng: random.Random) -> list[Sequence]:
         ready.append(sequence)
     for chunk in step.chunks:
         check_private(scheduler, chunk.sequence, chunk.start, chunk.stop)
-        forks = scheduler.read(chunk, "hidden")
+        forks = scheduler.complete_chunk(chunk, "hidden")
         if chunk.sequence.computed == chunk.sequence.total:
             ready.append(chunk.sequence)
         ready += [fork.sequence for fork in forks if fork.sequence.computed == fork.sequence.total]
@@ -132,7 +132,7 @@ def test_followers_survive_the_abort_of_their_leader() -> None:
         scheduler.submit(sequence)
     rng = random.Random(0)
     run_step(scheduler, rng)
-    assert [s.awaits_prompt for s in group] == [False, True, True]
+    assert [s.waits_for_prompt for s in group] == [False, True, True]
     group[0].stop_reason = "abort"
     scheduler.finish(group[0])
     while scheduler.has_work:
@@ -150,5 +150,5 @@ def test_a_pool_hands_out_the_lowest_pages_and_counts_owners() -> None:
     assert pool.take(4) == [0, 2, 3, 4]
     pool.release([1])
     assert pool.take(1) == [1]
-    with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
+    with pytest.raises(AssertionError, match="1 pages requested, 0 free"):
         pool.take(1)

@@ -92,7 +92,7 @@ def test_activations_are_those_transformers_has_by_the_name(name: str) -> None:
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hidden_act is 'swoosh'; supported are silu"):
+    with pytest.raises(ConfigError, match="hidden_act is 'swoosh'; expected one of silu"):
         FeedForward(4, 8, "swoosh")
 
 

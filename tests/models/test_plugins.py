@@ -84,7 +84,11 @@ def site(tmp_path: Path) -> Path:
         ("import sys; sys.exit(3)", "SPEC", "SystemExit: 3"),
         ("SPEC = 3", "SPEC", "TypeError: it is a int, expected a ModelSpec"),
         ("SPEC = 3", "OTHER", "AttributeError: module 'badfamily' has no attribute 'OTHER'"),
-        (family("bad", "qwen3"), "SPEC", "ValueError: model_type 'qwen3' is claimed by 'bad', but 'qwen3' holds it"),
+        (
+            family("bad", "qwen3"),
+            "SPEC",
+            "ValueError: family 'bad' registers model_type 'qwen3', which family 'qwen3' has already",
+        ),
     ],
     ids=["import", "syntax", "raises", "exits", "no spec", "no attribute", "built-in"],
 )

@@ -65,7 +65,7 @@ def test_an_unknown_model_names_what_is_available() -> None:
 @pytest.mark.usefixtures("registry")
 def test_a_second_claim_to_a_model_type_is_refused() -> None:
     mine = dataclasses.replace(SPEC, name="mine", supported_model_types=frozenset({"mine", "qwen3"}))
-    with pytest.raises(ValueError, match="'qwen3' is claimed by 'mine', but 'qwen3' holds it"):
+    with pytest.raises(ValueError, match="'mine' registers model_type 'qwen3', which family 'qwen3' has already"):
         register_model_spec(mine)
     assert not is_supported_model("mine"), "a refused spec leaves no trace"
     register_model_spec(dataclasses.replace(mine, supported_model_types=frozenset({"mine"})))

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from archon.checkpoint.hf_io import read_hf_config
 from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
-from archon.planner.memory import Memory, MemoryModel
-from archon.planner.weights import ModelWeights
+from archon.planner.memory_model import MemoryEstimate, MemoryModel
+from archon.planner.weight_shards import ModelWeights
 from archon.schema.config import EngineConfig
 
 DENSE: dict[str, Any] = {
@@ -70,10 +70,10 @@ class Case(NamedTuple):
         fields = {"path": str(folder), "layout": self.layout, "dtype": "bfloat16", "init_from_scratch": True}
         return EngineConfig.model_validate(fields | dict(self.options))
 
-    def foretold(self, config: EngineConfig) -> Memory:
+    def predicted(self, config: EngineConfig) -> MemoryEstimate:
         """By the formulas, for the CPU that the traced step runs on."""
         hf_config = read_hf_config(config.path)
         spec = get_model_spec(hf_config["model_type"])
         args = spec.model_args_class.from_hf_config(hf_config)
         model = MemoryModel(args, ModelWeights.of(spec, args), "cpu")
-        return model.of_rank(config, parse_layout(self.layout), self.rank, self.tokens, self.micro_batches)
+        return model.estimate_rank(config, parse_layout(self.layout), self.rank, self.tokens, self.micro_batches)

@@ -9,8 +9,8 @@ import pytest
 from archon.models.flops import PEAK_BF16_FLOPS
 from archon.planner.calibrate import _check_name
 from archon.planner.hardware import known_hardware, read_hardware
-from archon.planner.probe import LARGE_BYTES, Collectives, rate
-from archon.planner.time import Link
+from archon.planner.probe import LARGE_BYTES, CollectiveTimes, gather_bandwidth
+from archon.planner.time_model import Link
 from archon.schema.errors import ConfigError
 
 
@@ -75,5 +75,5 @@ def test_a_group_within_a_node_uses_the_fast_link() -> None:
 
 
 def test_a_large_gather_gives_the_rate_without_what_it_takes_to_begin() -> None:
-    found = {2: Collectives(0.1, 0.2, 9.0), 4: Collectives(0.5, 2.0, 3.5)}
-    assert rate(found) == 3 * LARGE_BYTES / 3.0
+    found = {2: CollectiveTimes(0.1, 0.2, 9.0), 4: CollectiveTimes(0.5, 2.0, 3.5)}
+    assert gather_bandwidth(found) == 3 * LARGE_BYTES / 3.0

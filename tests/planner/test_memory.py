@@ -1,4 +1,4 @@
-"""What is foretold of a rank's memory is what a step on tensors without memory allocates."""
+"""What is predicted of a rank's memory is what a step on tensors without memory allocates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.planner.trace import trace
+from archon.planner.allocation_trace import trace_allocations
 from tests.planner.models import FULL, INTERLEAVED, OPS, SECOND, Case
 
 QUICK = [
@@ -59,24 +59,24 @@ SLOW = [
 )
 def test_memory_is_that_of_a_traced_step(case: Case, tmp_path: Path) -> None:
     config = case.config(tmp_path)
-    traced, foretold = trace(config, case.rank, case.tokens, case.micro_batches), case.foretold(config)
+    traced, predicted = trace_allocations(config, case.rank, case.tokens, case.micro_batches), case.predicted(config)
     held = traced.held
-    assert (foretold.parameters, foretold.parameters, foretold.moments) == (
+    assert (predicted.parameters, predicted.parameters, predicted.moments) == (
         held.parameter_bytes,
         held.gradient_bytes,
         held.optimizer_bytes,
     )
     # The project's aim for memory; activations and the head's tiles are nearly all of it in these cases.
-    assert foretold.step == pytest.approx(traced.peak_bytes, rel=0.1)
+    assert predicted.step == pytest.approx(traced.peak_bytes, rel=0.1)
     # The same of these alone: weights and gradients, which are counted and not estimated, excuse no miss.
-    counted = foretold.gathered + foretold.unreduced + foretold.gradients
-    assert foretold.activations + foretold.head == pytest.approx(traced.peak_bytes - counted, rel=0.1)
+    counted = predicted.gathered + predicted.unreduced + predicted.gradients
+    assert predicted.activations + predicted.head == pytest.approx(traced.peak_bytes - counted, rel=0.1)
 
 
 @pytest.mark.parametrize("tokens", [2048, 4096])
 def test_what_grows_with_tokens_is_activations(tokens: int, tmp_path: Path) -> None:
     case = Case("dense", "d4", FULL, tokens=tokens)
     more = case._replace(tokens=2 * tokens)
-    one, two = (c.foretold(c.config(tmp_path)) for c in (case, more))
+    one, two = (c.predicted(c.config(tmp_path)) for c in (case, more))
     assert two.activations == pytest.approx(2 * one.activations, rel=0.05)  # the fullest moment may be another
     assert (two.parameters, two.moments, two.gathered) == (one.parameters, one.moments, one.gathered)

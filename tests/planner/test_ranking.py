@@ -9,21 +9,21 @@ import pytest
 
 from archon.bench.origin import origin
 from archon.planner.hardware import Hardware
-from benchmarks.plan_ranking import AIM, RANKED, RECORD, Sizes, foretold, kendall_tau, record_lines
+from benchmarks.plan_ranking import AIM, RANKED, RECORD, Sizes, kendall_tau, predicted, record_lines
 
 
 @pytest.mark.parametrize(
-    ("foretold", "tau"),
+    ("predicted", "tau"),
     [([1, 2, 3, 4], 1.0), ([4, 3, 2, 1], -1.0), ([2, 1, 4, 3], 1 / 3), ([1, 1, 1, 1], 0.0), ([1, 2, 2, 3], 5 / 6)],
 )
-def test_kendalls_tau_counts_the_pairs_in_the_same_order(foretold: list[float], tau: float) -> None:
-    found = [(float(place), value) for place, value in enumerate(foretold)]
+def test_kendalls_tau_counts_the_pairs_in_the_same_order(predicted: list[float], tau: float) -> None:
+    found = [(float(place), value) for place, value in enumerate(predicted)]
     score = 0
     for i in range(4):
         for j in range(i + 1, 4):
-            if foretold[i] < foretold[j]:
+            if predicted[i] < predicted[j]:
                 score += 1
-            elif foretold[i] > foretold[j]:
+            elif predicted[i] > predicted[j]:
                 score -= 1
     assert kendall_tau(found) == score / 6 == pytest.approx(tau)
     assert kendall_tau(found[::-1]) == kendall_tau(found)
@@ -47,11 +47,11 @@ def test_the_record_says_what_was_measured_and_what_not() -> None:
 
 
 def test_the_planner_orders_layouts_as_their_steps_were_measured(tmp_path: Path) -> None:
-    """Steps on gloo ranks, timed by `make test-ranking`; what is foretold of them is what the planner says today."""
+    """Steps on gloo ranks, timed by `make test-ranking`; what is predicted of them is what the planner says today."""
     head, *rows = map(json.loads, RECORD.read_text().splitlines())
     hardware = Hardware.model_validate(head["hardware"])
     for name, ranked in RANKED.items():
-        now = foretold(ranked, Sizes(**head["sizes"]), hardware, tmp_path / name)
+        now = predicted(ranked, Sizes(**head["sizes"]), hardware, tmp_path / name)
         measured = {row["layout"]: row["measured_s"] for row in rows if row["model"] == name}
         assert measured.keys() == now.keys() and len(measured) >= 12
         assert kendall_tau([(measured[layout], seconds.total) for layout, seconds in now.items()]) >= AIM

@@ -14,9 +14,9 @@ from archon.checkpoint.hf_io import read_hf_config
 from archon.models import get_model_spec, get_supported_model_types
 from archon.parallel.layout import parse_layout
 from archon.parallel.resolve import resolve_layout
-from archon.planner.describe import as_json, describe, speed, why_none
+from archon.planner.describe import as_json, describe, explain_no_plan, speed
 from archon.planner.hardware import read_hardware
-from archon.planner.search import NOT_TRIED, LeftOut, Plan, Planner, Question, layouts, micro_batches
+from archon.planner.search import NOT_TRIED, Plan, Planner, PlanRequest, Rejections, layouts, micro_batches
 from archon.schema.errors import UserError
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
@@ -37,7 +37,7 @@ def planner(model: str, gpu: str = "h100-80gb") -> Planner:
 
 
 def plan(model: str, gpus: int, tokens: int = 2**17, seq: int = 4096) -> Plan:
-    return planner(model).plan(Question(str(CONFIGS / model), gpus, tokens, seq))
+    return planner(model).plan(PlanRequest(str(CONFIGS / model), gpus, tokens, seq))
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def plan(model: str, gpus: int, tokens: int = 2**17, seq: int = 4096) -> Plan:
 def test_every_supported_model_gets_a_layout_of_eight_gpus_or_a_reason(model: str) -> None:
     found = plan(model, 8)
     if model in TOO_LARGE:
-        assert not found.best and found.left_out.overfull and not found.left_out.idle
-        assert ": masters, gradients and moments alone exceed the memory of 8 GPUs" in why_none(found)
+        assert not found.best and found.rejections.overfull and not found.rejections.idle
+        assert ": masters, gradients and moments alone exceed the memory of 8 GPUs" in explain_no_plan(found)
         return
     seconds = [placed.candidate.seconds.total for placed in found.best]
     assert seconds == sorted(seconds)
     for placed in found.best:
-        config = planner(model).config(found.question, placed.candidate)
+        config = planner(model).config(found.request, placed.candidate)
         assert resolve_layout(config, planner(model).args.sizes, "cuda").layout.world_size == 8
         taken = placed.memory.total + found.hardware.reserve_bytes + placed.spare
         assert taken <= found.hardware.memory_bytes
@@ -71,9 +71,9 @@ def test_what_is_left_out_is_told() -> None:
     found = plan("Qwen3-0.6B", 8)
     assert describe(found)[-1] == f"not tried: {NOT_TRIED}"
     refused = Counter({"t = 3 divides no head": 2})
-    told = describe(replace(found, left_out=LeftOut(overfull=5, idle=7, refused=refused)))
+    told = describe(replace(found, rejections=Rejections(overfull=5, idle=7, refused=refused)))
     assert told[-4:-1] == [
-        "refused by the engine, 2 ways: t = 3 divides no head",
+        "rejected by the engine, 2 ways: t = 3 divides no head",
         "too large, 5 layouts and schedules: masters, gradients and moments alone",
         "idle ranks, 7 layouts and schedules: 131,072 tokens are too few documents of 4,096",
     ]
@@ -81,11 +81,11 @@ def test_what_is_left_out_is_told() -> None:
 
 def test_documents_that_the_ranks_cannot_share_evenly_are_those_of_the_fullest() -> None:
     """Twelve documents on eight ranks: four ranks have two, in micro-batches of one or of two."""
-    question = Question("model", 8, 12 * 4096, 4096)
-    assert list(micro_batches(question, parse_layout("d8"))) == [(4096, 2), (8192, 1)]
-    assert list(micro_batches(question, parse_layout("d2t4"))) == [(4096, 6), (8192, 3), (16384, 2)]
-    assert not list(micro_batches(question._replace(tokens=7 * 4096), parse_layout("d8"))), "a rank would be idle"
-    found = planner("Qwen3-0.6B").plan(question)
+    request = PlanRequest("model", 8, 12 * 4096, 4096)
+    assert list(micro_batches(request, parse_layout("d8"))) == [(4096, 2), (8192, 1)]
+    assert list(micro_batches(request, parse_layout("d2t4"))) == [(4096, 6), (8192, 3), (16384, 2)]
+    assert not list(micro_batches(request._replace(tokens=7 * 4096), parse_layout("d8"))), "a rank would be idle"
+    found = planner("Qwen3-0.6B").plan(request)
     for placed in found.best:
         c = placed.candidate
         assert c.micro_batches * (c.tokens // 4096) * c.layout.dp >= 12, c.layout
@@ -98,17 +98,17 @@ TOKENS = "4,096 tokens a step are too few documents of 4,096 for every rank"
 def test_without_a_layout_the_reason_is_the_one_that_holds() -> None:
     """One document for 17 GPUs, whose number no other divides."""
     idle, overfull = (plan(model, 17, tokens=4096) for model in ("Qwen3-0.6B", "Qwen3-235B-A22B"))
-    assert why_none(idle) == f"No layout fits: {TOKENS}."
-    assert why_none(overfull) == f"No layout fits: {MEMORY}."
-    both = replace(idle, left_out=LeftOut(overfull=1, idle=1))
-    assert why_none(both) == f"No layout fits: {MEMORY}; where they fit, {TOKENS}."
-    refused = replace(idle, considered=3, left_out=LeftOut(refused=Counter({"no": 2, "never": 1})))
-    assert why_none(refused) == "No layout fits that the engine accepts; of 2 it says: no"
+    assert explain_no_plan(idle) == f"No layout fits: {TOKENS}."
+    assert explain_no_plan(overfull) == f"No layout fits: {MEMORY}."
+    both = replace(idle, rejections=Rejections(overfull=1, idle=1))
+    assert explain_no_plan(both) == f"No layout fits: {MEMORY}; where they fit, {TOKENS}."
+    refused = replace(idle, considered=3, rejections=Rejections(refused=Counter({"no": 2, "never": 1})))
+    assert explain_no_plan(refused) == "No layout fits that the engine accepts; it rejects 2 with: no"
 
 
 def test_the_json_has_the_same_layouts() -> None:
     found = plan("Qwen3-0.6B", 8)
-    refused = replace(found, left_out=LeftOut(refused=Counter({"t = 3 divides no head": 2})))
+    refused = replace(found, rejections=Rejections(refused=Counter({"t = 3 divides no head": 2})))
     assert json.loads(json.dumps(as_json(refused)))["left_out"]["refused"] == {"t = 3 divides no head": 2}
     data = json.loads(json.dumps(as_json(found)))
     assert [way["layout"] for way in data["best"]] == [str(placed.candidate.layout) for placed in found.best]
@@ -127,7 +127,7 @@ def test_layouts_are_those_the_rules_allow() -> None:
 
 
 def test_fewer_tokens_than_a_document_are_refused() -> None:
-    with pytest.raises(UserError, match="holds no document of seq = 4096"):
+    with pytest.raises(UserError, match="expected at least seq, the 4096 tokens of a document"):
         plan("Qwen3-0.6B", 8, tokens=100)
 
 

@@ -10,10 +10,10 @@ import pytest
 from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
 from archon.planner.hardware import Hardware, read_hardware
-from archon.planner.memory import state_of
+from archon.planner.memory_model import rank_parameters
 from archon.planner.probe import fit_latency
 from archon.planner.search import Planner
-from archon.planner.time import Link, Seconds
+from archon.planner.time_model import Link, StepTime
 from archon.schema.config import EngineConfig
 from tests.planner.models import DENSE, MOE
 
@@ -42,7 +42,7 @@ def step(
     micro_batch: int = 1024,
     policy: Mapping[str, object] = MappingProxyType({}),
     context: str = "auto",
-) -> Seconds:
+) -> StepTime:
     spec = get_model_spec("qwen3")
     planner = Planner(spec, spec.model_args_class.from_hf_config(DENSE), hardware)
     fields = {"path": "model", "layout": layout, "dtype": "float32", "max_tokens_per_mb": micro_batch}
@@ -52,14 +52,14 @@ def step(
 
 def test_ranks_beyond_the_processors_share_them() -> None:
     alone = CPU.model_copy(update={"processors": 0.0})
-    assert [CPU.crowding(ranks) for ranks in (1, 2, 4, 64)] == [1, 1, 2, 2]
-    assert alone.crowding(4) == 1
+    assert [CPU.oversubscription(ranks) for ranks in (1, 2, 4, 64)] == [1, 1, 2, 2]
+    assert alone.oversubscription(4) == 1
     assert step("d2", CPU) == step("d2", alone)
     assert step("t4", CPU).total == pytest.approx(2 * step("t4", alone).total)
 
 
 def test_a_pipeline_that_waits_leaves_the_processors_to_others() -> None:
-    """Four stages on two processors: the work of all of them, or the way of a micro-batch through all of them."""
+    """Four stages on two processors: the work of all of them, or a micro-batch's passage through all of them."""
     alone = CPU.model_copy(update={"processors": 0.0})
     free, crowded = step("p4", alone, 256), step("p4", CPU, 256)
     assert free.bubble > 0
@@ -101,7 +101,7 @@ def test_experts_come_from_the_ranks_that_hold_the_same() -> None:
     found = {}
     for layout in ("d4", "d4e2", "d4e4"):
         planner = Planner(spec, args, nodes.model_copy(update={"node_latency_s": 0.0, "node_latency_per_rank_s": 0.0}))
-        state = state_of(planner.weights, parse_layout(layout), None, 0)
+        state = rank_parameters(planner.weights, parse_layout(layout), None, 0)
         config = EngineConfig.model_validate(fields | {"layout": layout})
         dense, experts, ranks = state.gathered - state.experts, state.experts, 4 // parse_layout(layout).ep
         # One micro-batch: gathered for the forward and for the backward, shared out once.

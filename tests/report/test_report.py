@@ -17,7 +17,7 @@ from PIL import Image
 
 from archon.report import load_run, render_page, write_report
 from archon.report.curves import moving_average
-from archon.report.server import ReportServer
+from archon.report.page_server import ReportServer
 from archon.schema.errors import ConfigError, DatasetError, UserError
 from archon.training.metrics import MetricsWriter, TrajectoryWriter
 
@@ -121,7 +121,7 @@ def test_the_moving_average_keeps_a_line_and_skips_gaps():
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere is neither the folder of a run nor a record"):
+    with pytest.raises(ConfigError, match=r"nowhere is not a folder; expected the folder of a run, or a record"):
         load_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"holds no metrics.jsonl"):
         load_run(tmp_path)

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from archon.report import load_run, render_page, trajectories
+from archon.report import load_run, render_page, sampled_trajectories
 from archon.report.page import SCRIPTS
+from archon.report.sampled_trajectories import sample
 from archon.report.tokens import readable
-from archon.report.trajectories import sample
 from archon.training.metrics import MetricsWriter, TrajectoryWriter
 
 HOSTILE = '</script><script>alert(1)</script><!-- <img src=x onerror="alert(2)"> \u2028 {{data}}'
@@ -110,7 +110,7 @@ def test_what_is_nested_deeper_than_a_page_shows_is_cut():
 
 def test_a_long_run_is_shown_evenly_and_says_so():
     run = sample(answer(step, step) for step in range(1000))
-    assert len(run.groups) == trajectories.MAX_GROUPS and run.total_groups == 1000
+    assert len(run.groups) == sampled_trajectories.MAX_GROUPS and run.total_groups == 1000
     steps = [group[0]["step"] for group in run.groups]
     assert steps[0] == 0 and steps[-1] == 999
     assert {b - a for a, b in pairwise(steps)} == {3, 4}
@@ -122,7 +122,7 @@ def test_a_long_run_is_shown_evenly_and_says_so():
 
 
 def test_a_dump_of_long_answers_is_bounded_by_its_size(monkeypatch):
-    monkeypatch.setattr(trajectories, "MAX_SIZE", 400_000)
+    monkeypatch.setattr(sampled_trajectories, "MAX_SIZE", 400_000)
     run = sample(answer(step, step, text="x" * 2000) for step in range(200))
     size = len(json.dumps(run.groups))
     assert 2 < len(run.groups) < 20 and size < 400_000
@@ -131,14 +131,16 @@ def test_a_dump_of_long_answers_is_bounded_by_its_size(monkeypatch):
 
 def test_one_group_cannot_fill_the_page():
     run = sample(answer(0, 0) for _ in range(1000))
-    assert len(run.groups[0]) == trajectories.MAX_ANSWERS
+    assert len(run.groups[0]) == sampled_trajectories.MAX_ANSWERS
     assert "64 of 1,000 trajectories: all 1 groups, of each at most the first 64 answers" in run.selection
 
 
 def test_one_answer_cannot_fill_the_page():
-    n = 3 * trajectories.MAX_TOKENS
+    n = 3 * sampled_trajectories.MAX_TOKENS
     record = shown(text="x" * n, prompt="y" * 100_000, turn_ids=[0] * n)
-    assert len(record["tokens"]) == len(record["logprobs"]) == len(record["turn_ids"]) == trajectories.MAX_TOKENS
+    assert (
+        len(record["tokens"]) == len(record["logprobs"]) == len(record["turn_ids"]) == sampled_trajectories.MAX_TOKENS
+    )
     assert record["tokens_in_all"] == n
     assert record["prompt"].endswith("\n… and 80,000 more characters") and len(record["prompt"]) < 20_100
 

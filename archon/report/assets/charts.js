@@ -58,7 +58,7 @@ function chart(panel, width, height) {
     svg.append(make("text", { x: x(tick), y: height - 5, "text-anchor": "middle" }, number(tick)));
   }
   panel.series.forEach((series, index) => {
-    const stroke = run.colours[index % run.colours.length];
+    const stroke = run.colors[index % run.colors.length];
     if (series.smooth) svg.append(make("path", { class: "raw", stroke, d: pathOf(series, series.values, x, y) }));
     svg.append(make("path", { class: "line", stroke, d: pathOf(series, series.smooth || series.values, x, y) }));
     if (series.values.length <= 30) {
@@ -74,7 +74,7 @@ function chart(panel, width, height) {
   const label = make("span");
   const readings = panel.series.map((series, index) => {
     const swatch = make("i");
-    swatch.style.background = run.colours[index % run.colours.length];
+    swatch.style.background = run.colors[index % run.colors.length];
     const value = make("b");
     legend.append(make("span", {}, swatch, series.name, value));
     return { series, value };

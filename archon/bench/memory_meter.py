@@ -1,4 +1,4 @@
-"""Memory of a process: what its kernel counters and, on a GPU, torch's allocator say."""
+"""Peak memory of a process, from the kernel's counters and, on a GPU, from torch's allocator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _status(pid: int | str, field: str) -> int:
-    """A field of /proc/PID/status in bytes; 0 when the process or the field is gone."""
+    """Returns a field of /proc/PID/status in bytes; 0 where the process or the field does not exist."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(field + ":"):
@@ -21,48 +21,48 @@ def _status(pid: int | str, field: str) -> int:
 
 
 def anonymous_bytes(pid: int | str = "self") -> int:
-    """Resident memory that no file backs (RssAnon)."""
+    """Returns the bytes of resident memory that no file backs (RssAnon)."""
     return _status(pid, "RssAnon")
 
 
-def give_back_free_memory() -> None:
-    """Collect garbage and return the C library's free memory: what is measured next starts from what is in use."""
+def trim_free_memory() -> None:
+    """Collect garbage and release the C library's free memory, so that a measurement starts from the memory in use."""
     gc.collect()
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
-        return  # another C library: there is nothing to trim
+        return  # another C library has no malloc_trim
 
 
 class MemoryMeter:
-    """Peak memory of this process from construction to `read`.
+    """Measures the peak memory of this process from construction to `read`.
 
-    `rss_peak` is the whole process's largest resident memory, `rss_above_start` what it grew by; on a GPU also torch's
-    peak `allocated` and `reserved` there. `rss` is the resident memory at the start, 0 where it cannot be known.
+    `rss_peak` is the process's peak of resident memory, `rss_above_start` its growth; on a GPU also torch's peaks
+    `allocated` and `reserved`. `rss` is the resident memory at the start, 0 where it cannot be determined.
 
     Args:
-        on_gpu: whether the work is done on a GPU; by default, if there is one.
+        on_gpu: measure GPU memory too, if there is a GPU.
     """
 
     def __init__(self, on_gpu: bool = True) -> None:
-        give_back_free_memory()
+        trim_free_memory()
         self._gpu = _cuda() if on_gpu else None
         if self._gpu is not None:
             self._gpu.synchronize()
             self._gpu.reset_peak_memory_stats()
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # 5: forget the peak of the resident memory
+            Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak of the resident memory
             self.rss = _status("self", "VmRSS")
         except OSError:
-            self.rss = 0  # without the reset a peak would be that of the process's whole life
+            self.rss = 0  # without the reset the peak would be since the start of the process
 
     def synchronize(self) -> None:
-        """Wait until the GPU, if there is one, has done its work."""
+        """Wait until the GPU, if there is one, is idle."""
         if self._gpu is not None:
             self._gpu.synchronize()
 
     def read(self) -> dict[str, int]:
-        """Bytes by kind; a kind that cannot be known here is left out."""
+        """Returns peak bytes by kind, without the kinds that cannot be determined here."""
         sizes: dict[str, int] = {}
         if self.rss:
             peak = _status("self", "VmHWM")
@@ -73,5 +73,5 @@ class MemoryMeter:
 
 
 def _cuda() -> Any:
-    torch = sys.modules.get("torch")  # a process that never loaded it has nothing on a GPU
+    torch = sys.modules.get("torch")  # a process that has not imported torch has nothing on a GPU
     return torch.cuda if torch is not None and torch.cuda.is_available() else None

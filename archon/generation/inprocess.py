@@ -1,4 +1,4 @@
-"""The default rollout engine: generation in this process, on the trainer's device."""
+"""The default inference engine: generation in the trainer's process, on its device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 import torch
 
+from archon.generation.cache_size import choose_page_count
 from archon.generation.generator import Generator, GeneratorStats
-from archon.generation.memory import choose_page_count
 from archon.generation.replica import (
     WeightMode,
     WeightSource,
@@ -35,12 +35,12 @@ REPLICA_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.b
 
 
 class InProcessEngine:
-    """`InferenceEngine` over a replica of the trainer's model. Make one with `from_model`.
+    """An `InferenceEngine` that runs a replica of the trainer's model. Build one with `from_model`.
 
-    Requests are stepped by one task on the caller's event loop: a step of the model, then a turn for everyone else. All
-    requests of tasks that start together are therefore in the queue before the first step, and are admitted in order
-    of submission: with a seed, synchronous runs are deterministic. The task ends when nothing is left to do. Use an
-    engine from one thread; `generate` needs no event loop.
+    One task on the caller's event loop runs all requests, and yields to other tasks after each step of the model. All
+    requests of tasks that start together are therefore queued before the first step, and admitted in order of
+    submission: with a seed, synchronous runs are deterministic. The task ends when no request is left. Use an engine
+    from one thread only; `generate` needs no event loop.
     """
 
     def __init__(self, generator: Generator, *, aliased: bool = False) -> None:
@@ -71,30 +71,30 @@ class InProcessEngine:
         source: Iterable[tuple[str, torch.Tensor]] | None = None,
         device: torch.device | None = None,
     ) -> InProcessEngine:
-        """Build the replica and its cache.
+        """Build the replica and its cache. Returns the engine.
 
         Args:
             model: the trainer's model, possibly wrapped or sharded; never run by this engine.
             tokenizer: for stop strings, and for the end-of-text id when `eos_token_ids` is not given.
-            max_slots: most answers in the making at once.
+            max_slots: maximum number of answers decoded together.
             page_size: tokens in one page of the key-value cache.
-            n_pages, cache_bytes: size of the cache, in pages or in bytes; default what `max_slots` answers of
-                `max_seq_len` tokens need, within a quarter of the memory that is free.
-            max_seq_len: most tokens of prompt and answer together; default the model's.
-            prefill_tokens: most prompt tokens read in one step.
-            seed: for requests that bring none.
-            eos_token_ids: end an answer; default the tokenizer's, or none without one.
+            n_pages, cache_bytes: size of the cache, in pages or in bytes; by default what `max_slots` answers of
+                `max_seq_len` tokens need, but at most a quarter of the free memory.
+            max_seq_len: maximum tokens of prompt and answer together; by default the model's.
+            prefill_tokens: maximum prompt tokens computed in one step.
+            seed: for requests without a seed.
+            eos_token_ids: ids that end an answer; by default the tokenizer's, or none without a tokenizer.
             weights: see `build_replica`.
-            dtype: of the replica and its cache; default the model's.
-            version: of the weights now.
-            source: (native name, whole tensor) of every weight, where `model` is an empty one on the meta device and
-                no process has a whole one; `device` is then the replica's.
+            dtype: of the replica and its cache; by default the model's.
+            version: initial version of the weights.
+            source: (native name, full tensor) of every weight, for a `model` on the meta device, where no process holds
+                the full model; `device` is then the replica's.
 
-        Raises `RolloutError`, with the estimate, when replica and cache do not fit.
+        Raises RolloutError where an argument is out of range, or replica and cache do not fit in memory.
         """
         args = model.args
         if args.is_critic:
-            raise RolloutError("a critic has no language-model head and cannot generate; give the actor")
+            raise RolloutError("the model is a critic, which has no language-model head; expected an actor")
         for name, value in (("max_slots", max_slots), ("page_size", page_size), ("prefill_tokens", prefill_tokens)):
             if value < 1:
                 raise RolloutError(f"{name} is {value}; expected at least 1")
@@ -107,16 +107,16 @@ class InProcessEngine:
             eos_token_ids = () if eos is None else (eos,)
         max_seq_len = max_seq_len or args.max_seq_len
         parameter = next(model.parameters())
-        place = device or parameter.device
+        replica_device = device or parameter.device
         count = choose_page_count(
-            model, dtype or parameter.dtype, place, max_slots, max_seq_len, page_size, n_pages, cache_bytes
+            model, dtype or parameter.dtype, replica_device, max_slots, max_seq_len, page_size, n_pages, cache_bytes
         )
         if source is None:
             replica, aliased = build_replica(model, mode=weights, dtype=dtype)
         else:
             if weights == "alias":
                 raise RolloutError("weights='alias': the model's weights are on several processes; use 'snapshot'")
-            replica, aliased = empty_replica(model, dtype or parameter.dtype, place), False
+            replica, aliased = empty_replica(model, dtype or parameter.dtype, replica_device), False
             copy_weights(replica, source)
         parameter = next(replica.parameters())
         cache = PagedCache(
@@ -144,7 +144,7 @@ class InProcessEngine:
 
     @property
     def model(self) -> BaseArchonModel:
-        """The replica: a plain model with the weights it answers with."""
+        """The replica: an unsharded model with the weights used for generation."""
         return self._generator.model
 
     @property
@@ -153,17 +153,17 @@ class InProcessEngine:
 
     @property
     def fingerprint(self) -> int:
-        """64 bits of the weights held now, comparable with `replica.fingerprint` of the trainer's."""
+        """64-bit fingerprint of the current weights, comparable with `replica.fingerprint` of the trainer's model."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._generator.model)
         return self._fingerprint
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Answer one request. A cancelled caller takes its request with it."""
+        """Returns the answer to a request. Cancelling the caller aborts the request."""
         self._check_usable()
         loop = asyncio.get_running_loop()
         if self._loop is not loop and self._task is not None and not self._task.done() and not self._loop_is_closed():
-            raise RolloutError("this engine still has requests of another event loop; wait for them or abort them")
+            raise RolloutError("the engine still has requests of another event loop; wait for them or abort them")
         done: asyncio.Future[None] = loop.create_future()
 
         def wake(_: Sequence) -> None:
@@ -182,7 +182,7 @@ class InProcessEngine:
         return sequence.response()
 
     def generate(self, requests: SequenceOf[ModelRequest]) -> list[ModelResponse]:
-        """Answer requests without an event loop, in their order."""
+        """Returns the answers to requests, in their order. Needs no event loop."""
         self._check_usable()
         if self._paused:
             raise RolloutError("the engine is paused; resume it before generating")
@@ -208,7 +208,7 @@ class InProcessEngine:
         return [sequence.response() for sequence in sequences]
 
     def pause(self) -> None:
-        """Stop after the step that is running, if any; unfinished answers are kept."""
+        """Stop after the current step; unfinished answers are kept."""
         self._paused = True
 
     def resume(self) -> None:
@@ -217,7 +217,7 @@ class InProcessEngine:
             self._start()
 
     def abort(self, rid: str | None = None) -> int:
-        """End the unfinished requests named `rid`, or all, with stop reason `abort` and the tokens they have."""
+        """End the unfinished requests named `rid`, or all, with stop reason `abort`. Returns their number."""
         chosen = [s for s in self._generator.unfinished if rid is None or s.request.rid == rid]
         self._generator.abort(chosen)
         return len(chosen)
@@ -225,11 +225,12 @@ class InProcessEngine:
     def update_weights(self, meta: WeightSource, *, version: int | None = None) -> None:
         """Replace the weights by those of a model, or of an iterator of (native name, tensor).
 
-        Weights shared with a model stay shared when that model is given; an iterator's are copied, and owned from then
-        on. What was copied is proven by a fingerprint of both sides.
+        Weights shared with a model stay shared when that model is given. The weights of an iterator are copied to the
+        replica's own memory, and a fingerprint of both sides verifies the copy.
+
         Takes effect between two tokens. Unfinished answers keep their tokens, logprobs and versions; their cache is
-        computed again with the new weights. `version` defaults to the next one. When the update fails, every
-        unfinished request fails with it and the engine refuses requests until an update succeeds.
+        recomputed with the new weights. `version` defaults to the next one. If the update fails, every unfinished
+        request fails with it, and the engine rejects requests until an update succeeds.
         """
         try:
             if self._aliased and isinstance(meta, torch.nn.Module):
@@ -248,7 +249,7 @@ class InProcessEngine:
         self._generator.restart(self._generator.version + 1 if version is None else version)
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs to draw the same seeds for requests that bring none."""
+        """Returns the state from which a resumed run derives the same seeds for requests without one."""
         return {"version": self._generator.version, "submitted": self._generator.submitted}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -256,7 +257,9 @@ class InProcessEngine:
 
     def _check_usable(self) -> None:
         if self._damaged is not None:
-            raise RolloutError(f"the generator has no valid weights since an update failed: {self._damaged}")
+            raise RolloutError(
+                f"the generator has no valid weights since an update failed ({self._damaged}); update them again"
+            )
 
     def _loop_is_closed(self) -> bool:
         return self._loop is None or self._loop.is_closed()
@@ -272,7 +275,7 @@ class InProcessEngine:
             while self._generator.scheduler.has_work and not self._paused:
                 self._generator.step()
                 await asyncio.sleep(0)
-        except UserError as error:  # whoever asked is told, and that is enough
+        except UserError as error:  # the callers get its message; a logged traceback would add nothing
             self._generator.fail(error)
         except Exception as error:
             if (line := what_ran_out(error)) is not None:
@@ -280,6 +283,6 @@ class InProcessEngine:
                 return
             logger.exception("generation failed; every unfinished request fails with it")
             self._generator.fail(error)
-        except BaseException as error:  # the loop is closing, or the process is
+        except BaseException as error:  # the loop or the process is shutting down
             self._generator.fail(error)
             raise

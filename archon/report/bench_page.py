@@ -1,22 +1,22 @@
-"""What the page of a sweep shows: throughput and memory of each point, and a step of every rank as a timeline."""
+"""Data of a sweep's page: throughput and memory of each point, and a timeline of every rank's profiled step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from archon.bench.record import BenchRecord, Row
+from archon.bench.bench_record import BenchRecord, BenchRow
 from archon.bench.table import describe
-from archon.report.curves import COLOURS
+from archon.report.curves import COLORS
 
-# The page's colours by phase; a collective has one of the rest.
-PHASE_COLOURS = {"forward": COLOURS[0], "backward": COLOURS[1], "head": COLOURS[3], "optimizer": COLOURS[2]}
-COLLECTIVE_COLOUR, BETWEEN_COLOUR = COLOURS[5], COLOURS[4]
-BETWEEN = ("send", "recv", "send_recv", "broadcast")
+# The page's colors by phase; collectives have one of the others.
+PHASE_COLORS = {"forward": COLORS[0], "backward": COLORS[1], "head": COLORS[3], "optimizer": COLORS[2]}
+COLLECTIVE_COLOR, BETWEEN_STAGES_COLOR = COLORS[5], COLORS[4]
+BETWEEN_STAGES = ("send", "recv", "send_recv", "broadcast")
 
 
 def bench_data(record: BenchRecord, path: Path) -> dict[str, Any]:
-    """As the page's script reads it; times in milliseconds, memory in MiB."""
+    """Returns the data for the page's script; times in milliseconds, memory in MiB."""
     return {
         "name": f"{Path(str(record.setup.get('sweep', {}).get('model', ''))).name or 'model'}: layouts side by side",
         "path": str(path.resolve()),
@@ -31,14 +31,14 @@ def bench_data(record: BenchRecord, path: Path) -> dict[str, Any]:
     }
 
 
-def throughput(row: Row) -> tuple[float, float, float] | None:
-    """Median, smallest and largest, in tokens a second."""
+def throughput(row: BenchRow) -> tuple[float, float, float] | None:
+    """Returns median, minimum and maximum, in tokens per second; None where nothing was measured."""
     rate = row.measured.tokens_per_s if row.measured else None
     return None if rate is None else (rate.median, rate.min, rate.max)
 
 
-def memory(row: Row) -> tuple[float, float, float] | None:
-    """The peak of any rank, in MiB, thrice: it has no spread."""
+def memory(row: BenchRow) -> tuple[float, float, float] | None:
+    """Returns the maximum over the ranks in MiB, as (value, minimum, maximum), which are equal."""
     sizes = row.peak_memory
     size = sizes.get("allocated", sizes.get("rss_growth"))
     return None if size is None else (size / 2**20,) * 3
@@ -49,7 +49,7 @@ def _bars(record: BenchRecord, value: Any) -> list[dict[str, Any]]:
     return [{"name": name, "value": of[0], "min": of[1], "max": of[2]} for name, of in found if of is not None]
 
 
-def _point(row: Row) -> dict[str, Any]:
+def _point(row: BenchRow) -> dict[str, Any]:
     m = row.measured
     ranks = [] if m is None else m.by_rank
     begin = min((rank.start_us for rank in ranks), default=0.0)
@@ -59,7 +59,7 @@ def _point(row: Row) -> dict[str, Any]:
         "text": "\n".join(describe(row)[1:]),
         "lanes": [
             [
-                [name, round((rank.start_us - begin + start) / 1e3, 4), round(length / 1e3, 4), _colour(name)]
+                [name, round((rank.start_us - begin + start) / 1e3, 4), round(length / 1e3, 4), _color(name)]
                 for name, start, length in rank.segments
                 if name != "other"
             ]
@@ -68,5 +68,5 @@ def _point(row: Row) -> dict[str, Any]:
     }
 
 
-def _colour(name: str) -> str:
-    return PHASE_COLOURS.get(name) or (BETWEEN_COLOUR if name in BETWEEN else COLLECTIVE_COLOUR)
+def _color(name: str) -> str:
+    return PHASE_COLORS.get(name) or (BETWEEN_STAGES_COLOR if name in BETWEEN_STAGES else COLLECTIVE_COLOR)

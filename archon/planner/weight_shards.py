@@ -1,4 +1,4 @@
-"""Which part of every weight a rank of a layout holds: the arithmetic of `archon.parallel`, without a process group."""
+"""Computes the size of every weight's shard on a rank, as `archon.parallel` shards, without a process group."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from archon.parallel.pipeline import StagePlan
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A parameter: its whole shape, the role of its layer, and the heads that its rows form, if any."""
+class ParameterShape:
+    """A parameter: its full shape, the role of its layer, and the number of heads that its rows form, if any."""
 
     shape: tuple[int, ...]
     role: str
@@ -27,7 +27,7 @@ class Weight:
     heads: int | None = None
 
     def local(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """What tensor and expert parallelism leave of it: what FSDP gathers."""
+        """Returns its shape after tensor and expert parallelism, which is what FSDP gathers."""
         shape, tp = list(self.shape), layout.tp
         if self.role == "experts":
             shape[0] //= layout.ep
@@ -41,44 +41,46 @@ class Weight:
         return tuple(shape)
 
     def shard(self, layout: ParallelLayout, rank: int) -> int:
-        """Elements of the part that FSDP leaves to `rank`; it cuts as torch.chunk does."""
+        """Returns the elements of its FSDP shard on `rank`; FSDP shards as torch.chunk does."""
         shape = self.local(layout)
         if self.role != "experts":
             ways = layout.dp_shard * layout.cp
-            return _cut(shape[0], ways, rank // layout.tp % ways) * prod(shape[1:])
+            return _chunk_rows(shape[0], ways, rank // layout.tp % ways) * prod(shape[1:])
         within = layout.ep * layout.etp
         ways = layout.dp_shard * layout.cp * layout.tp // within
-        # See `archon.parallel.fsdp`: fewer experts than ranks are cut along their rows.
-        along = 1 if shape[0] < ways and shape[1] % ways == 0 else 0
-        return prod(shape) // shape[along] * _cut(shape[along], ways, rank // within % ways)
+        # `archon.parallel.fsdp` shards fewer experts than ranks along their rows.
+        dim = 1 if shape[0] < ways and shape[1] % ways == 0 else 0
+        return prod(shape) // shape[dim] * _chunk_rows(shape[dim], ways, rank // within % ways)
 
 
-def _cut(rows: int, ways: int, index: int) -> int:
+def _chunk_rows(rows: int, ways: int, index: int) -> int:
     step = -(-rows // ways)
     return max(0, min(step, rows - index * step))
 
 
 @dataclass(frozen=True)
-class Numels:
-    """Elements of a set of weights: on one rank, and gathered over the ranks that FSDP spreads them over; `experts` are
-    those of the gathered that come from an expert's own ranks."""
+class ParameterCounts:
+    """Elements of a set of weights: of one rank's shards (`own`), and after FSDP's all-gather (`gathered`).
+
+    `experts` are the gathered elements of experts, which have an FSDP group of their own.
+    """
 
     own: int = 0
     gathered: int = 0
     experts: int = 0
 
-    def __add__(self, other: Numels) -> Numels:
-        return Numels(self.own + other.own, self.gathered + other.gathered, self.experts + other.experts)
+    def __add__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(self.own + other.own, self.gathered + other.gathered, self.experts + other.experts)
 
-    def __mul__(self, times: int) -> Numels:
-        return Numels(self.own * times, self.gathered * times, self.experts * times)
+    def __mul__(self, times: int) -> ParameterCounts:
+        return ParameterCounts(self.own * times, self.gathered * times, self.experts * times)
 
 
 @lru_cache(maxsize=65536)
-def numels(weights: tuple[Weight, ...], layout: ParallelLayout, rank: int) -> Numels:
-    """What `rank` holds of `weights`, and what it gathers of them."""
+def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout, rank: int) -> ParameterCounts:
+    """Returns the element counts of `weights` on `rank`."""
     local = [(prod(w.local(layout)), w.role == "experts") for w in weights]
-    return Numels(
+    return ParameterCounts(
         sum(w.shard(layout, rank) for w in weights),
         sum(size for size, _ in local),
         sum(size for size, expert in local if expert),
@@ -86,31 +88,31 @@ def numels(weights: tuple[Weight, ...], layout: ParallelLayout, rank: int) -> Nu
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One block's weights; experts apart, since FSDP gathers them by themselves. Layers of one `kind` are equal."""
+class LayerWeights:
+    """One block's weights; experts are separate, since FSDP gathers them separately. Layers of one `kind` are equal."""
 
-    dense: tuple[Weight, ...] = field(compare=False)
-    experts: tuple[Weight, ...] = field(compare=False)
+    dense: tuple[ParameterShape, ...] = field(compare=False)
+    experts: tuple[ParameterShape, ...] = field(compare=False)
     kind: int
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """A model's weights by where they lie. `tied`: the head is the embedding, copied where a pipeline parts them."""
+    """A model's weights. `tied`: the head is the embedding, of which a pipeline's last stage has a copy."""
 
-    layers: tuple[Layer, ...]
-    embedding: tuple[Weight, ...]
-    head: tuple[Weight, ...]
+    layers: tuple[LayerWeights, ...]
+    embedding: tuple[ParameterShape, ...]
+    head: tuple[ParameterShape, ...]
     tied: bool
 
     @property
-    def kinds(self) -> set[Layer]:
-        """Layers that differ."""
+    def kinds(self) -> set[LayerWeights]:
+        """The distinct layers."""
         return set(self.layers)
 
     @classmethod
     def of(cls, spec: ModelSpec, args: BaseModelArgs) -> ModelWeights:
-        """Read off the model's modules and their roles, on the meta device."""
+        """Returns the weights of the family's model, built on the meta device."""
         with torch.device("meta"):
             model = spec.model_class(args)
         tied = args.tie_word_embeddings and not args.is_critic
@@ -119,7 +121,7 @@ class ModelWeights:
         layers = [tuple(_weights(block)) for block in model.layers.values()]
         kinds = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
         split = [
-            Layer(
+            LayerWeights(
                 tuple(w for w in layer if w.role != "experts"),
                 tuple(w for w in layer if w.role == "experts"),
                 kinds[layer],
@@ -128,23 +130,23 @@ class ModelWeights:
         ]
         return cls(tuple(split), outside["tok_embeddings"], head, tied)
 
-    def root(self, first: bool, last: bool) -> tuple[Weight, ...]:
-        """What a stage holds besides layers: embedding, final norm and head, the tied one once."""
+    def root(self, first: bool, last: bool) -> tuple[ParameterShape, ...]:
+        """Returns a stage's weights outside layers: embedding, final norm and head; a tied head only once."""
         held = self.embedding if first else ()
         if last:
             held += tuple(w for w in self.head if not (first and self.tied and w.role == "head"))
         return held
 
-    def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[Layer, ...], tuple[Weight, ...]]:
-        """The layers and the rest of one stage of a pipeline; of the whole model without one."""
+    def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[LayerWeights, ...], tuple[ParameterShape, ...]]:
+        """Returns the layers and the other weights of a pipeline stage, or of the whole model without a pipeline."""
         if plan is None:
             return self.layers, self.root(True, True)
         return self.layers[slice(*plan.layers[stage])], self.root(stage == 0, stage == plan.n_stages - 1)
 
 
-def _weights(module: nn.Module) -> Iterator[Weight]:
+def _weights(module: nn.Module) -> Iterator[ParameterShape]:
     for part in module.modules():
         role, heads = getattr(part, "role", None), getattr(part, "heads", None)
         for name, parameter in part.named_parameters(recurse=False):
-            assert role is not None, f"a parameter {name} without a role"
-            yield Weight(tuple(parameter.shape), role, name, heads)
+            assert role is not None, f"parameter {name} of {type(part).__name__} has no role"
+            yield ParameterShape(tuple(parameter.shape), role, name, heads)

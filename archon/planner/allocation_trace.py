@@ -1,5 +1,6 @@
-"""What a training step really allocates: the step of `archon.engine.dry_run`, with every storage followed from the
-operator that makes it to its release. What the formulas of `archon.planner.memory` are held against.
+"""Traces every allocation of a training step run by `archon.engine.dry_run`, from its operator to its release.
+
+Tests compare the formulas of `archon.planner.memory_model` with it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from archon.schema.config import EngineConfig
 
 
 @dataclass(frozen=True)
-class Block:
-    """One allocation: its bytes, the operator that made it, and the shape and dtype that this gave it."""
+class Allocation:
+    """One allocation: its bytes, the operator that made it, and the shape and dtype of the operator's result."""
 
     bytes: int
     operator: str
@@ -35,39 +36,39 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """The most bytes alive at once between the start of a step and the optimiser's, and what they were made of.
+class AllocationTrace:
+    """The peak of allocated bytes between the start of a step and its optimizer step.
 
-    Masters and moments are not among them, gradients are; `held` are the three, and what the step sent.
+    The peak includes gradients, but not masters and moments. `held` has the bytes of all three, and the collectives.
     """
 
     held: RankReport
     peak_bytes: int
-    blocks: tuple[Block, ...]
+    allocations: tuple[Allocation, ...]
 
 
 class StorageTracker(TorchDispatchMode):
-    """Follows the storages made within it; keeps the state of the moment when they were most bytes."""
+    """Tracks the storages that are allocated while it is active, and which of them were alive at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[int, Block] = {}
+        self.live: dict[int, Allocation] = {}
         self.known: dict[int, weakref.ref[Any]] = {}
         self.total = self.peak = 0
-        self.at_peak: tuple[Block, ...] = ()
+        self.at_peak: tuple[Allocation, ...] = ()
         self.stopped = False
         self._rising = False
 
     def ignore(self, tensor: Tensor) -> None:
-        """Never count this tensor's storage, which was there before."""
+        """Do not count this tensor's storage, which was allocated before."""
         storage = tensor.untyped_storage()
         self.known[storage._cdata] = weakref.ref(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it comes back with its local tensors
+            return NotImplemented  # DTensor then dispatches again, with its local tensors
         if func is wait_tensor:
-            return args[0]  # as it is in truth; imagined, it would be a copy
+            return args[0]  # the fake implementation would return a copy; the real one does not
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta" and not isinstance(leaf, DTensor):
@@ -81,9 +82,9 @@ class StorageTracker(TorchDispatchMode):
             return
         self.known[key] = weakref.ref(storage, lambda _: self._free(key))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._set(key, Block(storage.nbytes(), operator, tuple(tensor.shape), dtype))
+        self._set(key, Allocation(storage.nbytes(), operator, tuple(tensor.shape), dtype))
 
-    def _set(self, key: int, block: Block) -> None:
+    def _set(self, key: int, block: Allocation) -> None:
         before = self.live.pop(key, None)
         self._add(block.bytes - (before.bytes if before else 0))
         self.live[key] = block
@@ -91,7 +92,7 @@ class StorageTracker(TorchDispatchMode):
             self.peak, self._rising = self.total, True
 
     def _add(self, change: int) -> None:
-        # The picture is taken when what was the most so far is about to shrink.
+        # The live allocations are copied only when the total is about to drop from a new peak.
         if change < 0 and self._rising:
             self.at_peak, self._rising = tuple(self.live.values()), False
         self.total += change
@@ -104,14 +105,14 @@ class StorageTracker(TorchDispatchMode):
             del self.live[key]
 
     def resized(self, storage: Any) -> None:
-        """A storage was given another size, as FSDP does to free gathered weights and to have them again."""
+        """Note that a storage was resized, as FSDP does to free gathered weights and to allocate them again."""
         key = storage._cdata
         if not self.stopped and key in self.live:
             old = self.live[key]
-            self._set(key, Block(storage.nbytes(), "resize", old.shape, old.dtype))
+            self._set(key, Allocation(storage.nbytes(), "resize", old.shape, old.dtype))
 
     def stop(self) -> None:
-        """Count nothing any more."""
+        """Stop counting."""
         self._add(-self.total)
         self.stopped = True
 
@@ -124,28 +125,28 @@ def _watched(engine: ArchonEngine, tracker: StorageTracker) -> Iterator[None]:
     engine.optimizer.register_step_pre_hook(lambda *_: tracker.stop())
     resize = torch.UntypedStorage.resize_
 
-    def resize_and_tell(storage: Any, size: int) -> Any:
+    def resize_and_note(storage: Any, size: int) -> Any:
         done = resize(storage, size)
         tracker.resized(storage)
         return done
 
-    with patch.object(torch.UntypedStorage, "resize_", resize_and_tell), tracker:
+    with patch.object(torch.UntypedStorage, "resize_", resize_and_note), tracker:
         yield
 
 
-def trace(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> Trace:
-    """What rank `rank` of `config.layout` allocates in a step on `micro_batches` of `tokens` each.
+def trace_allocations(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> AllocationTrace:
+    """Returns the allocations of rank `rank` of `config.layout` in a step on `micro_batches` of `tokens` tokens each.
 
-    Works in a process of its own, in seconds; takes no memory for weights or activations. Shared prefixes are off.
+    Runs in a process of its own, in seconds, on fake tensors without memory. Shared prefixes are off.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])  # importing torch takes longer than most steps
     config = config.model_copy(update={"share_prefixes": False})
-    with ProcessPoolExecutor(1, mp_context=context) as apart:
-        return apart.submit(_trace, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_trace, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
 
 
-def _trace(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> Trace:
+def _trace(config: EngineConfig, rank: int, tokens: int, micro_batches: int) -> AllocationTrace:
     tracker = StorageTracker()
     engine, recorder = fake_step(config, rank, tokens, micro_batches, lambda engine: _watched(engine, tracker))
-    return Trace(rank_report(engine, rank, recorder.sums), tracker.peak, tracker.at_peak)
+    return AllocationTrace(rank_report(engine, rank, recorder.sums), tracker.peak, tracker.at_peak)

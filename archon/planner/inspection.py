@@ -1,4 +1,4 @@
-"""What a checkpoint is, and what training or serving it would take, from its config alone; no weight is read."""
+"""Inspects a checkpoint from its config alone: family, parameters, FLOPs, and the memory of training and serving."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from archon.models.flops import Flops, MatmulShape, StateBytes, training_state_b
 from archon.models.hf_config import MAX_LAYERS
 from archon.schema.errors import ConfigError, UnknownModelError
 
-# Bytes of one parameter: what a decoder reads, and what a trainer keeps.
+# Bytes of one parameter in bfloat16 for inference, and of a float32 master weight in training.
 SERVED_BYTES, MASTER_BYTES = 2, 4
-# A config of thousands of strange fields is not a model's; the list of refusals ends here.
-MAX_REFUSALS = 50
+# At most so many errors of a config are listed.
+MAX_ERRORS = 50
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the model, and the bytes of state it takes in training with float32 masters."""
+class ModelPart:
+    """A part of the model; `state` is its training state with float32 masters, in bytes."""
 
     name: str
     parameters: int
@@ -39,17 +39,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The findings. What an unsupported or refused config cannot tell is None or empty.
+    """The result of an inspection; fields that an unsupported config does not determine are None or empty.
 
-    `flops` are of training, a token, in documents of `seq_len` tokens. `kv_bytes` is the key-value cache of one token
-    in bfloat16.
+    `flops` is of training, per token, in documents of `seq_len` tokens. `kv_bytes` is the size of the key-value cache
+    of one token in bfloat16. `refused` has the reasons why archon cannot load the checkpoint.
     """
 
     path: Path
     model_type: str
     family: str | None = None
     args: BaseModelArgs | None = None
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ModelPart] = field(default_factory=list)
     seq_len: int = 4096
     flops: Flops | None = None
     kv_bytes: int | None = None
@@ -61,13 +61,13 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int = 4096) -> Inspection:
-    """Inspect the parsed `config.json` of a checkpoint; every reason to refuse it is listed, not just the first."""
+    """Returns the inspection of a checkpoint's parsed `config.json`, with all errors in it, not only the first."""
     common: dict[str, Any] = {"path": Path(path), "model_type": str(config.get("model_type")), "seq_len": seq_len}
     try:
         spec = get_model_spec(common["model_type"])
     except UnknownModelError as error:
         return Inspection(**common, flops=_flops(config, seq_len), refused=[str(error)])
-    if refused := refusals(spec.model_args_class, config):
+    if refused := config_errors(spec.model_args_class, config):
         return Inspection(**common, family=spec.name, flops=_flops(config, seq_len), refused=refused)
     args = spec.model_args_class.from_hf_config(config)
     return Inspection(
@@ -80,31 +80,31 @@ def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int
     )
 
 
-def refusals(args_class: type[BaseModelArgs], config: Mapping[str, Any]) -> list[str]:
-    """Why a family refuses a config, one line a field: each field refused is left out and the rest is read again."""
-    left, found = dict(config), list[str]()
-    while len(found) < MAX_REFUSALS:
+def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) -> list[str]:
+    """Returns the errors of a config, one line per field: each wrong field is removed and the rest is read again."""
+    remaining, found = dict(config), list[str]()
+    while len(found) < MAX_ERRORS:
         try:
-            args_class.from_hf_config(left)
+            args_class.from_hf_config(remaining)
         except ConfigError as error:
             name = (error.field or "").partition(".")[0]
-            # A field that must be there is refused once for its value, and would be again for being left out.
-            if not name or name not in left:
+            # A required field has one error for its value, and would get another one for being missing.
+            if not name or name not in remaining:
                 return found or [str(error)]
             found.append(str(error))
-            del left[name]
+            del remaining[name]
         else:
             return found
     return found
 
 
 def _flops(config: Mapping[str, Any], seq_len: int) -> Flops | None:
-    """FLOPs a token where the config's names allow counting them."""
+    """Returns FLOPs per token; None where the config does not have the fields to count them."""
     try:
         if config.get("num_hidden_layers", 0) > MAX_LAYERS:
             return None
         return MatmulShape.from_hf_config(config).per_token(seq_len)
-    except (ConfigError, TypeError, ValueError, ArithmeticError, LookupError):  # whatever a strange value leads to
+    except (ConfigError, TypeError, ValueError, ArithmeticError, LookupError):  # fields of unexpected types or values
         return None
 
 
@@ -117,10 +117,10 @@ PARTS = {
 }
 
 
-def _parts(shapes: Mapping[str, tuple[int, ...]]) -> list[Part]:
-    """Parameters by part of the model, tied ones once; parts without any are left out."""
+def _parts(shapes: Mapping[str, tuple[int, ...]]) -> list[ModelPart]:
+    """Returns parameter counts by part of the model, tied parameters once; parts without parameters are left out."""
     counts = dict.fromkeys(PARTS, 0)
     for name, shape in shapes.items():
         part = next(part for part, pattern in PARTS.items() if re.fullmatch(pattern, name))
         counts[part] += math.prod(shape)
-    return [Part(name, count) for name, count in counts.items() if count]
+    return [ModelPart(name, count) for name, count in counts.items() if count]

@@ -1,4 +1,4 @@
-"""Does the replica fit: how many pages the cache gets, or a refusal that shows the estimate."""
+"""Chooses the number of pages of the key-value cache, and checks that the replica and the cache fit in memory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from archon.models.base import BaseArchonModel
 from archon.schema.errors import RolloutError
 
-# Share of the free memory the cache may take when its size is not given.
+# Share of the free memory that the cache takes at most when its size is not given.
 _DEFAULT_SHARE = 0.25
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`."""
+    """Returns the bytes that can still be allocated on `device`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RolloutError("/proc/meminfo has no MemAvailable line, so it is not known what the generator may take")
+    raise RolloutError("/proc/meminfo has no MemAvailable line; expected one, to size the generator's cache")
 
 
 def choose_page_count(
@@ -33,16 +33,21 @@ def choose_page_count(
     n_pages: int | None,
     cache_bytes: int | None,
 ) -> int:
-    """Pages of the cache; `RolloutError` with the estimate when they and a copy of the weights exceed what is free."""
+    """Returns the number of pages of the cache.
+
+    Raises RolloutError, with the estimate, where the cache and a copy of the weights exceed the free memory.
+    """
     args = model.args
     page_bytes = 2 * args.n_layers * args.n_kv_heads * page_size * args.head_dim * dtype.itemsize
     weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     free = free_memory(device)
     if n_pages is None:
-        room = int(free * _DEFAULT_SHARE) if cache_bytes is None else cache_bytes
-        n_pages = min(max_slots * -(-max_seq_len // page_size), room // page_bytes)
+        budget = int(free * _DEFAULT_SHARE) if cache_bytes is None else cache_bytes
+        n_pages = min(max_slots * -(-max_seq_len // page_size), budget // page_bytes)
     if n_pages < 1:
-        raise RolloutError(f"the key-value cache has no page: one of {page_size} tokens takes {page_bytes} bytes")
+        raise RolloutError(
+            f"the key-value cache has no page: one of {page_size} tokens takes {page_bytes} bytes; give it more memory"
+        )
     needed = weight_bytes + n_pages * page_bytes
     if needed > free:
         raise RolloutError(

@@ -1,4 +1,4 @@
-"""What a page shows of the trajectories a run has written: bounded in number and size, whatever is in the file."""
+"""Samples the trajectories of a run for its page, bounded in number and size."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any
 from archon.report.tokens import readable
 
 MAX_GROUPS = 300
-MAX_ANSWERS = 64  # of a group
-MAX_TOKENS = 4096  # of an answer
-MAX_CHARACTERS = 20_000  # of a prompt or an answer
-MAX_SIZE = 6_000_000  # of all together, in characters as `_size` counts them
-TOKEN_SIZE = 14  # what a token takes in the page, about
-MAX_DEPTH = 20  # of lists and mappings in each other
+MAX_ANSWERS = 64  # per group
+MAX_TOKENS = 4096  # per answer
+MAX_CHARACTERS = 20_000  # per prompt or answer
+MAX_SIZE = 6_000_000  # of all groups together, in characters as `_size` counts them
+TOKEN_SIZE = 14  # approximate characters of a token in the page
+MAX_DEPTH = 20  # of nested lists and mappings
 LARGEST_LOGPROB = 1e300
 
 SHOWN = ("step", "split", "prompt", "answer", "completion", "reward", "rewards", "advantage", "length", "stop_reason")
-SHARED = ("prompt", "answer")  # by a group; stored with its first answer alone
+SHARED = ("prompt", "answer")  # equal within a group; stored only with its first answer
 
-Group = list[dict[str, Any]]
+TrajectoryGroup = list[dict[str, Any]]
 
 
 @dataclass
-class Sampled:
-    """Groups of trajectories that answer one prompt at one step, and of how many they were chosen."""
+class SampledTrajectories:
+    """The sampled groups (trajectories of one prompt at one step), and the totals they were sampled from."""
 
-    groups: list[Group]
+    groups: list[TrajectoryGroup]
     total_groups: int
     total: int
-    answers_left_out: bool = False  # of a group that is shown
+    answers_left_out: bool = False  # whether a sampled group has more answers than are shown
 
     @property
     def selection(self) -> str:
-        """How many of how many are shown, and which."""
+        """A sentence that says how many trajectories are shown, and which."""
         shown = sum(map(len, self.groups))
         if shown == self.total:
             return f"All {shown:,} trajectories that the run has written."
@@ -47,9 +47,9 @@ class Sampled:
         return f"{shown:,} of {self.total:,} trajectories: {which}{first}. The others are in trajectories.jsonl."
 
 
-def sample(records: Iterable[dict[str, Any]]) -> Sampled:
-    """Choose whole groups evenly, the first and the last included: as many as the bounds leave room for."""
-    found: dict[tuple[int, str, str], Group] = {}
+def sample(records: Iterable[dict[str, Any]]) -> SampledTrajectories:
+    """Returns as many groups as the limits allow, evenly spaced, including the first and the last."""
+    found: dict[tuple[int, str, str], TrajectoryGroup] = {}
     for record in records:
         split, group = (str(_plain(record.get(name))) for name in ("split", "group"))
         found.setdefault((record["step"], split, group), []).append(record)
@@ -59,7 +59,7 @@ def sample(records: Iterable[dict[str, Any]]) -> Sampled:
     while count > 2 and sum(sizes[i] for i in _evenly(len(groups), count)) > MAX_SIZE:
         count = max(2, count * 4 // 5)
     chosen = [groups[i] for i in _evenly(len(groups), count)]
-    return Sampled(
+    return SampledTrajectories(
         groups=[_shown_group(group[:MAX_ANSWERS]) for group in chosen],
         total_groups=len(groups),
         total=sum(map(len, groups)),
@@ -68,7 +68,7 @@ def sample(records: Iterable[dict[str, Any]]) -> Sampled:
 
 
 def _evenly(n: int, count: int) -> list[int]:
-    """`count` of the places 0 … n − 1."""
+    """Returns `count` evenly spaced indices of 0 … n − 1."""
     return list(range(n)) if n <= count else [round(i * (n - 1) / (count - 1)) for i in range(count)]
 
 
@@ -80,7 +80,7 @@ def _size(record: Mapping[str, Any]) -> int:
     return 200 + texts + TOKEN_SIZE * min(len(tokens) if isinstance(tokens, list) else 0, MAX_TOKENS)
 
 
-def _shown_group(group: Group) -> Group:
+def _shown_group(group: TrajectoryGroup) -> TrajectoryGroup:
     shown = [_shown(record) for record in group]
     for record in shown[1:]:
         for name in SHARED:
@@ -90,7 +90,7 @@ def _shown_group(group: Group) -> Group:
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page is told of an answer, its tokens where the file has a logprob for each."""
+    """Returns the page's fields of an answer; with its tokens where the record has a logprob for each."""
     shown = {name: _plain(record[name]) for name in SHOWN if name in record}
     if type(record.get("version")) is int:
         shown["version"] = record["version"]
@@ -115,7 +115,7 @@ def _is_column(value: Any, kind: type) -> bool:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """`value` as JSON has it, long texts cut, and what is nested deeper than a page can show."""
+    """Returns `value` as JSON-compatible data, with long texts and deep nesting truncated."""
     if depth > MAX_DEPTH:
         return "…"
     if isinstance(value, str) and len(value) > MAX_CHARACTERS:

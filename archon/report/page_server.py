@@ -1,4 +1,4 @@
-"""`archon report RUN_DIR --serve PORT`: the page of a run, made anew on each load, on loopback only."""
+"""`archon report RUN_DIR --serve PORT`: serves the page of a run on loopback, rendered again on each request."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import errno
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from archon.report.data import load_run
 from archon.report.page import render_page
+from archon.report.run_data import load_run
 from archon.schema.errors import ConfigError, UserError
 
 HOST = "127.0.0.1"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves one run at `/`. `port` 0 takes a free one; `ConfigError` when the port is in use."""
+    """Serves one run at `/`. `port` 0 chooses a free port. Raises ConfigError where the port is in use."""
 
     daemon_threads = True
     allow_reuse_address = False  # a second server on the same port is a mistake, not a restart
@@ -26,7 +26,7 @@ class ReportServer(ThreadingHTTPServer):
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            raise ConfigError(f"port {port} on {HOST} is in use; choose another, or 0 for any that is free") from None
+            raise ConfigError(f"port {port} on {HOST} is in use; choose another, or 0 for a free one") from None
 
     @property
     def url(self) -> str:
@@ -39,7 +39,7 @@ class ReportHandler(BaseHTTPRequestHandler):
     server: ReportServer
 
     def do_GET(self) -> None:
-        # A page elsewhere that has its own name resolve to loopback must not read the run.
+        # Against DNS rebinding: another site whose name resolves to loopback must not read the run.
         if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
             self._answer(403, "text/plain", "only 127.0.0.1 and localhost are served")
         elif self.path != "/":
@@ -60,11 +60,11 @@ class ReportHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """No line for each request."""
+        """Log nothing per request."""
 
 
 def serve_report(run_dir: str | Path, port: int) -> None:
-    """Serve until interrupted. The run must have records already."""
+    """Serve the page until interrupted. Raises ConfigError where the run has no metrics yet."""
     load_run(run_dir)
     with ReportServer(run_dir, port) as server:
         print(f"report of {run_dir} at {server.url} (Ctrl-C ends)", flush=True)

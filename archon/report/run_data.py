@@ -1,4 +1,4 @@
-"""What a report shows, read from a run's directory: series by step, panels of series, groups of trajectories."""
+"""Reads the data of a report from a run's directory: series by step, panels of series, groups of trajectories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from archon.report.trajectories import Sampled, sample
+from archon.report.sampled_trajectories import SampledTrajectories, sample
 from archon.schema.errors import ConfigError
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, read_jsonl
 
@@ -19,17 +19,19 @@ LARGEST_DRAWN = 1e300  # beyond it the length of an axis overflows
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: the series whose names match `pattern`. `unit` labels the vertical axis. One `of_troubles` is left out
-    while all it would show is 0."""
+    """One chart of the series whose names match `pattern`. `unit` labels the vertical axis.
+
+    A panel with `hide_zero` is left out while all its values are 0.
+    """
 
     name: str
     title: str
     pattern: str
     unit: str = ""
-    of_troubles: bool = False
+    hide_zero: bool = False
 
 
-# The first match takes a series; what none takes is shown by itself among the further metrics.
+# A series belongs to the first panel that matches; series without a panel are shown as further metrics.
 PANELS = (
     Panel("reward", "Reward", r"(.*/)?(greedy_)?reward"),
     Panel("loss", "Loss", r"(.*/)?loss"),
@@ -48,7 +50,7 @@ PANELS = (
 
 @dataclass
 class Series:
-    """A metric by step; `values[i]` belongs to `steps[i]` and may be NaN, which leaves a gap."""
+    """A metric by step; `values[i]` belongs to `steps[i]` and may be NaN, which is drawn as a gap."""
 
     name: str
     steps: list[int] = field(default_factory=list)
@@ -56,22 +58,22 @@ class Series:
 
 
 @dataclass
-class Run:
-    """Everything a report shows."""
+class RunData:
+    """The data of a report."""
 
     path: Path
     series: dict[str, Series]
-    sampled: Sampled
+    sampled: SampledTrajectories
     seconds: float
     config: str
 
     def panels(self) -> list[tuple[Panel, list[Series]]]:
-        """The named charts that have something to show, in order."""
-        named = [(panel, [s for s in self.series.values() if _panel_of(s.name) is panel]) for panel in PANELS]
-        return [(p, series) for p, series in named if series and not (p.of_troubles and _all_zero(series))]
+        """Returns the panels to show, in order, with their series."""
+        panels = [(panel, [s for s in self.series.values() if _panel_of(s.name) is panel]) for panel in PANELS]
+        return [(p, series) for p, series in panels if series and not (p.hide_zero and _all_zero(series))]
 
     def further(self) -> list[Series]:
-        """The series that belong to no named chart and ever change."""
+        """Returns the series without a panel whose values are not constant."""
         return [s for s in self.series.values() if _panel_of(s.name) is None and len(set(s.values)) > 1]
 
     @property
@@ -79,17 +81,17 @@ class Run:
         return max(series.steps[-1] for series in self.series.values())
 
 
-def load_run(run_dir: str | Path) -> Run:
-    """Read a run, finished or not.
+def load_run(run_dir: str | Path) -> RunData:
+    """Returns the data of a run, finished or not.
 
-    Raises `ConfigError` when the folder is missing or holds no record; `DatasetError` naming the line of a damaged one.
+    Raises ConfigError where the folder is missing or holds no metrics, DatasetError naming a malformed line.
     """
     path = Path(run_dir)
     metrics = path / METRICS_FILE
     if not metrics.is_file():
         if path.is_dir():
             raise ConfigError(f"{path} holds no metrics.jsonl; is it the folder of a run?")
-        raise ConfigError(f"{path} is neither the folder of a run nor a record of archon bench")
+        raise ConfigError(f"{path} is not a folder; expected the folder of a run, or a record of archon bench")
     records = read_jsonl(metrics)
     series = _series(records)
     if not series:
@@ -97,7 +99,7 @@ def load_run(run_dir: str | Path) -> Run:
     times = [time for record in records if math.isfinite(time := _number(record.get("time")) or math.nan)]
     trajectories = path / TRAJECTORIES_FILE
     config = path / "config.yaml"
-    return Run(
+    return RunData(
         path=path,
         series=series,
         sampled=sample(read_jsonl(trajectories) if trajectories.is_file() else []),
@@ -120,8 +122,8 @@ def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
 
 
 def _number(value: Any) -> float | None:
-    """A metric's value, NaN where it is too large to be drawn; the strings NaN and ±Infinity are numbers that JSON
-    lacks. None for anything else."""
+    """Returns a metric's value as a float, NaN where it is too large to be drawn or is one of the strings NaN and
+    ±Infinity; None for anything else."""
     if isinstance(value, int | float):
         return float(value) if abs(value) <= LARGEST_DRAWN else math.nan
     if value in ("NaN", "Infinity", "-Infinity"):

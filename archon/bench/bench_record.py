@@ -1,4 +1,4 @@
-"""The record of a sweep: a JSON file with a row for each point, measured or failed."""
+"""The record of a sweep: a JSON file with one row per point, measured or failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from archon.bench.config import Point
-from archon.bench.origin import Check, Machine, Spread
+from archon.bench.origin import Machine, NumericCheck, Spread
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError
 
@@ -18,21 +18,21 @@ Status = Literal["ok", "refused", "out of memory", "hung", "deviates", "failed"]
 Segment = tuple[str, float, float]
 """A phase or kind of collective, its start and its duration, in microseconds."""
 
-# Kinds that pass hidden states between the stages of a pipeline; what a stage waits for in them is its bubble.
+# Collectives that send hidden states between pipeline stages; waiting for them counts as bubble.
 BETWEEN_STAGES = frozenset({"send", "recv", "send_recv"})
 COMPUTE = ("forward", "backward", "head", "optimizer")
 
 
 class Losses(StrictModel):
-    """What two steps on a batch come to."""
+    """The losses of two steps on a batch."""
 
     loss: float = Field(description="of the first step, nats a token")
     grad_norm: float = Field(description="of the first step")
     loss_after_one_step: float
 
 
-class Traffic(StrictModel):
-    """Collectives of one kind over one group in a step. `bytes` are of the larger side, as `archon doctor` has it."""
+class CollectiveTraffic(StrictModel):
+    """Collectives of one kind over one group in a step. `bytes` are of the larger of input and output."""
 
     kind: str
     group: str = Field(description="mesh dimension")
@@ -42,39 +42,39 @@ class Traffic(StrictModel):
 
 
 class RankResult(StrictModel):
-    """What one rank measured."""
+    """The measurement of one rank."""
 
-    step_s: list[float] = Field(description="of each timed step, none of them profiled")
+    step_s: list[float] = Field(description="seconds of each timed step; none of them is profiled")
     memory_bytes: dict[str, Annotated[int, Field(lt=2**63)]] = Field(
         description="by kind: allocated, reserved (GPU), rss_growth"
     )
-    profiled_s: float = Field(description="of the profiled step, by the clock")
-    start_us: float = Field(description="of the profiled step, in the time that the ranks share")
-    phases_s: dict[str, float] = Field(description="by phase and kind of collective; they add up to the profiled step")
+    profiled_s: float = Field(description="wall-clock seconds of the profiled step")
+    start_us: float = Field(description="start of the profiled step, on a clock shared by all ranks")
+    phases_s: dict[str, float] = Field(description="by phase and kind of collective; their sum is the profiled step")
     schedule_us: tuple[float, float, float] | None = Field(
-        description="of the profiled step: begin of the first forward, end of the last backward, work in between"
+        description="of the profiled step: start of the first forward, end of the last backward, busy time in between"
     )
-    segments: list[Segment] = Field(description="the profiled step without gaps, from its start, the shortest left out")
+    segments: list[Segment] = Field(description="partition of the profiled step, relative to its start")
     collective_busy_s: dict[str, float] = Field(
-        default_factory=dict, description="by kind: what collectives took, hidden or not; of a GPU"
+        default_factory=dict, description="on a GPU, by kind: total time of collectives, overlapped or not"
     )
-    gemm_flops: float = Field(0.0, description="FLOP/s of a matrix product, all ranks at it; of a CPU")
+    gemm_flops: float = Field(0.0, description="on a CPU: FLOP/s of a matrix product while all ranks run one")
 
 
 class Measurement(StrictModel):
-    """What all ranks of a point measured."""
+    """The measurement of all ranks of a point."""
 
     ranks: int = Field(ge=1, lt=2**31)
     threads: int
     losses: Losses
     routing: Literal["natural", "forced"] | None = Field(
-        None, description="of a mixture of experts: by its own router, or evened by force; null of a dense model"
+        None, description="of experts: by the model's router, or forced to be even; null for a dense model"
     )
-    traffic: list[Traffic] = Field(description="of rank 0")
+    traffic: list[CollectiveTraffic] = Field(description="of rank 0")
     by_rank: list[RankResult] = Field(min_length=1)
-    peak_flops: float | None = Field(gt=0, description="FLOP/s of all ranks together, against which MFU stands")
+    peak_flops: float | None = Field(gt=0, description="peak FLOP/s of all ranks together, the denominator of MFU")
     peak_source: str
-    flops_full: float = Field(description="of a step, all ranks; attention without regard to causality")
+    flops_full: float = Field(description="of a step, all ranks; attention counted without causality")
     flops_causal: float
     step_s: Spread = Field(description="of the slowest rank")
     tokens_per_s: Spread
@@ -89,19 +89,19 @@ class Measurement(StrictModel):
         return self
 
 
-class Row(StrictModel):
-    """One point of a sweep, and what became of it."""
+class BenchRow(StrictModel):
+    """One point of a sweep with its status and measurement."""
 
     point: Point
     status: Status
-    reason: str = Field("", description="one line, of what went wrong")
-    checks: list[Check] = Field(default_factory=list)
+    reason: str = Field("", description="one line that says what failed")
+    checks: list[NumericCheck] = Field(default_factory=list)
     measured: Measurement | None = None
     notes: list[str] = Field(default_factory=list)
 
     @property
     def mfu(self) -> tuple[float, float] | None:
-        """Shares of the peak, full and causal, of the median step."""
+        """MFU of the median step, with attention counted in full and causally."""
         m = self.measured
         if m is None or m.peak_flops is None:
             return None
@@ -109,7 +109,7 @@ class Row(StrictModel):
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Mean over the ranks, largest first, `other` last."""
+        """Seconds by phase, mean over the ranks, longest first, `other` last."""
         sums: dict[str, float] = {}
         ranks = [] if self.measured is None else self.measured.by_rank
         for rank in ranks:
@@ -119,7 +119,7 @@ class Row(StrictModel):
 
     @property
     def peak_memory(self) -> dict[str, int]:
-        """The largest of any rank, by kind."""
+        """Maximum bytes over the ranks, by kind."""
         found: dict[str, int] = {}
         for rank in self.measured.by_rank if self.measured else []:
             for kind, size in rank.memory_bytes.items():
@@ -128,8 +128,11 @@ class Row(StrictModel):
 
     @property
     def bubble(self) -> list[float] | None:
-        """Of each rank of a pipeline the share of the schedule in which it neither computed nor was in a collective of
-        its own; the schedule is from the first stage's first forward to the last backward of any stage."""
+        """Share of the schedule in which each rank of a pipeline is idle; None without a pipeline.
+
+        Idle means that it neither computes nor is in a collective of its own stage. The schedule is from the first
+        stage's first forward to the last backward of any stage.
+        """
         m = self.measured
         if m is None or not any(traffic.kind in BETWEEN_STAGES for traffic in m.traffic):
             return None
@@ -140,7 +143,7 @@ class Row(StrictModel):
 
 
 def phase_sums(segments: Sequence[Segment]) -> dict[str, float]:
-    """Seconds by name."""
+    """Returns the total seconds of segments by name."""
     sums: dict[str, float] = {}
     for name, _, length in segments:
         sums[name] = sums.get(name, 0.0) + length / 1e6
@@ -148,8 +151,10 @@ def phase_sums(segments: Sequence[Segment]) -> dict[str, float]:
 
 
 def schedule_of(segments: Sequence[Segment]) -> tuple[float, float, float] | None:
-    """Begin of the first forward, end of the last backward and the work in between, in microseconds; None where there
-    is neither."""
+    """Returns start of the first forward, end of the last backward and busy time in between, in microseconds.
+
+    None where there is neither forward nor backward.
+    """
     passes = [(start, start + length) for name, start, length in segments if name in ("forward", "backward")]
     if not passes:
         return None
@@ -159,16 +164,16 @@ def schedule_of(segments: Sequence[Segment]) -> tuple[float, float, float] | Non
 
 
 class BenchRecord(StrictModel):
-    """One sweep."""
+    """The record of one sweep."""
 
     benchmark: Literal["layouts"] = "layouts"
     command: str
-    commit: str = Field(description="`+` at the end: tracked files differed from it")
+    commit: str = Field(description="with `+` at the end if tracked files differed from it")
     date: str
     versions: dict[str, str]
     machine: Machine
     setup: dict[str, Any] = Field(description="the sweep's configuration, and the model's sizes")
-    rows: list[Row] = Field(default_factory=list)
+    rows: list[BenchRow] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _setup_is_of_mappings(self) -> BenchRecord:
@@ -179,7 +184,7 @@ class BenchRecord(StrictModel):
         return self
 
     def write(self, path: str | Path) -> None:
-        """As JSON, a row a line; whole or not at all."""
+        """Write the record as JSON with one row per line, atomically."""
         data = self.model_dump()
         rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in data.pop("rows"))
         head = json.dumps(data, indent=1, ensure_ascii=False).removesuffix("\n}")
@@ -189,7 +194,7 @@ class BenchRecord(StrictModel):
 
 
 def read_record(path: str | Path) -> BenchRecord:
-    """ConfigError for a file that is not a sweep's record."""
+    """Returns the record in a file. Raises ConfigError for a file that is not a sweep's record."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair could be shown nowhere

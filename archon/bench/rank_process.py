@@ -1,7 +1,7 @@
-"""One rank of one point: `python -m archon.bench.worker REQUEST.json`, started by `archon.bench.sweep`.
+"""One rank of one point: `python -m archon.bench.rank_process REQUEST.json`, started by `archon.bench.sweep`.
 
-What it finds, or why it failed, is left in the request's folder. A rank that takes too long writes its stack there and
-ends, also where it hangs in a kernel or a collective.
+It writes its result, or its error, to the request's folder. A rank that exceeds the time limit writes its stack there
+and exits, even if it hangs in a kernel or a collective.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import sys
 import time
 from pathlib import Path
 
+from archon.bench.bench_record import Losses, Measurement
 from archon.bench.config import Point
-from archon.bench.origin import Check
-from archon.bench.record import Losses, Measurement
+from archon.bench.origin import NumericCheck
 from archon.schema.config import EngineConfig, StrictModel
 
 STACKS, ERROR, RESULT = "rank{}.stack", "rank{}.error.json", "result.json"
 
 
-class Request(StrictModel):
-    """What the ranks of a point are told."""
+class PointRequest(StrictModel):
+    """The input of a point's ranks."""
 
     engine: EngineConfig
     point: Point
@@ -33,16 +33,16 @@ class Request(StrictModel):
     time_limit_s: float
 
 
-class Result(StrictModel):
-    """What they answer."""
+class PointResult(StrictModel):
+    """The output of a point's ranks."""
 
     measurement: Measurement
-    checks: list[Check]
+    checks: list[NumericCheck]
 
 
 def main(request: Path) -> None:
     rank, folder = os.environ.get("RANK", "0"), request.parent
-    order = Request.model_validate_json(request.read_text())
+    order = PointRequest.model_validate_json(request.read_text())
     stacks = (folder / STACKS.format(rank)).open("w")
     faulthandler.dump_traceback_later(order.time_limit_s, exit=True, file=stacks)
     try:
@@ -54,19 +54,19 @@ def main(request: Path) -> None:
             order.engine, order.point, order.steps, order.warmup, order.peak_tflops, order.reference
         )
         if rank == "0":
-            (folder / RESULT).write_text(Result(measurement=measurement, checks=checks).model_dump_json())
+            (folder / RESULT).write_text(PointResult(measurement=measurement, checks=checks).model_dump_json())
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:  # noqa: BLE001
-        # Whatever it is, the sweep goes on with a row that says so.
+        # The sweep continues after any error, with a row that has its message.
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        told = {"kinds": kinds, "message": str(error), "time": time.time()}
-        (folder / ERROR.format(rank)).write_text(json.dumps(told))
+        content = {"kinds": kinds, "message": str(error), "time": time.time()}
+        (folder / ERROR.format(rank)).write_text(json.dumps(content))
         import traceback
 
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # at once, and without a word to the other ranks, who may be waiting in a collective
+        os._exit(1)  # immediately, since the other ranks may be waiting in a collective and cannot take part in an exit
     faulthandler.cancel_dump_traceback_later()
 
 

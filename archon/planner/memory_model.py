@@ -1,0 +1,333 @@
+"""Predicts the memory of one rank by part: exactly what is always allocated, and by formula the peak of a step.
+
+The peak of a step is in the head (all activations and the loss's tiles), at the start of the backward pass (all
+activations and the last block's gradients), or at its end (all gradients, with those of the embedding and the head).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+
+from archon.models.args import BaseModelArgs
+from archon.parallel.layout import ParallelLayout
+from archon.parallel.pipeline import StagePlan, configured_stages
+from archon.planner.activations import (
+    BlockActivations,
+    BlockSizes,
+    HeadMemory,
+    MicroBatchShard,
+    block_activations,
+    head_memory,
+)
+from archon.planner.weight_shards import LayerWeights, ModelWeights, ParameterCounts, count_parameters
+from archon.schema.config import EngineConfig
+
+WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Peak bytes of one rank.
+
+    `parameters` and `moments` are allocated throughout training, `gradients` are of this rank's shards. `gathered` are
+    all-gathered weights, `unreduced` gradients before their reduce-scatter, `activations` everything that grows with
+    the tokens, `head` the tiles and sums of head and loss.
+    """
+
+    parameters: int
+    moments: int
+    gradients: int
+    gathered: int
+    unreduced: int
+    activations: int
+    head: int
+
+    @property
+    def step(self) -> int:
+        """Bytes that a step allocates and frees."""
+        return self.total - self.parameters - self.moments
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameter counts of a rank by pipeline stage: of each layer, and of the parameters outside layers."""
+
+    layers: tuple[tuple[ParameterCounts, ...], ...]
+    rest: tuple[ParameterCounts, ...]
+
+    @property
+    def own(self) -> int:
+        return sum(n.own for stage in self.layers for n in stage) + sum(n.own for n in self.rest)
+
+    @property
+    def gathered(self) -> int:
+        return sum(n.gathered for stage in self.layers for n in stage) + sum(n.gathered for n in self.rest)
+
+    @property
+    def experts(self) -> int:
+        return sum(n.experts for stage in self.layers for n in stage)
+
+
+def rank_parameters(weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int) -> RankParameters:
+    """Returns the parameter counts of `rank`; masters, gradients and each moment have as many elements."""
+    stages = [0] if plan is None else plan.stages_of(rank // (layout.world_size // layout.pp))
+    parts = [weights.stage(plan, stage) for stage in stages]
+    counts = {layer: _layer_parameters(layer, layout, rank) for layer in weights.kinds}
+    return RankParameters(
+        tuple(tuple(counts[layer] for layer in layers) for layers, _ in parts),
+        tuple(count_parameters(rest, layout, rank) for _, rest in parts),
+    )
+
+
+def _layer_parameters(layer: LayerWeights, layout: ParallelLayout, rank: int) -> ParameterCounts:
+    return count_parameters(layer.dense, layout, rank) + count_parameters(layer.experts, layout, rank)
+
+
+def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
+    """Returns the maximum number of forward passes of a pipeline rank whose backward has not run yet.
+
+    Each is of one stage and one micro-batch. 1F1B: pp - rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    Interleaved: two more for each later rank, and pp micro-batches for each stage but the last. The zero-bubble
+    schedules: as 1F1B over all stages.
+    """
+    stages = len(plan.stages_of(rank))
+    if plan.schedule == "interleaved_1f1b":
+        passes = (stages - 1) * plan.pp + 2 * (plan.pp - 1 - rank) + 1
+    elif plan.schedule == "interleaved_zero_bubble":
+        passes = (stages - 1) * plan.pp + plan.pp - rank
+    else:
+        passes = plan.pp - rank if plan.schedule == "1f1b" else 2 * plan.pp
+    return min(passes, stages * micro_batches)
+
+
+class MemoryModel:
+    """Predicts the memory of ranks in layouts of one model."""
+
+    def __init__(self, args: BaseModelArgs, weights: ModelWeights, device_type: str = "cuda") -> None:
+        self.args, self.weights, self.device_type = args, weights, device_type
+        self._sizes = BlockSizes.of(args)
+        self.sparse = [bool(layer.experts) for layer in weights.layers]
+        """By layer, whether it has experts; layers differ in nothing else."""
+
+    def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
+        """Returns the pipeline stages of a layout; None without pipeline parallelism."""
+        return configured_stages(config.pipeline, layout.pp, self.args.n_layers) if layout.pp > 1 else None
+
+    def estimate_rank(
+        self, config: EngineConfig, layout: ParallelLayout, rank: int, tokens: int, micro_batches: int
+    ) -> MemoryEstimate:
+        """Returns the peak memory of `rank` in steps on `micro_batches` of `tokens` tokens each, all of them scored."""
+        plan = self.plan(config, layout)
+        step = _Step(self, config, layout, plan, rank, tokens, micro_batches)
+        return max(step.estimates(), key=lambda memory: memory.total)
+
+    def estimate_largest_rank(
+        self, config: EngineConfig, layout: ParallelLayout, tokens: int, micro_batches: int
+    ) -> MemoryEstimate:
+        """Returns the peak memory of the rank that needs most."""
+        ranks = candidate_ranks(layout, self.plan(config, layout))
+        found = (self.estimate_rank(config, layout, rank, tokens, micro_batches) for rank in ranks)
+        return max(found, key=lambda memory: memory.total)
+
+    def block(self, sparse: bool, shard: MicroBatchShard, context_parallel: str) -> BlockActivations:
+        """Returns the tensors of a layer with or without experts."""
+        return block_activations(self._sizes, sparse, shard, context_parallel)
+
+
+def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]:
+    """Returns ranks of which one needs the most memory: of the first and the last stage, and of that with most layers.
+
+    Within a stage the first rank has the largest shards.
+    """
+    if plan is None:
+        return [0]
+
+    def layers(rank: int) -> int:
+        return sum(end - first for first, end in (plan.layers[stage] for stage in plan.stages_of(rank)))
+
+    stage = layout.world_size // layout.pp
+    return [rank * stage for rank in sorted({0, plan.pp - 1, max(range(plan.pp), key=layers)})]
+
+
+class _Step:
+    """One rank's training step, and its memory at the points where it can peak."""
+
+    def __init__(
+        self,
+        model: MemoryModel,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        plan: StagePlan | None,
+        rank: int,
+        tokens: int,
+        micro_batches: int,
+    ) -> None:
+        self.model, self.config, self.layout, self.plan = model, config, layout, plan
+        self.micro_batches = micro_batches if plan is None else plan.micro_batches(micro_batches)
+        self.shard = MicroBatchShard(layout, tokens, WIDTHS[config.dtype])
+        self.counts = rank_parameters(model.weights, layout, plan, rank)
+        self.pp_rank = rank // (layout.world_size // layout.pp)
+        self.stages = [0] if plan is None else plan.stages_of(self.pp_rank)
+        self.n_stages = 1 if plan is None else plan.n_stages
+        self.sharded = layout.world_size > 1 or self.shard.bytes < self.shard.wide
+        self.layer = max((n.gathered for stage in self.counts.layers for n in stage), default=0)
+        self.rest = sum(n.gathered for n in self.counts.rest)
+        masters = self.counts.own * self.shard.wide
+        self.base = MemoryEstimate(masters, 2 * masters, 0, 0, 0, 0, 0)
+
+    def estimates(self) -> list[MemoryEstimate]:
+        """Returns the memory at each point of the step where it can peak."""
+        found = [self.at_start_of_backward(second_block) for second_block in (False, True)] + [self.at_end()]
+        return [*found, self.in_head()] if self.has_head else found
+
+    @property
+    def has_head(self) -> bool:
+        return self.n_stages - 1 in self.stages
+
+    @property
+    def head(self) -> HeadMemory:
+        return head_memory(self.model.args, self.shard, self.model.device_type) if self.has_head else HeadMemory(0, 0)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether unreduced gradients are accumulated over micro-batches."""
+        return self.micro_batches > 1 and self.config.gradient_reduction == "per_step"
+
+    # Activations
+
+    def saved(self, stage: int) -> int:
+        """Returns the bytes that a stage saves for the backward of one micro-batch."""
+        layers = range(self.model.args.n_layers) if self.plan is None else range(*self.plan.layers[stage])
+        counts = Counter((self.model.sparse[layer], self._mode(at)) for at, layer in enumerate(layers, start=1))
+        total = sum(count * self._saved(self._block(sparse), mode) for (sparse, mode), count in counts.items())
+        # Cosines and sines [T, D / 2], and integers per token: ids, positions, labels, indices.
+        total += self.shard.tokens * (self.model.args.head_dim * self.shard.bytes + 64)
+        return total + (self._hidden if stage < self.n_stages - 1 else 0)
+
+    @property
+    def _hidden(self) -> int:
+        """Bytes of the hidden states of one micro-batch."""
+        return self.shard.rows * self.model.args.dim * self.shard.bytes
+
+    def _mode(self, position: int) -> str:
+        """Returns the recompute mode (`none`, `full` or `op`) of a stage's block; `position` counts from 1."""
+        ac = self.config.activation_checkpoint
+        if ac.mode != "selective":
+            return "full" if ac.mode == "full" else "none"
+        if ac.selective == "op":
+            return "op"
+        return "full" if position % ac.selective == 0 else "none"
+
+    @staticmethod
+    def _saved(block: BlockActivations, mode: str) -> int:
+        return {"none": block.saved, "full": block.input, "op": block.kept_by_op}[mode]
+
+    def _block(self, sparse: bool) -> BlockActivations:
+        return self.model.block(sparse, self.shard, self.config.context_parallel)
+
+    def _backward_working(self) -> int:
+        """Returns the peak bytes of a block's backward beyond its saved tensors: recomputed tensors and temporaries."""
+        peak = 0
+        for sparse in set(self.model.sparse):
+            block = self._block(sparse)
+            for mode in {self._mode(at) for at in range(1, self.model.args.n_layers + 1)}:
+                recomputed = {"none": 0, "full": block.saved - block.input, "op": block.recomputed_by_op}[mode]
+                peak = max(peak, recomputed + block.working)
+        return peak
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of a pipeline's receive buffers: hidden states and gradients of every micro-batch."""
+        inner = sum((stage > 0) + (stage < self.n_stages - 1) for stage in self.stages)
+        received = sum(stage > 0 for stage in self.stages)
+        # Received hidden states are the first block's input, which is counted among its saved tensors.
+        return self._hidden * (inner * self.micro_batches - (received > 0) * self.in_flight)
+
+    @property
+    def in_flight(self) -> int:
+        return 1 if self.plan is None else in_flight(self.plan, self.pp_rank, self.micro_batches)
+
+    @property
+    def activations(self) -> int:
+        largest = max(self.saved(stage) for stage in self.stages)
+        mean = sum(self.saved(stage) for stage in self.stages) // len(self.stages)
+        return (self.in_flight - 1) * mean + largest + (self.buffers if self.plan else 0)
+
+    # Points of the step at which memory can peak
+
+    def in_head(self) -> MemoryEstimate:
+        head = self.head
+        return replace(
+            self.base,
+            gradients=self._accumulated_gradients,
+            gathered=self._gathered(self.layer),
+            unreduced=self._unreduced_gradients,
+            activations=self.activations,
+            head=head.forward,
+        )
+
+    def at_start_of_backward(self, second_block: bool) -> MemoryEstimate:
+        """Returns memory in the backward of the last block, or of the one before it, while the former is reduced."""
+        gradients, unreduced = self._accumulated_gradients, self._unreduced_gradients
+        if not self.sharded:
+            unreduced += self.layer * self.shard.wide if not self.accumulates else 0
+        else:
+            unreduced += self.layer * self.shard.bytes // 3
+        freed = 0
+        if second_block:
+            freed = min(self.saved(stage) // max(len(self.counts.layers[0]), 1) for stage in self.stages)
+            if self.sharded and not self.accumulates:
+                unreduced += self.layer * self.shard.wide
+                gradients = max(gradients, self._gradient_shards // self.model.args.n_layers)
+        return replace(
+            self.base,
+            gradients=gradients,
+            gathered=self._gathered(2 * self.layer),
+            unreduced=unreduced,
+            activations=self.activations - freed + self._backward_working(),
+            head=self.head.gradient,
+        )
+
+    def at_end(self) -> MemoryEstimate:
+        """Returns memory while the gradients of embedding and head, the last ones, are reduced."""
+        wide = self.shard.wide
+        first = self.model.sparse[0]
+        unreduced = self.rest * (self.shard.bytes + wide) if self.sharded else 0
+        if self.accumulates and self.sharded:
+            unreduced = (self.rest + self.layer) * wide
+        return replace(
+            self.base,
+            gradients=self._gradient_shards,
+            gathered=self._gathered(0),
+            unreduced=unreduced,
+            activations=self.saved(self.stages[0]) // max(len(self.counts.layers[0]), 1) + self._block(first).input,
+        )
+
+    @property
+    def _gradient_shards(self) -> int:
+        return self.counts.own * self.shard.wide
+
+    @property
+    def _accumulated_gradients(self) -> int:
+        """Bytes of this rank's gradient shards from earlier micro-batches."""
+        return self._gradient_shards if self.micro_batches > 1 and not (self.accumulates and self.sharded) else 0
+
+    @property
+    def _unreduced_gradients(self) -> int:
+        """Bytes of unreduced gradients accumulated by earlier micro-batches."""
+        accumulated = self.accumulates and self.sharded and self.micro_batches > self.in_flight
+        return self.counts.gathered * self.shard.wide if accumulated else 0
+
+    def _gathered(self, layers: int) -> int:
+        if not self.sharded:
+            return 0
+        if self.config.reshard_after_forward == "never" or (
+            self.plan is not None and self.config.reshard_after_forward != "always"
+        ):
+            return self.counts.gathered * self.shard.bytes
+        return (self.rest + layers) * self.shard.bytes

@@ -1,0 +1,303 @@
+"""Predicts the seconds of a training step: a roofline for products and memory traffic, latency and bandwidth of links.
+
+    step = (n + bubble) micro-batches of the slowest stage + FSDP's traffic not overlapped with computation + optimizer
+
+Products run at `gemm_efficiency` of the peak, or as fast as their weights can be read; attention counts Σ len² / 2. The
+bubble is (p - 1) / v micro-batches of 1F1B with v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section
+2.2).
+
+Where ranks share processors, as on a CPU, all work takes `Hardware.oversubscription` times as long, and while a rank
+waits in a bubble the others use its shard. On a CPU host time counts too, and traffic does not overlap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+
+from archon.models.args import BaseModelArgs
+from archon.models.flops import MatmulShape
+from archon.parallel.constraints import context_parallel_kind
+from archon.parallel.layout import ParallelLayout
+from archon.parallel.pipeline import StagePlan
+from archon.planner.activations import BlockSizes, MicroBatchShard, block_activations
+from archon.planner.hardware import Hardware
+from archon.planner.memory_model import WIDTHS, RankParameters
+from archon.schema.config import ActivationCheckpointConfig, EngineConfig
+
+# Attention's share of the efficiency of plain products: softmax and recomputed scores between smaller products (Dao
+# 2023, arXiv:2307.08691, table of the backward pass: 50 to 60 % of what products reach).
+ATTENTION = 0.55
+# Memory passes over each tensor of a block: written and read, and the same for its gradient.
+PASSES = 4
+# Float32 numbers of a parameter that AdamW and the gradient's norm read and write: weight, gradient, two moments.
+OPTIMIZER_PASSES = 8
+# Passes over a float32 tile of logits and its gradient in the head.
+TILE_PASSES = 6
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by part.
+
+    `fsdp` and `stages` (hidden states sent between pipeline stages) count only what is not overlapped with computation;
+    `host` is time of the host that the device does not hide.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recompute: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    fsdp: float = 0.0
+    stages: float = 0.0
+    host: float = 0.0
+    bubble: float = 0.0
+    optimiser: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def largest_excess(self, other: StepTime) -> str:
+        """Returns the part in which this step is slower than `other` by the most seconds."""
+        return max((f.name for f in fields(self)), key=lambda name: getattr(self, name) - getattr(other, name))
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link between the ranks of a group: every `stride`-th of `size · stride` consecutive ranks."""
+
+    hardware: Hardware
+    size: int
+    stride: int
+
+    @property
+    def in_node(self) -> bool:
+        return self.size * self.stride <= self.hardware.gpus_per_node
+
+    @property
+    def members(self) -> int:
+        """Number of the group's ranks in one node."""
+        return min(self.size, max(1, self.hardware.gpus_per_node // self.stride))
+
+    def seconds(self, bytes_: float, count: float) -> float:
+        """Returns seconds of `count` all-gathers or reduce-scatters by rings; `bytes_` is their full size in total.
+
+        Across nodes there are as many rings as the group has ranks, and thus network adapters, in a node.
+        """
+        hw = self.hardware
+        if self.size == 1:
+            return 0.0
+        bandwidth = hw.node_bandwidth if self.in_node else min(hw.node_bandwidth, hw.network_bandwidth * self.members)
+        moved = bytes_ * (self.size - 1) / self.size
+        return count * self._latency + moved / (bandwidth * hw.link_efficiency)
+
+    def exchange(self, bytes_: float, count: float) -> float:
+        """Returns seconds of `count` all-to-alls; `bytes_` is what a rank sends in total, to itself included."""
+        hw = self.hardware
+        if self.size == 1:
+            return 0.0
+        outside = 1 - self.members / self.size
+        in_node = bytes_ * (self.members - 1) / self.size / hw.node_bandwidth
+        return count * self._latency + max(in_node, bytes_ * outside / hw.network_bandwidth) / hw.link_efficiency
+
+    @property
+    def _latency(self) -> float:
+        hw = self.hardware
+        more = hw.node_latency_per_rank_s * max(0, self.members - 2)
+        return more + (hw.node_latency_s if self.in_node else hw.network_latency_s)
+
+
+Layers = tuple[tuple[tuple[int, int, float], int], ...]
+"""The layers of a stage: ((active parameters, all parameters, attention's FLOPs per token), number of such layers)."""
+
+
+class TimeModel:
+    """Predicts the time of steps of one model on one kind of hardware, in documents of `seq` tokens."""
+
+    def __init__(self, args: BaseModelArgs, hardware: Hardware, seq: int) -> None:
+        self.args, self.hardware, self.seq = args, hardware, seq
+        self.flops = MatmulShape.from_args(args).per_token(seq)
+        width = args.n_heads * args.head_dim
+        self._attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
+        self._sizes = BlockSizes.of(args)
+        networks = [args.feed_forward_parameters(layer) for layer in range(args.n_layers)]
+        windows = (min(seq, window or seq) for window in args.layer_windows)
+        causal = [12 * width * (window - window * window / (2 * seq)) for window in windows]
+        self._layers = [(active, total, flops) for (active, total), flops in zip(networks, causal, strict=True)]
+        """By layer: active and all parameters of its feed-forward network, and attention's FLOPs per token."""
+        self._stages: dict[object, StepTime] = {}
+        self._ranks_of_plan: dict[StagePlan | None, Counter[tuple[tuple[Layers, bool], ...]]] = {}
+
+    def step(
+        self,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        plan: StagePlan | None,
+        counts: RankParameters,
+        tokens: int,
+        micro_batches: int,
+    ) -> StepTime:
+        """Returns the time of a step on `micro_batches` of `tokens` tokens on each data-parallel rank.
+
+        `counts` are the parameter counts of the rank that holds most.
+        """
+        n = micro_batches if plan is None else plan.micro_batches(micro_batches)
+        ranks = self._distinct_ranks(plan)
+        times = {stages: _sum([self._stage(config, layout, *stage, tokens) for stage in stages]) for stages in ranks}
+        slowest = max(times.values(), key=lambda seconds: seconds.total)
+        each, slowdown = slowest.total, self.hardware.oversubscription(layout.world_size)
+        found = {f.name: getattr(slowest, f.name) * n for f in fields(StepTime)}
+        bubble = 0.0
+        if plan is not None:
+            mean = sum(times[stages].total * count for stages, count in ranks.items()) / plan.pp
+            slowdown = max(1.0, slowdown * mean / each)
+            # Ranks that share processors have a smaller bubble, or none: while one waits, the others run faster.
+            bubble = max(0.0, each * ((plan.pp - 1) / len(plan.stages_of(0)) - n * (slowdown - 1)))
+            found["stages"] = n * self._transfers(config, layout, plan, tokens)
+        found["fsdp"] = self._fsdp(config, layout, plan, counts, n, each * n)
+        own = counts.own * max(4, WIDTHS[config.dtype])
+        found["optimiser"] = OPTIMIZER_PASSES * own / self._memory
+        return StepTime(
+            **{name: seconds * slowdown for name, seconds in found.items() if name != "bubble"}, bubble=bubble
+        )
+
+    def _distinct_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
+        """Returns the distinct ranks of a pipeline and their number, each as (layers, is it the last) of its stages."""
+        if plan not in self._ranks_of_plan:
+            stages = [range(self.args.n_layers)] if plan is None else [range(*bounds) for bounds in plan.layers]
+            kinds = [tuple(sorted(Counter(self._layers[layer] for layer in stage).items())) for stage in stages]
+            ranks = [[0]] if plan is None else [plan.stages_of(rank) for rank in range(plan.pp)]
+            self._ranks_of_plan[plan] = Counter(
+                tuple((kinds[stage], stage == len(stages) - 1) for stage in own) for own in ranks
+            )
+        return self._ranks_of_plan[plan]
+
+    @property
+    def _memory(self) -> float:
+        return self.hardware.memory_bandwidth * self.hardware.memory_efficiency
+
+    def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int) -> StepTime:
+        """Returns the time of one micro-batch, forward and backward, in a stage. Cached: most stages are equal."""
+        within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
+        ac = config.activation_checkpoint
+        key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel)
+        if key not in self._stages:
+            self._stages[key] = self._micro_batch(config, within, layers, last, tokens)
+        return self._stages[key]
+
+    def _micro_batch(
+        self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int
+    ) -> StepTime:
+        args, hw = self.args, self.hardware
+        shard = MicroBatchShard(layout, tokens, WIDTHS[config.dtype])
+        peak = hw.flops(config.dtype) * hw.gemm_efficiency
+        T, b, tp, count = shard.tokens, shard.bytes, layout.tp, sum(times for _, times in layers)
+        products = attention = elementwise = 0.0
+        for (active, total, causal), times in layers:
+            dense = 6 * T * self._attention / tp / peak
+            # Every product reads all of its weights: forward, and for the gradients of inputs and of weights.
+            held = total / (tp if total == active else layout.ep * layout.etp)
+            products += times * (dense + max(6 * T * active / tp / peak, 3 * held * b / self._memory))
+            attention += times * T * causal / tp / (peak * ATTENTION)
+            block = block_activations(self._sizes, active != total, shard, config.context_parallel)
+            elementwise += times * PASSES * block.saved / self._memory
+        recompute = self._recompute(config, products, attention, elementwise)
+        if last:
+            vocab = 1 if args.is_critic else args.vocab_size
+            products += 6 * T * args.dim * vocab / tp / peak
+            elementwise += TILE_PASSES * T * vocab / tp * shard.wide / self._memory
+        ac = config.activation_checkpoint
+        # The share of blocks whose forward and its collectives run twice.
+        recomputed = 0.0 if ac.mode == "none" else 1 / _recompute_interval(ac)
+        repeated = 1 + recomputed / 2
+        hidden = T * args.dim * b
+        return StepTime(
+            products,
+            attention,
+            elementwise,
+            recompute,
+            Link(hw, tp, 1).seconds(8 * count * hidden, 8 * count) * repeated,
+            self._context(config, layout, shard, count) * repeated,
+            self._experts(layout, shard, layers) * repeated,
+            host=count * hw.layer_overhead_s * (1 + recomputed / 3) + last * hw.micro_batch_overhead_s,
+        )
+
+    def _transfers(self, config: EngineConfig, layout: ParallelLayout, plan: StagePlan, tokens: int) -> float:
+        """Returns the non-overlapped seconds to send one micro-batch's hidden states and gradients between stages."""
+        hidden = MicroBatchShard(layout, tokens, WIDTHS[config.dtype]).rows * self.args.dim * WIDTHS[config.dtype]
+        link, passes = Link(self.hardware, 2, layout.world_size // layout.pp), 2 * len(plan.stages_of(0))
+        # Sending one tensor takes as long as an all-gather of two ranks, whose full size is two tensors.
+        return (1 - self.hardware.overlap) * link.seconds(2 * hidden * passes, passes)
+
+    def _recompute(self, config: EngineConfig, products: float, attention: float, elementwise: float) -> float:
+        """Returns the seconds of recomputing forwards, a third of a block's time; `op` recomputes no products."""
+        ac = config.activation_checkpoint
+        if ac.mode == "none":
+            return 0.0
+        if ac.mode == "selective" and ac.selective == "op":
+            return elementwise / 4
+        return ((products + attention) / 3 + elementwise / 4) / _recompute_interval(ac)
+
+    def _context(self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: int) -> float:
+        args, link = self.args, Link(self.hardware, layout.cp, layout.tp)
+        heads, key_heads = args.n_heads // layout.tp, max(1, args.n_kv_heads // layout.tp)
+        row = 2 * layers * shard.tokens * args.head_dim * shard.bytes
+        kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, args.n_heads, args.n_kv_heads)
+        if kind == "allgather":
+            # One all-gather of keys and values, and one reduce-scatter of their gradients.
+            return link.seconds(2 * row * layout.cp * key_heads, 2 * layers)
+        # All-to-alls of queries, keys, values and results, and of their gradients.
+        return link.exchange(row * 2 * (heads + max(key_heads, layout.cp)), 8 * layers)
+
+    def _experts(self, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers) -> float:
+        sparse = sum(times for (active, total, _), times in layers if active != total)
+        chosen = getattr(self.args, "n_experts_per_token", 0)
+        rows = shard.rows * layout.etp * chosen
+        sent = 4 * sparse * rows * self.args.dim * shard.bytes
+        gathered = 4 * sparse * shard.rows * layout.etp * self.args.dim * shard.bytes
+        inner = Link(self.hardware, layout.etp, 1).seconds(gathered, 4 * sparse)
+        return inner + Link(self.hardware, layout.ep, layout.etp).exchange(sent, 6 * sparse)
+
+    def _fsdp(
+        self,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        plan: StagePlan | None,
+        counts: RankParameters,
+        n: int,
+        compute_seconds: float,
+    ) -> float:
+        """Returns the seconds of gathering weights and reducing gradients that computation does not hide."""
+        b, wide = WIDTHS[config.dtype], max(4, WIDTHS[config.dtype])
+        keeps_gathered = plan is not None or config.reshard_after_forward == "never"
+        gathers = 1 if keeps_gathered else 2 * n
+        reduces = 1 if config.gradient_reduction == "per_step" else n
+        pp, within = layout.pp, layout.ep * layout.etp
+        blocks = self.args.n_layers / pp
+        sparse = sum(active != total for active, total, _ in self._layers) / pp
+        each, times = gathers * b + reduces * wide, gathers + reduces
+        link = Link(self.hardware, layout.dp_shard * layout.cp, layout.tp)
+        traffic = link.seconds((counts.gathered - counts.experts) * each, blocks * times)
+        expert_link = Link(self.hardware, layout.dp_shard * layout.cp * layout.tp // within, within)
+        traffic += expert_link.seconds(counts.experts * each, sparse * times)
+        replicas = Link(self.hardware, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
+        traffic += 2 * reduces * replicas.seconds(counts.own * wide, blocks)
+        if layout.world_size > 1:
+            traffic += self.hardware.shard_overhead_s * (blocks + sparse) * times
+        # With a pipeline all traffic is at the start and the end of a step, else in every micro-batch that gathers.
+        overlapped = 0.0 if plan is not None else compute_seconds / n if keeps_gathered else compute_seconds
+        first = traffic / max(blocks, 1) / max(times, 1)
+        return max(traffic - self.hardware.overlap * overlapped, first if traffic else 0.0)
+
+
+def _recompute_interval(ac: ActivationCheckpointConfig) -> int:
+    """Returns k where every k-th block is recomputed."""
+    return ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1
+
+
+def _sum(parts: list[StepTime]) -> StepTime:
+    return StepTime(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(StepTime)})
