@@ -756,8 +756,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rewards to go of REINFORCE++ leave out the token's own",
         "rl/algorithms/advantages.py",
-        "rewards_of_tokens(inputs).flip(1).cumsum(1).flip(1) * inputs.loss_mask",
-        "(rewards_of_tokens(inputs).flip(1).cumsum(1).flip(1) - rewards_of_tokens(inputs)) * inputs.loss_mask",
+        "inputs.token_totals.flip(1).cumsum(1).flip(1) * inputs.loss_mask",
+        "(inputs.token_totals.flip(1).cumsum(1).flip(1) - inputs.token_totals) * inputs.loss_mask",
         ADVANTAGES,
     ),
     Mutant(
@@ -862,15 +862,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the ratio is to the policy that generated, also where the policy scores the batch anew",
         "rl/algorithms/objective.py",
-        'old = given("prox_logprobs") if config.recomputes else generated',
+        'old = column("prox_logprobs") if config.recomputes else generated',
         "old = generated",
         LOSSES,
     ),
     Mutant(
         "the critic's clipped loss takes the lesser error",
         "rl/algorithms/objective.py",
-        "clipped, error = far > error, torch.maximum(error, far)",
-        "clipped, error = far > error, torch.minimum(error, far)",
+        "clipped, error = clipped_error > error, torch.maximum(error, clipped_error)",
+        "clipped, error = clipped_error > error, torch.minimum(error, clipped_error)",
         ("tests/rl/test_objective.py", "tests/rl/test_plain_loops.py"),
     ),
     Mutant(

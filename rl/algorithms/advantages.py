@@ -1,5 +1,5 @@
-"""Advantages from rewards. Group statistics are per trajectory, never per turn or token: one that is trained as several
-rows, one an answer, counts once, with the mean of their rewards."""
+"""Advantages from rewards. Group statistics are per trajectory, never per turn or token: a trajectory that is trained
+as several rows counts once, with the mean of their rewards. All are computed in float64."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class AdvantageInputs:
     """Rewards and values of a batch. Tokens that are not trained on have neither.
 
     Args:
-        rewards: float [B], of whole rows.
+        rewards: float [B], one per row.
         group_ids: int [B], 0 ≤ id; rows with the same id answer the same prompt. Groups may differ in size.
         loss_mask: [B, S], 1 at trained tokens.
-        token_rewards: float [B, S], of single tokens besides, such as a KL penalty; None: nothing.
-        values: float [B, S], the critic's estimate of what is still to come before each token; None: no critic.
-        trajectory_ids: int [B]; rows with the same id, of one group, are parts of one trajectory. None: no two are.
+        token_rewards: float [B, S], added to the reward of single tokens, such as a KL penalty; None: zeros.
+        values: float [B, S], the critic's estimate of the return before each token; None: no critic.
+        trajectory_ids: int [B]; rows of a group with the same id are parts of one trajectory. None: each row is one.
     """
 
     rewards: Tensor
@@ -41,9 +41,23 @@ class AdvantageInputs:
             return self.rewards
         return self.rewards + (self.token_rewards * self.loss_mask).sum(1).to(self.rewards.dtype)
 
+    @property
+    def groups(self) -> Groups:
+        """The groups of `totals`."""
+        return Groups(self.totals, self.group_ids, self.trajectory_ids)
+
+    @property
+    def token_totals(self) -> Tensor:
+        """Float [B, S]: the reward of each token; the row's own reward comes with its last trained token."""
+        trained = self.loss_mask > 0
+        place = torch.arange(trained.shape[1], device=trained.device)
+        last = place == torch.where(trained, place, -1).amax(1, keepdim=True)
+        rewards = torch.where(last, self.rewards.unsqueeze(1), 0.0)
+        return rewards if self.token_rewards is None else rewards + self.token_rewards * trained
+
     def on_tokens(self, advantages: Tensor) -> Tensor:
-        """Returns one number a row [B] on each of its trained tokens [B, S]."""
-        return advantages.unsqueeze(1) * self.loss_mask
+        """Returns each row's number [B] on all of its trained tokens [B, S], in the dtype of `rewards`."""
+        return advantages.to(self.rewards.dtype).unsqueeze(1) * self.loss_mask
 
 
 class AdvantageSettings(MethodSettings):
@@ -64,20 +78,14 @@ ADVANTAGES: MethodRegistry[AdvantageFn] = MethodRegistry("advantage", AdvantageS
 
 
 class Groups:
-    """Rows by trajectory, and trajectories by group.
-
-    Args:
-        rewards: float [B], of rows.
-        group_ids: int [B].
-        trajectory_ids: int [B], or None, as `AdvantageInputs` has them.
+    """Groups the rows by trajectory, and the T trajectories by group. Arguments are as in `AdvantageInputs`.
 
     Attributes:
         row_rewards: float64 [B].
-        rewards: float64 [T], of trajectories: the mean over its rows, exactly their reward where they have the same.
-        count: float64 [T], trajectories in the group of each.
-        mean: float64 [T], over that group.
-        has_variance: bool [T]: does the group hold two trajectories with different rewards? Else there is nothing to
-            learn.
+        rewards: float64 [T], of each trajectory: the mean over its rows, exactly their reward where all rows agree.
+        count: float64 [T], the number of trajectories in the group.
+        mean: float64 [T], the mean reward of the group.
+        has_variance: bool [T], whether two trajectories of the group have different rewards.
         of_row: int64 [B], the trajectory of each row.
     """
 
@@ -85,83 +93,36 @@ class Groups:
         self.row_rewards = rewards.double()
         ids = torch.arange(len(rewards)) if trajectory_ids is None else trajectory_ids
         self.of_row = ids.to(rewards.device).unique(return_inverse=True)[1]
-        low, high, mean = (_over(self.of_row, self.row_rewards, reduce) for reduce in ("amin", "amax", "mean"))
+        low, high, mean = (_scatter(self.of_row, self.row_rewards, reduce) for reduce in ("amin", "amax", "mean"))
         self.rewards = torch.where(low == high, low, mean)
-        self._group = _over(self.of_row, group_ids.long(), "amax")
+        self._group = _scatter(self.of_row, group_ids.long(), "amax")
         self.count = self.sum(torch.ones_like(self.rewards))
         self.mean = self.sum(self.rewards) / self.count
-        self.has_variance = self.highest(self.rewards) > -self.highest(-self.rewards)
+        self.has_variance = self.max(self.rewards) > -self.max(-self.rewards)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over the group of each trajectory, [T]."""
-        return _over(self._group, values, "sum")[self._group]
+        """Returns the sum over each trajectory's group, [T]."""
+        return _scatter(self._group, values, "sum")[self._group]
 
-    def highest(self, values: Tensor) -> Tensor:
-        """Returns the highest in the group of each trajectory, [T]."""
-        return _over(self._group, values, "amax")[self._group]
+    def max(self, values: Tensor) -> Tensor:
+        """Returns the maximum over each trajectory's group, [T]."""
+        return _scatter(self._group, values, "amax")[self._group]
 
     def minus_baseline(self, baseline: Tensor) -> Tensor:
-        """Returns each row's reward less its trajectory's `baseline` [T], float64 [B]; exactly 0 without variance,
-        where rounding would otherwise pass for a signal."""
+        """Returns each row's reward minus its trajectory's `baseline` [T], float64 [B]; exactly 0 where the group has
+        no variance, so that rounding errors are not trained on."""
         return torch.where(self.has_variance[self.of_row], self.row_rewards - baseline[self.of_row], 0.0)
 
 
-def _over(index: Tensor, values: Tensor, reduce: str) -> Tensor:
-    """Returns `sum`, `mean`, `amax` or `amin` of the values with each index, from 0 to the highest."""
+def _scatter(index: Tensor, values: Tensor, reduce: str) -> Tensor:
+    """Returns the `sum`, `mean`, `amax` or `amin` of the values with each index, from 0 to the largest."""
     size = int(index.max()) + 1 if index.numel() else 0
     return values.new_zeros(size).scatter_reduce(0, index, values, reduce, include_self=False)
 
 
-def group_normalized_advantages(
-    rewards: Tensor, group_ids: Tensor, eps: float = 1e-6, trajectory_ids: Tensor | None = None
-) -> Tensor:
-    """(r − mean_group) / (std_group + eps) (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
-
-    The paper leaves the estimator of the standard deviation open; this is the unbiased one (n − 1), as in the public
-    implementations. Computed in float64.
-
-    Args:
-        rewards: float [B].
-        group_ids: int [B].
-        eps: added to the standard deviation.
-        trajectory_ids: as `AdvantageInputs` has them.
-
-    Returns:
-        Advantages [B] in the dtype of `rewards`.
-    """
-    groups = Groups(rewards, group_ids, trajectory_ids)
-    centered = torch.where(groups.has_variance, groups.rewards - groups.mean, 0.0)
-    std = (groups.sum(centered.square()) / (groups.count - 1).clamp(min=1)).sqrt()
-    return (groups.minus_baseline(groups.mean) / (std + eps)[groups.of_row]).to(rewards.dtype)
-
-
-def group_centered_advantages(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> Tensor:
-    """r − mean_group, not divided by a standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2), [B]."""
-    groups = Groups(rewards, group_ids, trajectory_ids)
-    return groups.minus_baseline(groups.mean).to(rewards.dtype)
-
-
-def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> Tensor:
-    """r − the mean of the group's other trajectories (RLOO, arXiv 2402.14740, section 3.3), [B]; 0 for one alone."""
-    groups = Groups(rewards, group_ids, trajectory_ids)
-    others = (groups.mean * groups.count - groups.rewards) / (groups.count - 1).clamp(min=1)
-    return groups.minus_baseline(others).to(rewards.dtype)
-
-
-def mirror_descent_advantages(
-    rewards: Tensor, group_ids: Tensor, tau: float, trajectory_ids: Tensor | None = None
-) -> Tensor:
-    """r − τ log mean_group exp(r / τ), [B]: the reward less the group's estimate of the log-partition function of
-    policy mirror descent (Kimi k1.5, arXiv 2501.12599, section 2.3.2)."""
-    groups = Groups(rewards, group_ids, trajectory_ids)
-    highest = groups.highest(groups.rewards)
-    mean = groups.sum(((groups.rewards - highest) / tau).exp()) / groups.count
-    return groups.minus_baseline(highest + tau * mean.log()).to(rewards.dtype)
-
-
 def batch_normalized(advantages: Tensor, loss_mask: Tensor, eps: float) -> Tensor:
-    """(A − mean) / (std + eps) over all trained tokens of the batch, [B, S]; the standard deviation is the batch's own
-    (n). All zeros where the tokens do not differ."""
+    """Returns (A − mean) / (std + eps) over all trained tokens of the batch, [B, S], with the biased standard deviation
+    (n); zeros where all tokens are equal."""
     trained = loss_mask > 0
     values = advantages[trained].double()
     if values.numel() == 0 or bool(values.max() == values.min()):
@@ -175,7 +136,7 @@ def generalized_advantages(
 ) -> Tensor:
     """δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1} (GAE, arXiv 1506.02438, equations 11 to 16), [B, S].
 
-    t runs over the trained tokens alone: what stands between two turns is no action. After the last one V is 0.
+    t runs over the trained tokens only: tokens between two turns are no actions. After the last one V is 0.
 
     Args:
         token_rewards, values: float [B, S]; `values[:, t]` is the estimate before token t.
@@ -193,15 +154,6 @@ def generalized_advantages(
     return advantages
 
 
-def rewards_of_tokens(inputs: AdvantageInputs) -> Tensor:
-    """Returns the reward of each token, float [B, S], the trajectory's own with its last trained token."""
-    trained = inputs.loss_mask > 0
-    place = torch.arange(trained.shape[1], device=trained.device)
-    last = place == torch.where(trained, place, -1).amax(1, keepdim=True)
-    rewards = torch.where(last, inputs.rewards.unsqueeze(1), 0.0)
-    return rewards if inputs.token_rewards is None else rewards + inputs.token_rewards * trained
-
-
 class GroupSettings(AdvantageSettings):
     """The settings of advantages `dr_grpo` and `rloo`."""
 
@@ -217,18 +169,30 @@ class NormalizedGroupSettings(GroupSettings):
 
 @ADVANTAGES.register("grpo")
 def grpo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
-    found = group_normalized_advantages(inputs.totals, inputs.group_ids, settings.eps, inputs.trajectory_ids)
-    return inputs.on_tokens(found)
+    """(r − mean_group) / (std_group + eps) (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+
+    The paper leaves the estimator of the standard deviation open; this is the unbiased one (n − 1), as in the public
+    implementations.
+    """
+    groups = inputs.groups
+    centered = torch.where(groups.has_variance, groups.rewards - groups.mean, 0.0)
+    std = (groups.sum(centered.square()) / (groups.count - 1).clamp(min=1)).sqrt()
+    return inputs.on_tokens(groups.minus_baseline(groups.mean) / (std + settings.eps)[groups.of_row])
 
 
 @ADVANTAGES.register("dr_grpo")
 def dr_grpo(inputs: AdvantageInputs, settings: GroupSettings) -> Tensor:
-    return inputs.on_tokens(group_centered_advantages(inputs.totals, inputs.group_ids, inputs.trajectory_ids))
+    """r − mean_group, not divided by a standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    groups = inputs.groups
+    return inputs.on_tokens(groups.minus_baseline(groups.mean))
 
 
 @ADVANTAGES.register("rloo")
 def rloo(inputs: AdvantageInputs, settings: GroupSettings) -> Tensor:
-    return inputs.on_tokens(leave_one_out_advantages(inputs.totals, inputs.group_ids, inputs.trajectory_ids))
+    """r − the mean of the group's other trajectories (RLOO, arXiv 2402.14740, section 3.3); 0 for a group of one."""
+    groups = inputs.groups
+    others = (groups.mean * groups.count - groups.rewards) / (groups.count - 1).clamp(min=1)
+    return inputs.on_tokens(groups.minus_baseline(others))
 
 
 class OPMDSettings(GroupSettings):
@@ -239,8 +203,12 @@ class OPMDSettings(GroupSettings):
 
 @ADVANTAGES.register("opmd")
 def opmd(inputs: AdvantageInputs, settings: OPMDSettings) -> Tensor:
-    found = mirror_descent_advantages(inputs.totals, inputs.group_ids, settings.tau, inputs.trajectory_ids)
-    return inputs.on_tokens(found)
+    """r − τ log mean_group exp(r / τ): the reward minus the group's estimate of the log-partition function of policy
+    mirror descent (Kimi k1.5, arXiv 2501.12599, section 2.3.2)."""
+    groups = inputs.groups
+    highest = groups.max(groups.rewards)
+    mean = groups.sum(((groups.rewards - highest) / settings.tau).exp()) / groups.count
+    return inputs.on_tokens(groups.minus_baseline(highest + settings.tau * mean.log()))
 
 
 class ReinforcePPSettings(AdvantageSettings):
@@ -251,16 +219,15 @@ class ReinforcePPSettings(AdvantageSettings):
 
 @ADVANTAGES.register("reinforce_pp")
 def reinforce_pp(inputs: AdvantageInputs, settings: ReinforcePPSettings) -> Tensor:
-    """The rewards from each token on, normalized over the batch (REINFORCE++, arXiv 2501.03262)."""
-    to_go = rewards_of_tokens(inputs).flip(1).cumsum(1).flip(1) * inputs.loss_mask
+    """The rewards to go from each token, normalized over the batch (REINFORCE++, arXiv 2501.03262)."""
+    to_go = inputs.token_totals.flip(1).cumsum(1).flip(1) * inputs.loss_mask
     return batch_normalized(to_go, inputs.loss_mask, settings.eps)
 
 
 @ADVANTAGES.register("reinforce_baseline")
 def reinforce_baseline(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
     """r − mean_group, then normalized over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
-    centered = group_centered_advantages(inputs.totals, inputs.group_ids, inputs.trajectory_ids)
-    return batch_normalized(inputs.on_tokens(centered), inputs.loss_mask, settings.eps)
+    return batch_normalized(dr_grpo(inputs, settings), inputs.loss_mask, settings.eps)
 
 
 class GAESettings(AdvantageSettings):
@@ -273,6 +240,6 @@ class GAESettings(AdvantageSettings):
 
 @ADVANTAGES.register("gae")
 def gae(inputs: AdvantageInputs, settings: GAESettings) -> Tensor:
+    """`generalized_advantages` of the critic's values."""
     assert inputs.values is not None, "the configuration asks for a critic"
-    rewards = rewards_of_tokens(inputs)
-    return generalized_advantages(rewards, inputs.values, inputs.loss_mask, settings.gamma, settings.lam)
+    return generalized_advantages(inputs.token_totals, inputs.values, inputs.loss_mask, settings.gamma, settings.lam)

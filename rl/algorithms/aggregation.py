@@ -1,7 +1,7 @@
-"""From per-token losses to one number: which tokens weigh how much, and what the sum is divided by.
+"""Aggregates per-token losses into one number.
 
-Each kind is a pair (weight of every token, number of units). The engine sums weight · loss over all micro-batches and
-ranks and divides by the total number of units, so that neither packing nor the micro-batch split can change the result.
+Each aggregation returns the weight of every token and the number of units. The engine sums weight · loss over all
+micro-batches and ranks and divides by the total number of units, so the result does not depend on the packing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AGGREGATIONS: MethodRegistry[AggregationFn] = MethodRegistry("aggregation", Aggr
 
 
 def sums_by_document(values: Tensor, documents: Tensor, n_documents: int) -> Tensor:
-    """Returns the sum over each document, [n_documents]; of a loss mask how many loss tokens it has."""
+    """Returns the sum of the values over each document, [n_documents]."""
     return values.new_zeros(n_documents).index_add(0, documents, values)
 
 
@@ -33,7 +33,7 @@ def sums_by_document(values: Tensor, documents: Tensor, n_documents: int) -> Ten
 def token_mean(
     loss_mask: Tensor, documents: Tensor, n_documents: int, settings: AggregationSettings
 ) -> tuple[Tensor, Tensor]:
-    """Every loss token of the global batch weighs the same (DAPO, arXiv 2503.14476, section 3.3)."""
+    """Mean over all loss tokens of the global batch (DAPO, arXiv 2503.14476, section 3.3)."""
     return loss_mask, loss_mask.sum()
 
 
@@ -43,7 +43,7 @@ def seq_mean_token_mean(
 ) -> tuple[Tensor, Tensor]:
     """Mean over an answer's own tokens, then over answers (DeepSeekMath, arXiv 2402.03300, equation 3).
 
-    An answer without a loss token is no answer and is not counted.
+    Answers without a loss token are not counted.
     """
     counts = sums_by_document(loss_mask, documents, n_documents)
     return loss_mask / counts.clamp(min=1)[documents], (counts > 0).sum()
@@ -53,7 +53,7 @@ def seq_mean_token_mean(
 def seq_mean_token_sum(
     loss_mask: Tensor, documents: Tensor, n_documents: int, settings: AggregationSettings
 ) -> tuple[Tensor, Tensor]:
-    """Sum over an answer's tokens, mean over answers: the policy gradient of the whole answer, no length in it."""
+    """Sum over an answer's tokens, mean over answers: the policy gradient, not normalized by length."""
     counts = sums_by_document(loss_mask, documents, n_documents)
     return loss_mask, (counts > 0).sum()
 

@@ -1,4 +1,4 @@
-"""The configuration of an objective: which parts it is made of, each with the settings of its method."""
+"""The configuration of the objective: its methods with their settings, and what a preset fills in."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ METHODS: dict[str, MethodRegistry[Any]] = {
     "correction": CORRECTIONS,
     "aggregation": AGGREGATIONS,
 }
-"""The fields of an objective that choose a method, and from where."""
+"""The fields that choose a method, each with its registry."""
 
 ZeroVarianceGroups = Literal["keep", "drop", "resample"]
-"""What becomes of groups whose answers all have the same reward."""
+"""What to do with groups whose answers all have the same reward."""
 
 
 def _parsed_by(methods: MethodRegistry[Any]) -> tuple[BeforeValidator, MethodRegistry[Any]]:
-    """What a field that holds the settings of one of `methods` is annotated with; `--help` lists them from there."""
+    """Returns the annotations of a field that holds settings of one of `methods`, which `--help` lists."""
     return BeforeValidator(methods.parse), methods
 
 
 class AlgorithmConfig(StrictModel):
-    """The objective. `preset` fills whatever is not given; the defaults shown are those of `grpo`.
+    """The objective. `preset` fills in what is not given; the defaults shown are those of `grpo`.
 
-    A method is given by its name alone, or by `kind` and its settings; settings without `kind` are laid over those of
-    the preset's method.
+    A method is given by its name, or by `kind` and settings; settings without `kind` override those of the preset's
+    method.
     """
 
     preset: str = Field("grpo", description="named algorithm whose parts fill whatever is not set here")
@@ -51,7 +51,7 @@ class AlgorithmConfig(StrictModel):
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference model")
     correction: Annotated[SerializeAsAny[CorrectionSettings], *_parsed_by(CORRECTIONS)] = Field(
         default_factory=lambda: CORRECTIONS.parse("none"),
-        description="weight of a token by how far trainer and generator differ on it",
+        description="weight of a token by the mismatch between trainer and generator",
     )
     aggregation: Annotated[SerializeAsAny[AggregationSettings], *_parsed_by(AGGREGATIONS)] = Field(
         default_factory=lambda: AGGREGATIONS.parse("seq_mean_token_mean"),
@@ -60,7 +60,7 @@ class AlgorithmConfig(StrictModel):
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty of answers near the limit")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     value_clip: float | None = Field(
-        None, gt=0, description="how far the critic's loss lets a value move in a step; null: any far"
+        None, gt=0, description="clip range of the critic's values around the old ones; null: not clipped"
     )
     zero_variance_groups: ZeroVarianceGroups = Field(
         "keep", description="groups of equal reward: keep, drop, or drop and resample from other prompts"
@@ -92,7 +92,7 @@ class AlgorithmConfig(StrictModel):
 
     @property
     def recomputes(self) -> bool:
-        """Whether the policy scores the batch before it is updated: the ratio is then to those logprobs."""
+        """Whether the policy scores the batch before the update, and the ratio is taken to those logprobs."""
         return self.policy_loss.recomputes or self.correction.kind != "none"
 
     @model_validator(mode="before")
@@ -114,7 +114,7 @@ class AlgorithmConfig(StrictModel):
 
 
 def _over_preset(name: str, filled: Any, given: Any) -> Any:
-    """Returns the value of field `name`: a section completes the preset's, unless it names another method."""
+    """Returns the value of field `name`: `given` over the preset's, unless it names another method."""
     if name in METHODS and isinstance(given, str):
         given = {"kind": given}
     if not isinstance(filled, dict) or not isinstance(given, dict):

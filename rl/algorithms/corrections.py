@@ -1,7 +1,7 @@
-"""Corrections for a generator and a trainer that do not give a token the same probability, by rounding or by age.
+"""Corrections for the mismatch between generator and trainer, which rounding and stale weights cause.
 
-Each is a weight of the policy loss, without gradient, from log(π_prox / π_behave): the trainer's policy before the
-update over the one that generated.
+Each returns weights of the policy loss, without gradient, from log(π_prox / π_behave): the trainer's policy before the
+update over the policy that generated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CORRECTIONS: MethodRegistry[CorrectionFn] = MethodRegistry("mismatch correction"
 
 @CORRECTIONS.register("none")
 def no_correction(log_ratio: Tensor, loss_mask: Tensor, settings: CorrectionSettings) -> tuple[Tensor, Tensor]:
-    """Every token weighs 1; the policy is not scored before the update."""
+    """Weight 1 for every token; the policy is not scored before the update."""
     return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
@@ -59,7 +59,7 @@ class IcePop(CorrectionSettings):
 
 @CORRECTIONS.register("icepop")
 def masked(log_ratio: Tensor, loss_mask: Tensor, settings: IcePop) -> tuple[Tensor, Tensor]:
-    """ρ between two bounds, else 0: a token outside of them is left out (IcePop, Ling team 2025, arXiv 2510.18855)."""
+    """ρ between two bounds, else 0, which masks the token (IcePop, Ling team 2025, arXiv 2510.18855)."""
     ratio = log_ratio.exp()
     outside = (ratio < settings.min_ratio) | (ratio > settings.max_ratio)
     return torch.where(outside, 0.0, ratio), outside

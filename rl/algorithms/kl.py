@@ -17,7 +17,7 @@ class KLConfig(StrictModel):
 
     kind: KLKind = Field("k3", description="estimator")
     coef: float = Field(0.04, ge=0, description="weight; positive needs `ref`")
-    place: Literal["loss", "reward"] = Field("loss", description="where it stands: in the loss or in the reward")
+    place: Literal["loss", "reward"] = Field("loss", description="where it is added: to the loss or to the reward")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
@@ -27,7 +27,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     k3 = e^(−d) − 1 + d (unbiased, never negative; DeepSeekMath, arXiv 2402.03300, equation 4).
 
     Args:
-        logprobs: float [...], with gradient when the term stands in the loss.
+        logprobs: float [...], with gradient when the term is part of the loss.
         ref_logprobs: the same shape, without gradient.
 
     Returns:

@@ -16,14 +16,14 @@ from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What a policy loss is made of, for the T tokens of a micro-batch.
+    """The inputs of a policy loss, for the T tokens of a micro-batch.
 
     Args:
         logprobs: float [T], of the policy being trained, with gradient.
-        old_logprobs: float [T], of the policy that the ratio is taken to; equal to `logprobs` off the mask.
+        old_logprobs: float [T], the denominator of the ratio; equal to `logprobs` outside the mask.
         advantages: float [T].
         mask: float [T], 1 at trained tokens.
-        documents: int [T], which of the `n_documents` trajectories a token belongs to.
+        documents: int [T], the trajectory of each token, from 0 to `n_documents` − 1.
     """
 
     logprobs: Tensor
@@ -40,7 +40,7 @@ class PolicyTerms:
 
 
 class TokenLoss(NamedTuple):
-    """Per-token policy loss [T], the ratio π/π_old it is made of [T], and whether a bound decided it [T] (bool)."""
+    """Per-token policy loss [T], the ratio π/π_old [T], and whether the loss was clipped [T] (bool)."""
 
     loss: Tensor
     ratio: Tensor
@@ -51,7 +51,7 @@ class PolicyLossSettings(MethodSettings):
     """The settings of a policy loss.
 
     Attributes:
-        recomputes: whether it needs the policy's logprobs from before the update, besides those of generation.
+        recomputes: whether it needs logprobs recomputed by the policy before the update.
     """
 
     recomputes: ClassVar[bool] = False
@@ -62,7 +62,7 @@ POLICY_LOSSES: MethodRegistry[PolicyLossFn] = MethodRegistry("policy loss", Poli
 
 
 def mean_by_document(values: Tensor, mask: Tensor, documents: Tensor, n_documents: int) -> Tensor:
-    """Returns the mean over each trajectory's trained tokens, [n_documents]; 0 for one without any."""
+    """Returns the mean over each trajectory's trained tokens, [n_documents]; 0 where there are none."""
     total, count = (sums_by_document(x, documents, n_documents) for x in (values * mask, mask))
     return total / count.clamp(min=1)
 
@@ -72,8 +72,8 @@ def clipped_loss(
 ) -> TokenLoss:
     """max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)) (PPO, arXiv 1707.06347, equation 7, negated).
 
-    Two bounds as DAPO has them (arXiv 2503.14476, equation 10); equal bounds are PPO's. `dual_clip` c bounds it by
-    −c·A where A is negative (arXiv 1912.09729, equation 7).
+    Separate bounds are DAPO's (arXiv 2503.14476, equation 10), equal ones PPO's. `dual_clip` c bounds the loss by −c·A
+    where A is negative (arXiv 1912.09729, equation 7).
     """
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -90,16 +90,14 @@ class PPOLoss(PolicyLossSettings):
 
     clip_low: float = Field(0.2, gt=0, le=1, description="the ratio is clipped below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = Field(
-        None, gt=1, description="a negative advantage weighs at most so many times; null: without bound"
-    )
+    dual_clip: float | None = Field(None, gt=1, description="largest ratio for negative advantages; null: unbounded")
 
 
 @POLICY_LOSSES.register("decoupled")
 @POLICY_LOSSES.register("ppo")
 def ppo(terms: PolicyTerms, settings: PPOLoss) -> TokenLoss:
-    """`clipped_loss`; `decoupled` (AReaL, arXiv 2505.24298, section 5.2) has a correction, whose weight is π_prox /
-    π_behave, and its ratio is to the policy from before the update in place of the one that generated."""
+    """`clipped_loss`. `decoupled` (AReaL, arXiv 2505.24298, section 5.2) takes the ratio to π_prox, the policy before
+    the update, and needs a correction, whose weight is π_prox / π_behave."""
     return clipped_loss(terms.ratio, terms.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
 
 
@@ -112,8 +110,8 @@ class GSPOLoss(PPOLoss):
 
 @POLICY_LOSSES.register("gspo")
 def gspo(terms: PolicyTerms, settings: GSPOLoss) -> TokenLoss:
-    """PPO's with the sequence's ratio, s = exp(mean_t log ρ_t), for each of its tokens (GSPO, arXiv 2507.18071, with
-    the gradient through every token as its GSPO-token has it)."""
+    """`clipped_loss` with the sequence's ratio s = exp(mean_t log ρ_t) for each token (GSPO, arXiv 2507.18071; the
+    gradient is that of its GSPO-token)."""
     log_ratio = terms.logprobs - terms.old_logprobs
     mean = mean_by_document(log_ratio.detach(), terms.mask, terms.documents, terms.n_documents)
     ratio = (mean[terms.documents] + terms.logprobs - terms.logprobs.detach()).exp()
@@ -123,8 +121,8 @@ def gspo(terms: PolicyTerms, settings: GSPOLoss) -> TokenLoss:
 class CISPOLoss(PolicyLossSettings):
     """The settings of policy loss `cispo`.
 
-    Its paper has no bound below, and tunes the bound above without naming it; 4 lies where ScaleRL (arXiv 2510.13786)
-    finds the choice to matter little.
+    The paper has no lower bound and does not state its upper bound; ScaleRL (arXiv 2510.13786) finds that the choice
+    matters little around 4.
     """
 
     clip_low: float = Field(1.0, gt=0, le=1, description="the ratio's weight is clipped below 1 - clip_low")
@@ -148,7 +146,7 @@ class SAPOLoss(PolicyLossSettings):
 
 @POLICY_LOSSES.register("sapo")
 def sapo(terms: PolicyTerms, settings: SAPOLoss) -> TokenLoss:
-    """−A·(4/τ)·σ(τ(ρ − 1)), τ by the sign of A (SAPO, arXiv 2511.20347); nothing is clipped."""
+    """−A·(4/τ)·σ(τ(ρ − 1)), with τ by the sign of A (SAPO, arXiv 2511.20347); nothing is clipped."""
     ratio = terms.ratio
     positive, negative = (ratio.new_tensor(tau) for tau in (settings.tau_positive, settings.tau_negative))
     tau = torch.where(terms.advantages > 0, positive, negative)
@@ -158,7 +156,7 @@ def sapo(terms: PolicyTerms, settings: SAPOLoss) -> TokenLoss:
 
 @POLICY_LOSSES.register("importance")
 def importance(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLoss:
-    """−A·ρ without a bound."""
+    """−A·ρ, unclipped."""
     return TokenLoss(-terms.advantages * terms.ratio, terms.ratio, torch.zeros_like(terms.ratio, dtype=torch.bool))
 
 
@@ -166,13 +164,12 @@ class M2POLoss(PolicyLossSettings):
     """The settings of policy loss `m2po`, with its paper's default."""
 
     recomputes = True
-    max_second_moment: float = Field(0.04, gt=0, description="largest mean of (log ratio)² over the tokens it keeps")
+    max_second_moment: float = Field(0.04, gt=0, description="largest mean of (log ratio)² over the kept tokens")
 
 
 @POLICY_LOSSES.register("m2po")
 def m2po(terms: PolicyTerms, settings: M2POLoss) -> TokenLoss:
-    """−A·ρ (M2PO, arXiv 2510.01161): the tokens with the largest ratios have been left out of the mask by
-    `second_moment_mask`."""
+    """−A·ρ (M2PO, arXiv 2510.01161); `second_moment_mask` has masked the tokens with the largest ratios."""
     return importance(terms, settings)
 
 
@@ -184,8 +181,8 @@ def reinforce(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLoss:
 
 
 def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, threshold: float) -> Tensor:
-    """Returns the trained tokens that M2PO keeps, bool [B, S]: of the whole batch those with the largest (log ρ)² are
-    left out until the mean of the rest is at most `threshold` (arXiv 2510.01161).
+    """Returns the trained tokens that M2PO keeps, bool [B, S]: those with the largest (log ρ)² of the whole batch are
+    masked until the mean of the rest is at most `threshold` (arXiv 2510.01161).
 
     Args:
         log_ratio: float [B, S], log π_prox − log π_behave.
@@ -194,7 +191,7 @@ def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, threshold: float) -
     trained = loss_mask > 0
     moments, order = log_ratio[trained].double().square().sort()
     means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, device=moments.device)
-    # Means of ever larger moments only grow, so the kept ones are the first so many.
+    # Running means of sorted moments never decrease, so the kept tokens are a prefix.
     kept = torch.zeros_like(trained)
     kept[trained] = torch.zeros_like(order, dtype=torch.bool).scatter(0, order, means <= threshold)
     return kept

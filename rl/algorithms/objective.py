@@ -1,4 +1,4 @@
-"""The whole objective of a policy step, in the form the engine asks for: a sum over units, and the number of units."""
+"""The objectives of policy and critic, as the engine expects them: a sum over units, and the number of units."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyTerms
 class PolicyObjective:
     """policy loss + kl.coef · KL(π ‖ π_ref) − entropy_coef · H, aggregated over tokens as the configuration says.
 
-    The micro-batch carries, per token: `loss_mask`, `advantages`, `logprobs` (of the policy that generated), and where
-    the configuration asks for them `ref_logprobs`, `prox_logprobs` (of the policy before the update, to which the ratio
-    is then taken) and `policy_weights`.
+    The micro-batch holds, per token: `loss_mask`, `advantages`, `logprobs` (of the policy that generated), and where
+    the configuration needs them `ref_logprobs`, `prox_logprobs` (of the policy before the update, then the denominator
+    of the ratio) and `policy_weights`.
     """
 
     config: AlgorithmConfig
@@ -30,20 +30,20 @@ class PolicyObjective:
         """Returns the sum over units, with gradient, and metrics as (sum, count) pairs without.
 
         Args:
-            logprobs: [T], of the policy being trained, at the temperature of the rollout.
-            entropy: [T], of its distribution at each position.
+            logprobs: [T], of the policy being trained, at the rollout's temperature.
+            entropy: [T], of the policy at each position.
             mb: the micro-batch.
         """
         assert entropy is not None, "the policy objective reports entropy, so the engine computes it"
         config, mask = self.config, mb["loss_mask"].to(logprobs.dtype)
         weights, units = self._weights(mask, mb)
 
-        def given(name: str) -> Tensor:
-            # A masked position may hold anything (a document's last token predicts nothing): exp() must not see it.
+        def column(name: str) -> Tensor:
+            # Masked positions may hold anything (a document's last token predicts nothing) and must not reach exp().
             return torch.where(mask > 0, mb[name].to(logprobs.dtype), logprobs.detach())
 
-        generated = given("logprobs")
-        old = given("prox_logprobs") if config.recomputes else generated
+        generated = column("logprobs")
+        old = column("prox_logprobs") if config.recomputes else generated
         terms = PolicyTerms(logprobs, old, mb["advantages"], mask, document_ids(mb), mb.n_documents)
         policy = POLICY_LOSSES[config.policy_loss.kind](terms, config.policy_loss)
         log_ratio = (logprobs - generated).detach()
@@ -55,13 +55,13 @@ class PolicyObjective:
             "clip_fraction": masked_sum(policy.clipped.to(mask.dtype), mask),
             "clip_fraction_low": masked_sum((policy.clipped & (policy.ratio < 1)).to(mask.dtype), mask),
             "clip_fraction_high": masked_sum((policy.clipped & (policy.ratio > 1)).to(mask.dtype), mask),
-            # KL(π_old ‖ π) by k3: the tokens were drawn from the old policy, so the roles are turned round.
+            # KL(π_old ‖ π) by k3: the tokens were drawn from the old policy, so the roles are swapped.
             "approx_kl": masked_sum(log_ratio.expm1() - log_ratio, mask),
             "logprob_diff": masked_sum(log_ratio.abs(), mask),
             "entropy": masked_sum(entropy.detach(), mask),
         }
         if config.kl.coef > 0:
-            kl = kl_estimate(logprobs, given("ref_logprobs"), config.kl.kind)
+            kl = kl_estimate(logprobs, column("ref_logprobs"), config.kl.kind)
             metrics["kl_ref"] = masked_sum(kl.detach(), mask)
             if config.kl.place == "loss":
                 loss = loss + config.kl.coef * (kl * weights).sum()
@@ -83,7 +83,7 @@ class ValueObjective:
     """The critic's loss: ½ (V − R)², with `value_clip` ε ½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²), mean
     over trained tokens (PPO with value clipping, arXiv 2005.12729, section 3).
 
-    The micro-batch carries, per token: `loss_mask`, `returns` and `old_values`.
+    The micro-batch holds, per token: `loss_mask`, `returns` and `old_values`.
     """
 
     config: AlgorithmConfig
@@ -94,9 +94,9 @@ class ValueObjective:
         error = (values - returns).square()
         clipped = torch.zeros_like(mask, dtype=torch.bool)
         if self.config.value_clip is not None:
-            near = old + (values - old).clamp(-self.config.value_clip, self.config.value_clip)
-            far = (near - returns).square()
-            clipped, error = far > error, torch.maximum(error, far)
+            clipped_values = old + (values - old).clamp(-self.config.value_clip, self.config.value_clip)
+            clipped_error = (clipped_values - returns).square()
+            clipped, error = clipped_error > error, torch.maximum(error, clipped_error)
         loss = (error * mask).sum() / 2
         return loss, {
             "value_loss": (loss.detach(), mask.sum()),

@@ -1,4 +1,4 @@
-"""Presets: one name sets every part of an algorithm as its paper has it; each part can then be overridden."""
+"""Presets: one name sets every part of an algorithm as in its paper; each part can be overridden."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PRESETS: Registry[dict[str, Any]] = Registry("preset")
 # DeepSeekMath (arXiv 2402.03300), equation 3: clipped ratio, mean over each answer's own tokens and then over answers,
 # KL to the reference in the loss (equation 4, the k3 estimator) with beta 0.04, advantages normalized by the group's
 # mean and standard deviation (section 4.1.2), one update per batch of answers (section 4.2). The paper gives no epsilon
-# for the clip and none beside the standard deviation: 0.2 is that of PPO (arXiv 1707.06347), on which it builds, and
-# 1e-6 only keeps a division by zero away. Groups whose answers all score the same are kept, as there.
+# for the clip and none for the standard deviation: 0.2 is that of PPO (arXiv 1707.06347), on which it builds, and
+# 1e-6 only prevents a division by zero. Groups whose answers all score the same are kept, as in the paper.
 GRPO: dict[str, Any] = {
     "advantage": {"kind": "grpo", "eps": 1e-6},
     "policy_loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2},
@@ -30,7 +30,7 @@ NO_KL: dict[str, Any] = {"kl": {"coef": 0.0}}
 TOKEN_MEAN: dict[str, Any] = {"aggregation": {"kind": "token_mean"}}
 
 # Dr. GRPO (arXiv 2503.20783), section 3.2: no division by the standard deviation, none by an answer's own length, and,
-# as its experiments (section 3.3), no KL.
+# as in its experiments (section 3.3), no KL.
 PRESETS.register("dr_grpo")(GRPO | NO_KL | {"advantage": {"kind": "dr_grpo"}, "aggregation": {"kind": "dr_grpo"}})
 
 # RLOO (arXiv 2402.14740): REINFORCE on whole answers, the mean of the others as baseline, the KL in the reward, with
@@ -70,8 +70,8 @@ PRESETS.register("ppo")(
     }
 )
 
-# DAPO (arXiv 2503.14476), section 4.1: clip 0.2 below and 0.28 above, every token of the batch alike, groups of equal
-# reward replaced by others, no KL, and the soft penalty of answers in the last fifth of the length allowed (4,096 of
+# DAPO (arXiv 2503.14476), section 4.1: clip 0.2 below and 0.28 above, mean over all tokens, groups of equal reward
+# resampled, no KL, and the soft penalty of answers in the last fifth of the length allowed (4,096 of
 # 20,480 tokens); 16 optimizer steps a batch of answers.
 PRESETS.register("dapo")(
     GRPO
@@ -90,8 +90,8 @@ PRESETS.register("gspo")(
     GRPO | NO_KL | {"policy_loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "minibatches": 4}
 )
 
-# CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1): no bound below, no KL, every token of the batch alike. The paper
-# tunes the bound above without naming it; 4 lies where ScaleRL (arXiv 2510.13786) finds the choice to matter little.
+# CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1): no lower bound, no KL, mean over all tokens. The paper does not
+# state its upper bound; ScaleRL (arXiv 2510.13786) finds that the choice matters little around 4.
 PRESETS.register("cispo")(
     GRPO | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "cispo", "clip_low": 1.0, "clip_high": 4.0}}
 )
@@ -99,5 +99,5 @@ PRESETS.register("cispo")(
 # SAPO (arXiv 2511.20347): the soft gate in place of the clip, 1.0 and 1.05, mean over tokens and then over answers.
 PRESETS.register("sapo")(GRPO | NO_KL | {"policy_loss": {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}})
 
-# M2PO (arXiv 2510.01161): the ratio without a clip, tokens left out until its second moment is 0.04, every token alike.
+# M2PO (arXiv 2510.01161): unclipped ratio, tokens masked until its second moment is 0.04, mean over all tokens.
 PRESETS.register("m2po")(GRPO | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "m2po", "max_second_moment": 0.04}})

@@ -1,7 +1,4 @@
-"""Tables from names to the parts of an algorithm: a part is added by registering it, not by editing a switch.
-
-A part that lies in a package of one's own is named by its dotted path, and needs no registering.
-"""
+"""Registries of the parts of an algorithm, by name. A user's own part is named by its dotted path instead."""
 
 from __future__ import annotations
 
@@ -20,29 +17,28 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """Named values of one kind, and those that dotted paths lead to. Looking up an unknown name is a `ConfigError` that
-    names the nearest known one."""
+    """Values by name or by dotted path. An unknown name raises a `ConfigError` that suggests the nearest known one."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: claim `name`. Raises `ConfigError` when the name is taken."""
+        """Registers the decorated object under `name`. Raises `ConfigError` when the name is taken."""
 
-        def claim(entry: T) -> T:
+        def add(entry: T) -> T:
             if name in self._entries:
                 raise ConfigError(f"{self.kind} {name!r} is registered already; choose another name")
             self._entries[name] = entry
             return entry
 
-        return claim
+        return add
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
             if "." in name:
-                found: T = import_dotted(name, self.kind)
-                return found
+                imported: T = import_dotted(name, self.kind)
+                return imported
             raise ConfigError(f"unknown {self.kind} {name!r}{nearest(name, list(self._entries))}")
         return self._entries[name]
 
@@ -57,17 +53,17 @@ class Registry(Mapping[str, T]):
 
 
 class MethodSettings(StrictModel):
-    """The settings of one method; those of a method of one's own derive from this."""
+    """Base class of the settings of a method."""
 
-    kind: str = Field(description="the method's name, or the dotted path of one's own")
+    kind: str = Field(description="the method's name, or the dotted path of a function")
 
 
 class MethodRegistry(Registry[T]):
-    """Functions `f(…, settings)` by name, each of which says by its annotation of `settings` what these are.
+    """Functions `f(…, settings)` by name. The annotation of the last parameter is the class of its settings.
 
     Args:
         kind: what the methods are, for messages.
-        base: the settings of a function that names none.
+        base: the class of the settings where the function annotates none.
     """
 
     def __init__(self, kind: str, base: type[MethodSettings]) -> None:
@@ -79,27 +75,27 @@ class MethodRegistry(Registry[T]):
         function: Any = self[name]
         if not callable(function):
             raise ConfigError(f"{self.kind} {name!r} is {function!r:.80}, expected a function")
-        found: Any = [parameter.annotation for parameter in inspect.signature(function).parameters.values()][-1:]
-        found = found[0] if found else None
-        if isinstance(found, str):  # as `from __future__ import annotations` leaves it
-            module, *names = found.split(".")
-            found = reduce(lambda owner, name: getattr(owner, name, None), names, function.__globals__.get(module))
-        return found if isinstance(found, type) and issubclass(found, self.base) else self.base
+        annotation: Any = None
+        for parameter in inspect.signature(function).parameters.values():
+            annotation = parameter.annotation  # of the last one
+        if isinstance(annotation, str):  # under `from __future__ import annotations`
+            first, *rest = annotation.split(".")
+            annotation = reduce(lambda owner, name: getattr(owner, name, None), rest, function.__globals__.get(first))
+        return annotation if isinstance(annotation, type) and issubclass(annotation, self.base) else self.base
 
     def parse(self, value: Any) -> Any:
-        """Returns the settings that a configuration gives as a name or as a mapping with `kind`, each with the
-        method's own defaults."""
+        """Returns the settings for a configuration value, which is a method's name or a mapping with `kind`."""
         if isinstance(value, str):
             value = {"kind": value}
         if not isinstance(value, Mapping) or not isinstance(kind := value.get("kind"), str):
             if isinstance(value, MethodSettings):
                 return value
-            raise ValueError(f"got {value!r:.80}, expected the name of one, or a mapping with `kind` and its settings")
+            raise ValueError(f"got {value!r:.80}, expected a name, or a mapping with `kind` and settings")
         return self.settings_class(kind).model_validate(dict(value))
 
     def alternatives(self) -> dict[type[MethodSettings], list[str]]:
-        """Returns the classes of settings, and which registered methods have each."""
-        found: dict[type[MethodSettings], list[str]] = {}
+        """Returns each class of settings with the names of the registered methods that use it."""
+        names_of: dict[type[MethodSettings], list[str]] = {}
         for name in self:
-            found.setdefault(self.settings_class(name), []).append(name)
-        return found
+            names_of.setdefault(self.settings_class(name), []).append(name)
+        return names_of

@@ -1,4 +1,4 @@
-"""What is taken off a reward before advantages are computed from it."""
+"""Reward shaping: the penalty of overlong answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class OverlongConfig(StrictModel):
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
-    """Returns DAPO's soft punishment of answers near the limit (arXiv 2503.14476, equation 13): float [B], 0 to −1.
+    """Returns DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): float [B], from 0 to −1.
 
-    Up to `max_tokens − buffer` tokens nothing, then linearly to −1 at `max_tokens`, and −1 beyond.
+    It is 0 up to `max_tokens − buffer` tokens, then falls linearly to −1 at `max_tokens`, and stays −1 beyond.
 
     Args:
         lengths: int [B], tokens of each answer.
         max_tokens: the limit of generation, L_max.
-        buffer: the tokens before it, L_cache.
+        buffer: the length of the interval before it, L_cache.
     """
     return ((max_tokens - buffer - lengths.float()) / max(buffer, 1)).clamp(-1.0, 0.0)

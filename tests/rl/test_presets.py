@@ -130,7 +130,7 @@ def test_settings_complete_the_presets_method_and_another_method_replaces_it(
         ({"policy_loss": {"kind": "sapo", "tau_positiv": 2.0}}, "policy_loss: .* did you mean 'tau_positive'"),
         ({"policy_loss": {"kind": "ppo", "clip_low": 2.0}}, "policy_loss.clip_low: got 2.0, input should be less than"),
         ({"advantage": "gpro"}, "advantage: unknown advantage 'gpro', did you mean 'grpo'"),
-        ({"advantage": 3}, "advantage: got 3, expected the name of one, or a mapping with `kind`"),
+        ({"advantage": 3}, "advantage: got 3, expected a name, or a mapping with `kind`"),
         ({"advantage": {"kind": "math.pi"}}, "advantage 'math.pi' is 3.14.*, expected a function"),
         ({"correction": {"kind": "icepop", "min_ratio": 3}}, "correction: min_ratio 3.0 is not below max_ratio 2.0"),
     ],

@@ -17,7 +17,7 @@ from archon.data import encode_prompt
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
 from archon.rl import RLVRWorkflow, RolloutWorkflow
-from archon.rl.algorithms.advantages import group_centered_advantages
+from archon.rl.algorithms.advantages import Groups
 from archon.rl.episode_context import workflow_context
 from archon.rl.logprob_check import check_recomputable
 from archon.rl.prompts import Prompt
@@ -302,11 +302,12 @@ def test_trajectories_of_several_rows_have_ids_that_no_other_group_has(
     assert all(len(found) == 1 for found in wanted.values()), "the rows of a trajectory share an id"
     assert len(set.union(*wanted.values())) == len(wanted) == 9, "no two trajectories share one"
 
-    together = group_centered_advantages(batch.trajectories["rewards"], groups, ids)
+    rewards = batch.trajectories["rewards"]
+    together = Groups(rewards, groups, ids)
     for group in range(5):
         of = groups == group
-        alone = group_centered_advantages(batch.trajectories["rewards"][of], groups[of], own[of])
-        assert torch.equal(together[of], alone)
+        alone = Groups(rewards[of], groups[of], own[of])
+        assert torch.equal(together.minus_baseline(together.mean)[of], alone.minus_baseline(alone.mean))
 
 
 def test_rejected_episodes_are_counted_and_a_batch_of_nothing_else_is_an_error(
