@@ -258,11 +258,11 @@ def measure(options: dict[str, Any], seeds: int, keep: bool) -> None:
             record.checks += harness.check_same("prompts", facts[ARCHON]["prompts"], {TRL: facts[TRL]["prompts"]})
             theirs = {TRL: facts[TRL]["reward"]}
             record.checks += harness.check_same("reward before training", facts[ARCHON]["reward"], theirs)
-    summarise(record, results)
+    summarize(record, results)
     harness.finish(record, keep)
 
 
-def summarise(record: Any, results: dict[str, list[dict[str, Any]]]) -> None:
+def summarize(record: Any, results: dict[str, list[dict[str, Any]]]) -> None:
     """Rates, rewards and, where both sides ran, how much sooner archon reached what TRL reached."""
     for side, runs in results.items():
         if not runs:

@@ -21,7 +21,7 @@ NEEDS_DATA = "data: no folder ../shared/data, and ARCHON_DATA is not set"
 
 
 def find_data() -> Path | None:
-    """The folder of real data: `ARCHON_DATA`, or `shared/data` beside the checkout."""
+    """The folder of real data: `ARCHON_DATA`, or `shared/data` next to the checkout."""
     named = os.environ.get("ARCHON_DATA")
     folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
     if named and not folder.is_dir():

@@ -535,7 +535,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/generation/test_parity.py::test_a_bfloat16_replica_follows_a_bfloat16_model",),
     ),
     Mutant(
-        "neighbouring seeds share their random streams, one token apart",
+        "neighboring seeds share their random streams, one token apart",
         "archon/generation/sampler.py",
         "_splitmix64(_splitmix64(seeds.astype(np.uint64)) + indices.astype(np.uint64))",
         "_splitmix64(seeds.astype(np.uint64) + indices.astype(np.uint64))",
@@ -733,7 +733,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ADVANTAGES,
     ),
     Mutant(
-        "advantages are normalised over padding and prompts too",
+        "advantages are normalized over padding and prompts too",
         "rl/algorithms/advantages.py",
         "values = advantages[trained].double()",
         "values = advantages.double()",
@@ -945,7 +945,7 @@ MUTANTS: tuple[Mutant, ...] = (
         UPDATE,
     ),
     Mutant(
-        "the ratio of the first optimiser step is reported of the last one",
+        "the ratio of the first optimizer step is reported of the last one",
         "rl/update.py",
         'results[0]["logprob_diff"]',
         'results[-1]["logprob_diff"]',

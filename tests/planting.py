@@ -38,7 +38,7 @@ class Mutant:
     Args:
         name: what is wrong, in a few words.
         file: the module, from the root of the tree.
-        snippet: stands in it exactly once.
+        snippet: is in it exactly once.
         replacement: what the mistake puts in its place.
         tests: pytest's names of tests or of files of them.
     """
@@ -50,7 +50,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def applied(self, text: str) -> str:
-        """The module with the mistake. Raises ValueError unless `snippet` stands in `text` exactly once."""
+        """The module with the mistake. Raises ValueError unless `snippet` is in `text` exactly once."""
         found = text.count(self.snippet)
         if found != 1:
             raise ValueError(f"{self.name}: its snippet occurs {found} times in {self.file}, expected once")
@@ -59,7 +59,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the tests in one copy. `failed` is the first that failed, None where none did; `error` says why
+    """What happened to the tests in one copy. `failed` is the first that failed, None where none did; `error` says why
     nothing can be concluded."""
 
     failed: str | None

@@ -1,4 +1,4 @@
-"""The catalogue of planted mistakes fits the source, and its record says what it claims to."""
+"""The catalog of planted mistakes fits the source, and its record says what it claims to."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_late(): time.sleep({seconds})
 
 
 def sample(folder: Path, seconds: float = 0.0, change: tuple[str, str] = ("", ""), timeout: float = 120.0) -> Outcome:
-    """What becomes of a small folder's tests, with a change of its source."""
+    """What happens to a small folder's tests, with a change of its source."""
     (folder / "tests").mkdir()
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "tests" / "test_sample.py").write_text(TESTS.format(seconds=seconds).replace(*change))

@@ -1,4 +1,4 @@
-"""What the README shows is run here as it stands."""
+"""What the README shows is run here unchanged."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ HEAD_BF16 = 2e-2
 # Attention kernels in bfloat16 against the definition in float32 of the same inputs: results of size one, 8 bits each.
 FLASH_BF16 = 1e-2
 
-# Resident memory of a process that holds an array of known size: beside the array the allocator keeps a page here and
+# Resident memory of a process that holds an array of known size: next to the array the allocator keeps a page here and
 # there, and returns others.
 HELD_MEMORY = 5e-2
 

@@ -66,7 +66,7 @@ def finish(process: BaseProcess) -> int | None:
 
 
 def kill_at_random(process: BaseProcess, ready: Path, seconds: float, chance: random.Random) -> float:
-    """SIGKILL within `seconds` of the moment when the process says that it is ready; gives back after how many."""
+    """SIGKILL within `seconds` of the moment when the process says that it is ready; returns after how many."""
     while process.is_alive() and not ready.exists():
         time.sleep(0.002)
     after = chance.uniform(0, seconds)
@@ -81,7 +81,7 @@ def kill_at_random(process: BaseProcess, ready: Path, seconds: float, chance: ra
 
 
 def train(folder: Path) -> None:
-    """Go on from the latest checkpoint to the last step, with a checkpoint after each; then write the digest.
+    """Continue from the latest checkpoint to the last step, with a checkpoint after each; then write the digest.
 
     Everything a run depends on is in play: AdamW, a cosine schedule, and batches drawn from the global generators of
     Python and PyTorch.
@@ -142,7 +142,7 @@ def digest(state: Any) -> str:
 
 
 def assert_checkpoints_whole(run: Path) -> int:
-    """Every checkpoint that can be seen is whole, `latest` names one of them; gives back its step, -1 for none."""
+    """Every checkpoint that can be seen is whole, `latest` names one of them; returns its step, -1 for none."""
     for folder in run.glob("step-*") if run.exists() else ():
         load_state(folder)
     if (run / "latest").exists():
@@ -180,7 +180,7 @@ def export_in_turns(folder: Path) -> None:
 
 
 def which_export(folder: Path) -> str:
-    """Which of the two models stands at `folder`/out, every weight of it."""
+    """Which of the two models is at `folder`/out, every weight of it."""
     state = hf_state(archon.load_model(folder / "out"), folder / "out")
     for source in ("old", "new"):
         expected = hf_state(archon.load_model(folder / source), folder / source)

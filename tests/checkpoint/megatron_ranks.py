@@ -36,7 +36,7 @@ def logits(out: str, *folders: str) -> None:
 
 
 def parallel(backend: str, layout: MegatronLayout, rank: int, size: int, store: Any) -> RankCoordinates:
-    """Megatron's parallel state of one of `size` ranks; gives back its coordinates."""
+    """Megatron's parallel state of one of `size` ranks; returns its coordinates."""
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,

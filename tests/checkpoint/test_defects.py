@@ -21,13 +21,13 @@ from archon.schema.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoints import MOE, config_with, edit_header, make_checkpoint, write_checkpoint
 
 SHARD = "model-00002-of-00003.safetensors"
-KEY = "model.layers.1.self_attn.k_proj.weight"  # stands in SHARD; its shape is [10, 24]
+KEY = "model.layers.1.self_attn.k_proj.weight"  # is in SHARD; its shape is [10, 24]
 SAME_FOLDER = "expected a .safetensors file in the same folder"
 Entry = dict[str, Any]
 
 
 def in_header(change: Callable[[dict[str, Entry]], Any]) -> Callable[[Path], None]:
-    """A defect of the shard's header; `change` edits it in place, or gives back what replaces it."""
+    """A defect of the shard's header; `change` edits it in place, or returns what replaces it."""
 
     def damage(folder: Path) -> None:
         def edit(header: dict[str, Entry]) -> Any:

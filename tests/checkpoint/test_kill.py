@@ -74,7 +74,7 @@ def test_kill_inside_the_first_save(tmp_path: Path, point: str, uninterrupted: t
 def test_kill_at_random_moments_of_a_run_and_resume_is_bitwise(
     tmp_path: Path, uninterrupted: tuple[str, float], kills: Kills
 ) -> None:
-    """Runs that come to their end before they are killed are begun anew and do not count."""
+    """Runs that end before they are killed are restarted and do not count."""
     digest, seconds = uninterrupted
     chance, run, finished, latest = random.Random(3), 0, 0, -1
     while kills.done < kills.wanted or not finished:

@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
     "qwen3 tied": SIZES | {"tie_word_embeddings": True},
     "moe": SIZES | EXPERTS,
-    "moe normalised": SIZES | EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": []},
+    "moe normalized": SIZES | EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": []},
 }
 
 

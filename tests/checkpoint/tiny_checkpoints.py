@@ -93,7 +93,7 @@ def assert_bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> No
 
 
 def edit_header(file: Path, edit: Any) -> None:
-    """Rewrite the header of a safetensors file: `edit` gets it as a dictionary and gives back one, or raw text."""
+    """Rewrite the header of a safetensors file: `edit` gets it as a dictionary and returns one, or raw text."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     edited = edit(json.loads(content[8 : 8 + length]))

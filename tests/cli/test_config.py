@@ -16,7 +16,7 @@ class Small(StrictModel):
     """A configuration with one of everything."""
 
     name: str = Field(description="what it is called")
-    steps: int = Field(3, ge=1, description="optimiser steps")
+    steps: int = Field(3, ge=1, description="optimizer steps")
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=0.5), description="AdamW")
     reference: OptimizerConfig | None = Field(None, description="another")
     tags: list[str] = Field(default_factory=list, description="labels")
@@ -107,7 +107,7 @@ def test_help_shows_every_field_with_its_default_and_meaning():
         "  name (required)",
         "      [text] what it is called",
         "  steps = 3",
-        "      [integer, >= 1] optimiser steps",
+        "      [integer, >= 1] optimizer steps",
     ]
     assert "  optimizer.lr = 0.5" in table, "the default of the whole comes before the part's own"
     assert "  reference = null" in table and "  reference.lr = 1e-05" in table

@@ -70,7 +70,7 @@ def test_a_resumed_run_sees_each_row_exactly_once(stop: int, tail: Any) -> None:
     killed = RowLoader(rows(10), 3, seed=3, tail=tail)
     before = numbers(killed, stop)
     state = json.loads(json.dumps(killed.state_dict()))
-    numbers(killed, 2)  # goes on after the checkpoint, and is lost
+    numbers(killed, 2)  # continues after the checkpoint, and is lost
     resumed = RowLoader(rows(10), 3, seed=3, tail=tail)
     resumed.load_state_dict(state)
     assert before + numbers(resumed, 12 - stop) == whole

@@ -53,7 +53,7 @@ def whole_state(engine: ArchonEngine) -> dict[str, Tensor]:
 
 
 def save_trained(case: Case, model: str, out: str, asynchronous: bool) -> dict[str, str]:
-    """Train, save; gives back the digest of each tensor."""
+    """Train, save; returns the digest of each tensor."""
     engine = engine_of(case, model)
     train(engine, case, range(TRAINED))
     state = whole_state(engine)
@@ -80,7 +80,7 @@ def digests(state: dict[str, Tensor]) -> dict[str, str]:
 
 
 def load_into(case: Case, model: str, saved: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Load into another layout; gives back the digest of each tensor, and the weights after a further step."""
+    """Load into another layout; returns the digest of each tensor, and the weights after a further step."""
     engine = engine_of(case, model)
     resume(engine, saved)
     assert engine.scheduler is not None

@@ -30,7 +30,7 @@ GRACE_SECONDS = 1.0
 
 
 def train(folder: Path, rank: int, port: int) -> None:
-    """One rank: go on from the latest checkpoint to the last step, with a save behind each; then write the digest of
+    """One rank: continue from the latest checkpoint to the last step, with a save behind each; then write the digest of
     everything this rank holds. The documents are drawn from the rank's global generator."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})

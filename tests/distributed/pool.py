@@ -1,7 +1,7 @@
 """A pool of rank processes that outlives its cases: gloo over loopback, one thread a rank.
 
 Starting eight processes costs more than the cases do, so they stay, and each case is a function that all of them call.
-A rank that raises, dies or hangs ends its case with every rank's traceback; the pool is then started anew, so that no
+A rank that raises, dies or hangs ends its case with every rank's traceback; the pool is then restarted, so that no
 case inherits another's broken collectives.
 """
 
@@ -44,7 +44,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="archon-ranks-")
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = CASE_SECONDS) -> list[Any]:
-        """Call `function(*args)` on every rank and give back what each returned."""
+        """Call `function(*args)` on every rank and return what each returned."""
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:

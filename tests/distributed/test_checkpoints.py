@@ -66,7 +66,7 @@ class Layouts:
         return str(folder / "weights")
 
     def save(self, case: Case, asynchronous: bool = False) -> tuple[Path, dict[str, str]]:
-        """Where the state after two steps lies, and the digest of every tensor of it."""
+        """Where the state after two steps is, and the digest of every tensor of it."""
         key = f"{case.name}-{asynchronous}"
         if key not in self.saved:
             out = self.folder / f"saved-{len(self.saved)}"
@@ -75,7 +75,7 @@ class Layouts:
         return self.saved[key]
 
     def train_on(self, case: Case) -> dict[str, Tensor]:
-        """The weights after a third step, of one process that goes on from what `case` saved."""
+        """The weights after a third step, of one process that continues from what `case` saved."""
         if case.name not in self.further:
             one = Case("d1", case.model)
             saved, _ = self.save(case)

@@ -1,4 +1,4 @@
-"""Every pair of features stands in the gradient matrix, or the engine refuses it."""
+"""Every pair of features is in the gradient matrix, or the engine refuses it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-# Groups that span the data-parallel ranks within a stage: experts, and weights gathered anew for each micro-batch.
+# Groups that span the data-parallel ranks within a stage: experts, and weights gathered again for each micro-batch.
 UNEVEN = [Case("d2p2e2", "moe"), Case("d2p2", "tied", config={"reshard_after_forward": "always"}), Case("d2p2", "moe")]
 
 

@@ -72,7 +72,7 @@ def test_the_auxiliary_loss_and_its_gradients_are_those_of_transformers(seed: in
     assert relative(ours, theirs) <= PARITY_FP32
     ours.backward()
     theirs.backward()
-    for parameter in (*model.parameters(), *reference.parameters()):  # what lies behind the last router has none
+    for parameter in (*model.parameters(), *reference.parameters()):  # what is behind the last router has none
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     wanted = adapter.from_hf(checkpoint_tensors(reference, gradients=True))
     found = {name: p.grad for name, p in model.named_parameters()}
@@ -216,7 +216,7 @@ def test_a_bias_that_is_not_0_cannot_be_exported(tmp_path: Path) -> None:
     engine.save(tmp_path / "out")
 
 
-def test_families_without_experts_and_engines_without_optimiser_have_nothing_to_balance(tmp_path: Path) -> None:
+def test_families_without_experts_and_engines_without_optimizer_have_nothing_to_balance(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router_bias_update_rate = 0\.01 balances experts, and family qwen3 has"):
         make_engine(tmp_path, "dense")
     with pytest.raises(ValueError, match=r"router_bias_update_rate = 0\.01 moves biases after each optimizer step"):

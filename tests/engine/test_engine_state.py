@@ -147,7 +147,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(
     assert_bitwise(engine.state_dict()["model"], before["model"])
     for name, moments in engine.state_dict()["optimizer"].items():
         assert_bitwise(moments, before["optimizer"][name])
-    # A good step in between starts the count anew.
+    # A good step in between resets the count.
     engine.train_batch(sft_batch(), SFT, loss_token_count)
     for _ in range(2):
         engine.train_batch(sft_batch(), loss_fn, loss_token_count)

@@ -52,7 +52,7 @@ def test_another_c_library_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def holding(monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
-    """Let this process seem to hold so much, time after time, and giving back seem to leave what comes next."""
+    """Let this process seem to hold so much, time after time, and returning seem to leave what comes next."""
     monkeypatch.setattr(heap, "_allowed", 0.0)
     monkeypatch.setattr(heap, "_held_before", {})
     monkeypatch.setattr(heap, "_malloc_trim", lambda: lambda pad: 1)

@@ -32,7 +32,7 @@ CONFIG = {
     "initializer_range": 0.1,
     "tie_word_embeddings": True,
 }
-# Odd lengths, two equal neighbours, one document without a prediction.
+# Odd lengths, two equal neighbors, one document without a prediction.
 LENGTHS = (13, 5, 5, 1, 21, 8, 3)
 
 
@@ -51,7 +51,7 @@ def write_config(folder: Path, **changes: Any) -> str:
 def make_engine(
     folder: Path, total_steps: int | None = None, hf: dict[str, Any] | None = None, **config: Any
 ) -> ArchonEngine:
-    """An initialised engine with fresh weights, on the CPU."""
+    """An initialized engine with fresh weights, on the CPU."""
     path = write_config(folder / "model", **(hf or {}))
     defaults = {"device": "cpu", "init_from_scratch": True, "max_tokens_per_mb": 64}
     engine = ArchonEngine(EngineConfig(path=path, **(defaults | config)))
@@ -109,7 +109,7 @@ def engine_gradients(
     temperature: float = 1.0,
     reduce_every: bool = False,
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a batch and every parameter's gradient, by the engine's own path up to the optimiser."""
+    """The loss of a batch and every parameter's gradient, by the engine's own path up to the optimizer."""
     engine.config.max_tokens_per_mb = max_tokens
     engine.config.gradient_reduction = "per_microbatch" if reduce_every else "per_step"
     grads, metrics = engine.gradients(batch, loss_fn, weight_fn, temperature, whole=False)

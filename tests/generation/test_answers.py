@@ -123,7 +123,7 @@ def test_answers_that_are_still_the_same_are_computed_once(n_pages: int | None) 
 
 def test_a_sequence_that_is_read_again_is_no_twin_of_one_that_drew_its_token_later() -> None:
     """After new weights two answers to one prompt are read again at once, and a third in parts: its last token is run
-    beside theirs while what it drew is still of before. Stop ids that may not be sampled yet leave them one token."""
+    next to theirs while what it drew is still of before. Stop ids that may not be sampled yet leave them one token."""
     model, only = make_model(torch.float64), 7
     short, long = prompts(3, 8, seed=2)
     others = [token for token in range(VOCAB) if token != only]

@@ -127,7 +127,7 @@ async def test_a_cancelled_caller_takes_its_request_with_it() -> None:
 
 
 async def test_versions_and_old_logprobs_survive_a_weight_update() -> None:
-    """An interrupted answer goes on from its tokens with the new weights; each token has the logprob of its version."""
+    """An interrupted answer continues with the new weights; each token has the logprob of its version."""
     old = make_model(torch.float64)
     weights = other_weights(old)
     new = type(old)(old.args).double()

@@ -43,7 +43,7 @@ def test_a_decode_step_equals_the_last_row_of_packed_attention(
     tables = [order[a:b] for a, b in pairwise(starts)]
     cache = PagedCache(2, n_pages, KV_HEADS, page_size, DIM, torch.float64, "cpu")
     documents = [random_qkv(length) for length in lengths]
-    # Whatever lies in unused places must not matter.
+    # Whatever is in unused places must not matter.
     cache.keys.normal_()
     cache.values.normal_()
 
@@ -67,7 +67,7 @@ def test_a_decode_step_equals_the_last_row_of_packed_attention(
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("count", [2, 8, 9, 19])
 def test_sequences_that_share_pages(count: int, window: int | None) -> None:
-    """Sequences with the same first eight tokens, in pages all of them own, and two others beside them."""
+    """Sequences with the same first eight tokens, in pages all of them own, and two others next to them."""
     cache = PagedCache(1, 90, KV_HEADS, 4, DIM, torch.float64, "cpu")
     prefix, lengths = random_qkv(8), [9 + i % 7 for i in range(count)] + [3, 8]
     tables = [[3, 7, 10 + 2 * i, 11 + 2 * i] for i in range(count)] + [[0, 0, 0, 0], [60, 1, 0, 0]]

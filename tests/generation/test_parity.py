@@ -71,7 +71,7 @@ def test_logprobs_of_a_float64_model_are_float64(name: str) -> None:
 
 
 def test_rows_beside_a_sequence_do_not_disturb_its_experts() -> None:
-    """An answer does not depend on who decodes beside it, nor on the padding of a step up to a round number of
+    """An answer does not depend on who decodes next to it, nor on the padding of a step up to a round number of
     rows."""
     model = make_model(torch.float64, "qwen3_moe")
     wanted = request(RAGGED[4], seed=3, max_new_tokens=20)

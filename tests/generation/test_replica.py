@@ -111,8 +111,8 @@ def test_an_update_changes_the_answers(mode: Any) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("mode", ["alias", "snapshot"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_optimiser_step_reaches_the_generator(mode: Any, fused: bool, family: str) -> None:
-    """A fused optimiser writes weights in place and leaves no trace of it in their version counters."""
+def test_an_optimizer_step_reaches_the_generator(mode: Any, fused: bool, family: str) -> None:
+    """A fused optimizer writes weights in place and leaves no trace of it in their version counters."""
     model = fresh(make_model(family=family))
     engine = make_engine(model, weights=mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)

@@ -75,7 +75,7 @@ def test_inverse_cumulative_equals_a_plain_loop(vocab: int) -> None:
 
 
 def test_a_token_of_probability_zero_is_never_drawn_at_the_edge_of_a_block() -> None:
-    """Blocks of 128 that begin and end with impossible tokens, and uniform numbers one rounding beside each edge."""
+    """Blocks of 128 that begin and end with impossible tokens, and uniform numbers one rounding next to each edge."""
     for _ in range(20):
         probs = torch.rand(9, 128, dtype=torch.float64) ** 6
         probs[:, 0] = probs[:, -1] = 0
@@ -103,7 +103,7 @@ def test_sampled_tokens_follow_the_softmax(temperature: float) -> None:
 
 
 def test_sampled_tokens_follow_the_softmax_across_seeds() -> None:
-    """Neighbouring seeds are independent streams: the first token of many requests follows the softmax as well."""
+    """Neighboring seeds are independent streams: the first token of many requests follows the softmax as well."""
     draws, vocab = 40_000, 11
     logits = torch.linspace(-1, 1, vocab)
     tokens, _ = sample(logits.expand(draws, -1), params(draws, seed=np.arange(draws)))

@@ -120,7 +120,7 @@ def test_joining_keeps_lists_and_rewards_of_one_dimension() -> None:
     joined = concat_padded_tensors(parts)
     assert joined["images"] == ["a", "b"]
     assert joined["turn_ids"].tolist() == [[-1, 0, -1], [-1, 0, 1]]
-    # Two rewards beside two tokens: a vector is never taken for a per-token field.
+    # Two rewards next to two tokens: a vector is never taken for a per-token field.
     assert concat_padded_tensors([trajectory(2, batch=2), trajectory(3, batch=3)])["rewards"].shape == (5,)
 
 

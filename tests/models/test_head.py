@@ -127,7 +127,7 @@ def summed_over_tiles(hidden: Tensor, weight: Tensor, labels: Tensor, fused: boo
 def test_the_gradient_of_hidden_states_is_summed_over_the_vocabulary_in_fp32(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tile of 4 of 4,096 words gives 1/1024 of the sum: in bfloat16 it would no longer count beside 1/4."""
+    """A tile of 4 of 4,096 words gives 1/1024 of the sum: in bfloat16 it would no longer count next to 1/4."""
     monkeypatch.setattr(tiles, "CPU_COLUMNS", 4)
     vocab, labels = 4096, torch.zeros(3, dtype=torch.int64)
     weight = torch.ones(vocab, D, dtype=torch.bfloat16)
@@ -142,7 +142,7 @@ def test_the_gradient_of_hidden_states_is_summed_over_the_vocabulary_in_fp32(
 def test_the_gradient_of_the_weight_is_summed_over_the_rows_in_fp32(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tile of 4 of 4,096 rows gives 1/1024 of the sum: in bfloat16 it would no longer count beside 1/4."""
+    """A tile of 4 of 4,096 rows gives 1/1024 of the sum: in bfloat16 it would no longer count next to 1/4."""
     monkeypatch.setattr(tiles, "CPU_ROWS", 4)
     rows, vocab = 4096, 16
     hidden = torch.ones(rows, D, dtype=torch.bfloat16, requires_grad=True)

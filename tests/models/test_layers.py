@@ -112,7 +112,7 @@ def test_the_product_by_another_library_equals_torchs_with_its_gradients(bias: b
     inputs += [given] if given is not None else []
     actual, expected = linear(x, weight, given), torch.nn.functional.linear(x, weight, given)
     assert relative(actual, expected) <= FORMULA_FP32
-    # An expanded gradient, as the sum of an output gives, and one that lies transposed.
+    # An expanded gradient, as the sum of an output gives, and one that is transposed.
     for grad in (torch.ones(()).expand_as(expected), torch.randn(64, 70, 3).permute(2, 1, 0)):
         ours, theirs = (torch.autograd.grad(y, inputs, grad, retain_graph=True) for y in (actual, expected))
         for a, b in zip(ours, theirs, strict=True):

@@ -48,7 +48,7 @@ def test_every_token_finds_a_row_of_the_same_beginning() -> None:
         assert t - starts[own] == row - starts[other]
         assert tokens[starts[own] : t + 1].equal(tokens[starts[other] : row + 1])
     assert len(shared.rows) == len(set(shared.rows.tolist()))
-    # Each of the four prompts stands once, not five times.
+    # Each of the four prompts occurs once, not five times.
     assert len(shared.rows) <= len(tokens) - 4 * (6 + 9 + 6 + 2)
 
 

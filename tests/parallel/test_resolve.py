@@ -1,4 +1,4 @@
-"""Which layouts a model can be trained in: every rule by name, with neighbours that fit, and what is decided."""
+"""Which layouts a model can be trained in: every rule by name, with neighbors that fit, and what is decided."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_broken_rule_is_named_with_neighbours_that_fit(
 @pytest.mark.parametrize(
     ("layout", "sizes"),
     [
-        ("t8", DENSE),  # fewer key heads than ranks: neighbours share one
+        ("t8", DENSE),  # fewer key heads than ranks: neighbors share one
         ("c3", DENSE),  # keys are gathered where heads do not divide
         ("d3p2e3", MOE),
         ("d6e6", MOE),

@@ -1,4 +1,4 @@
-"""Small models whose parts stand in the proportions of real ones, and layouts × policies to try them in."""
+"""Small models whose parts are in the proportions of real ones, and layouts × policies to try them in."""
 
 from __future__ import annotations
 

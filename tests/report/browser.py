@@ -171,15 +171,15 @@ def filters_by_step_and_split(page: Page) -> None:
 
 
 @check
-def tokens_are_coloured_by_their_logprob(page: Page) -> None:
+def tokens_are_colored_by_their_logprob(page: Page) -> None:
     select(page, "step", "step 1")
-    colours = card(page, "[...c.querySelectorAll('.token')].slice(0, 6).map(t => getComputedStyle(t).backgroundColor)")
-    assert isinstance(colours, list) and len(set(colours)) == 6, colours
-    assert colours[0] == "rgba(0, 0, 0, 0)", "a likely token bears no colour"
-    strength = [float(colour.rstrip(")").split(" ")[-1]) for colour in colours]
-    assert strength == sorted(strength), colours
+    colors = card(page, "[...c.querySelectorAll('.token')].slice(0, 6).map(t => getComputedStyle(t).backgroundColor)")
+    assert isinstance(colors, list) and len(set(colors)) == 6, colors
+    assert colors[0] == "rgba(0, 0, 0, 0)", "a likely token bears no color"
+    strength = [float(color.rstrip(")").split(" ")[-1]) for color in colors]
+    assert strength == sorted(strength), colors
     legend = page.run("[...document.querySelectorAll('.scale .token')].map(t => getComputedStyle(t).backgroundColor)")
-    assert legend[:6] == colours
+    assert legend[:6] == colors
 
 
 @check
@@ -262,7 +262,7 @@ def dark_and_light_both_can_be_read(page: Page) -> None:
             "[document.querySelector('.sample'), ...document.querySelectorAll('.scale .token:not(.given)')]"
             ".map(e => [getComputedStyle(e).color, getComputedStyle(e).backgroundColor])"
         )
-        (ink, paper), *tokens = [[channels(colour) for colour in pair] for pair in page.run(script)]
+        (ink, paper), *tokens = [[channels(color) for color in pair] for pair in page.run(script)]
         return [contrast(ink, paper), *(contrast(own, over(ground, paper)) for own, ground in tokens)]
 
     select(page, "step", "step 1")
@@ -270,13 +270,13 @@ def dark_and_light_both_can_be_read(page: Page) -> None:
         page.dark(wanted)
         paper = page.run("getComputedStyle(document.querySelector('.sample')).backgroundColor")
         assert (luminance(channels(paper)) < 0.1) is wanted, paper
-        plain, *coloured = contrasts()
-        assert plain >= 7 and min(coloured) >= 4.5, (plain, coloured)
+        plain, *colored = contrasts()
+        assert plain >= 7 and min(colored) >= 4.5, (plain, colored)
 
 
-def channels(colour: str) -> list[float]:
+def channels(color: str) -> list[float]:
     """Red, green, blue and opacity of `rgb(r, g, b)` or `rgba(r, g, b, a)`, from 0 to 1."""
-    parts = [float(part) for part in colour.partition("(")[2].rstrip(")").split(",")]
+    parts = [float(part) for part in color.partition("(")[2].rstrip(")").split(",")]
     return [part / 255 for part in parts[:3]] + (parts[3:] or [1.0])
 
 
@@ -284,9 +284,9 @@ def over(ground: list[float], paper: list[float]) -> list[float]:
     return [ground[3] * a + (1 - ground[3]) * b for a, b in zip(ground[:3], paper[:3], strict=True)]
 
 
-def luminance(colour: list[float]) -> float:
+def luminance(color: list[float]) -> float:
     """Relative luminance (WCAG 2)."""
-    r, g, b = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in colour[:3])
+    r, g, b = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in color[:3])
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 

@@ -82,7 +82,7 @@ def test_columns_of_another_length_or_kind_are_ignored():
         (["4", "6"], "46", ["4", "6"]),
         (["Ġthe", "Ġcat", "Ċ"], " the cat\n", [" the", " cat", "\n"]),
         (["▁the", "▁cat"], " the cat", [" the", " cat"]),
-        # é is C3 A9 and 日 is E6 97 A5; a character that is cut in two stands with its last token.
+        # é is C3 A9 and 日 is E6 97 A5; a character that is cut in two is with its last token.
         (["Ã©", "æĹ", "¥", "<|im_end|>"], "é日<|im_end|>", ["é", "", "日", "<|im_end|>"]),
         (["Ã©"], "Ã©", ["Ã©"]),  # a vocabulary of characters, not of bytes
         (["Ġcut", "Ã"], "something else", [" cut", "\ufffd"]),
@@ -180,7 +180,7 @@ def test_the_scripts_have_no_way_to_make_markup_or_run_text():
     assert len(defined) == len(set(defined)), "the scripts share one scope"
 
 
-def test_every_class_the_viewer_gives_has_a_style_and_every_surprise_a_colour():
+def test_every_class_the_viewer_gives_has_a_style_and_every_surprise_a_color():
     folder = resources.files("archon.report") / "assets"
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "trajectories.js"))
     ends = re.search(r"LOGPROB_CLASSES = \[(.*?)\]", script)[1].split(",")

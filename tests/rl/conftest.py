@@ -34,7 +34,7 @@ def engine(model: BaseArchonModel, tokenizer: Any) -> InProcessEngine:
 
 @pytest.fixture(scope="session")
 def blank(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json and tokenizer of the same model, from which an engine initialises its weights."""
+    """config.json and tokenizer of the same model, from which an engine initializes its weights."""
     path = tmp_path_factory.mktemp("blank") / "model"
     recipe = TokenizerRecipe(kind="characters", alphabet="0123456789+=", chat_template="plain")
     write_blank(BootstrapConfig(hf_config=SMALL_QWEN3, tokenizer=recipe), path)

@@ -26,7 +26,7 @@ from tests.checkpoint import killing
 from tests.rl import rewards_for_tests
 from tests.serve.test_workflow import ask
 
-SIGNALLED, OUTPUT, ERRORS = "signalled", "stdout", "stderr"
+SIGNALED, OUTPUT, ERRORS = "signaled", "stdout", "stderr"
 FIRST_PROMPT_OF_STEP_3 = 12
 calls = 0
 
@@ -34,8 +34,8 @@ calls = 0
 def tell(process: int) -> None:
     """Send the signal that the run's folder names, once."""
     folder = Path(os.environ["TOLD_IN"])
-    if not (folder / SIGNALLED).exists():
-        (folder / SIGNALLED).write_text(str(time.time()))
+    if not (folder / SIGNALED).exists():
+        (folder / SIGNALED).write_text(str(time.time()))
         os.kill(process, int(os.environ["TOLD_BY"]))
 
 
@@ -120,7 +120,7 @@ def before(owner: Any, name: str, nth: int, first: str = "", *, twice: bool = Fa
 
 
 def hook(point: str) -> list[str]:
-    """Make the run come to its point; gives back the overrides that this takes."""
+    """Make the run come to its point; returns the overrides that this takes."""
     import archon.checkpoint.hf_export
     import archon.checkpoint.native
     import archon.cli.train
@@ -162,7 +162,7 @@ def hook(point: str) -> list[str]:
 
 
 def run(folder: Path, command: str, point: str, number: int) -> None:
-    """The process: `archon COMMAND` with the configuration in `folder`, signalled at `point`."""
+    """The process: `archon COMMAND` with the configuration in `folder`, signaled at `point`."""
     os.setsid()
     for descriptor, name in ((1, OUTPUT), (2, ERRORS)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o644), descriptor)
@@ -176,14 +176,14 @@ def run(folder: Path, command: str, point: str, number: int) -> None:
 
 
 class Ended:
-    """A run that was signalled at `point`, after it has ended."""
+    """A run that was signaled at `point`, after it has ended."""
 
     def __init__(self, config: RLConfig | PreferenceConfig, point: str, number: int = signal.SIGINT) -> None:
         folder, command = Path(config.run_dir).parent, "rl" if isinstance(config, RLConfig) else "preference"
         (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
         process = killing.start(run, folder, command, point, number)
         self.exit_code = killing.finish(process)
-        self.seconds = time.time() - float((folder / SIGNALLED).read_text())
+        self.seconds = time.time() - float((folder / SIGNALED).read_text())
         self.errors = [line for line in (folder / ERRORS).read_text().splitlines() if line.strip()]
         self.orphans = left_of(process.pid)
 

@@ -1,6 +1,6 @@
 """Every objective that can be trained, the same trajectories and pairs for each, and the gradients it gives.
 
-An engine's optimiser steps are seen and undone here, so that one engine serves for all of them.
+An engine's optimizer steps are seen and undone here, so that one engine serves for all of them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def steps_undone(**engines: ArchonEngine | None) -> Iterator[Found]:
-    """What the optimisers of these engines would have stepped on; they step on zeros, which moves nothing."""
+    """What the optimizers of these engines would have stepped on; they step on zeros, which moves nothing."""
     found: Found = {}
 
     def watched(role: str, engine: ArchonEngine) -> Any:

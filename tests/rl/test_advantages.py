@@ -107,7 +107,7 @@ def test_grpo_advantage_worked_by_hand() -> None:
         ("rloo", [1.0, -0.5, -0.5]),
         # log((e + 1 + 1) / 3) = log 1.572761 = 0.452832.
         ("opmd", [0.547168, -0.452832, -0.452832]),
-        # Centred 2/3, -1/3, -1/3: mean 0, variance (4 + 1 + 1) / 27 = 2/9, std 0.471405.
+        # Centered 2/3, -1/3, -1/3: mean 0, variance (4 + 1 + 1) / 27 = 2/9, std 0.471405.
         ("reinforce_baseline", [1.414214, -0.707107, -0.707107]),
         # 1, 0, 0: mean 1/3, the same deviations.
         ("reinforce_pp", [1.414214, -0.707107, -0.707107]),
@@ -170,7 +170,7 @@ def test_groups_with_variance_marks_every_member() -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        # One group of three trajectories, of 1, 3 and 2 rows, that earned 1, 0 and 0.5 (the mean of 0.75 and 0.25):
+        # One group of three trajectories, of 1, 3 and 2 rows, that received 1, 0 and 0.5 (the mean of 0.75 and 0.25):
         # mean 1/2, deviations 1/2, -1/2, 0, variance (1/4 + 1/4) / 2 = 1/4, std 1/2.
         ("grpo", [1.0, -1.0, -1.0, -1.0, 0.5, -0.5]),
         ("dr_grpo", [0.5, -0.5, -0.5, -0.5, 0.25, -0.25]),

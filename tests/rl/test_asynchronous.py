@@ -305,7 +305,7 @@ def test_tokens_sampled_beside_an_update_are_of_the_weights_they_name(rl_config:
     trainer = RLTrainer(rl_config(rollout=rollout, actor=rl_config().actor.model_dump() | {"optimizer": {"lr": 0.05}}))
     known: dict[int, dict[str, torch.Tensor]] = {}
     stale = 0
-    between = threading.Event()  # optimiser step and push
+    between = threading.Event()  # optimizer step and push
 
     class Sly(Delayed):
         """From the third batch on, samples when it could go wrong."""

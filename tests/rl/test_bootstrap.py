@@ -238,13 +238,13 @@ def test_signal_in_the_warm_up_ends_the_command_and_the_next_one_goes_on(
         file = written(rl_config(actor=actor, bootstrap=file.name, total_steps=1), tmp_path / "run.yaml")
     train_step, taken = SFTTrainer.train_step, []
 
-    def signalled(trainer: SFTTrainer) -> dict[str, float]:
+    def signaled(trainer: SFTTrainer) -> dict[str, float]:
         taken.append(trainer.step)
         if len(taken) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(trainer)
 
-    monkeypatch.setattr(SFTTrainer, "train_step", signalled)
+    monkeypatch.setattr(SFTTrainer, "train_step", signaled)
     assert archon(command, "--config", file) == 128 + signal.SIGTERM
     assert not (tmp_path / "model").exists()
     assert archon(command, "--config", file) == 0

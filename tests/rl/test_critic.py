@@ -1,4 +1,4 @@
-"""PPO: a critic beside the policy, through the real trainer."""
+"""PPO: a critic alongside the policy, through the real trainer."""
 
 from __future__ import annotations
 

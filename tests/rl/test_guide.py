@@ -1,4 +1,4 @@
-"""What the guide shows is run as it stands, and every name of archon's in it exists."""
+"""What the guide shows is run unchanged, and every name of archon's in it exists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLOCKS = re.findall(r"<!-- test: (\S+) -->", GUIDE.read_text())
 
 @pytest.fixture
 def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Makes a module of a block of the guide; gives back its name."""
+    """Makes a module of a block of the guide; returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(block: str) -> str:
@@ -148,7 +148,7 @@ def test_a_judge_that_gives_no_verdict_costs_the_sample(speaker: Any, monkeypatc
 
 
 def names_of_archon() -> list[str]:
-    """What stands between backticks in the second column of the tables of names."""
+    """What is between backticks in the second column of the tables of names."""
     moving = re.findall(r"^## Moving over from .*?(?=^## )", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(moving) == 2
     rows = [line.split("|")[2] for section in moving for line in section.splitlines() if line.startswith("| ")]

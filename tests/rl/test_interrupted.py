@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM in every phase: the run ends within seconds in one line, and goes on where it stood.
+"""Ctrl-C and SIGTERM in every phase: the run ends within seconds in one line, and continues where it stood.
 
-A synchronous run goes on bitwise; one whose rollouts run ahead trains each prompt exactly once.
+A synchronous run continues bitwise; one whose rollouts run ahead trains each prompt exactly once.
 """
 
 from __future__ import annotations

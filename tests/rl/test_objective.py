@@ -1,4 +1,4 @@
-"""The whole objective: what becomes of per-token losses, against hand-worked numbers and plain loops."""
+"""The whole objective: what happens to per-token losses, against hand-worked numbers and plain loops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_batch(seed: int = 0) -> tuple[Tensor, Tensor, PackedBatch]:
 
 
 def objective_of(config: AlgorithmConfig, logprobs: Tensor, entropy: Tensor, batch: PackedBatch) -> float:
-    """The number that is minimised."""
+    """The number that is minimized."""
     objective = PolicyObjective(config)
     return (objective(logprobs, entropy, batch)[0] / objective.units(batch)).item()
 
@@ -140,7 +140,7 @@ def test_clip_fractions_by_the_side_that_was_clipped() -> None:
 def test_decoupled_loss_worked_by_hand() -> None:
     # Three tokens of which π_prox gave each 1/2, so ρ = π / π_prox = 1.5, 0.5 and 1.5, the last not trained. A = 2:
     # −min(3, 2 · 1.2) = −2.4, times the weight 0.5: −1.2; and −min(1, 1.6) = −1, times 2: −2. Mean −1.6. What the
-    # generator gave them (1/10) stands in the weights alone.
+    # generator gave them (1/10) is in the weights alone.
     logprobs = torch.tensor([0.75, 0.25, 0.75], dtype=torch.float64).log()
     fields = {
         "loss_mask": torch.tensor([1, 1, 0]),
@@ -173,7 +173,7 @@ def test_m2po_loss_worked_by_hand() -> None:
 
 
 def test_entropy_bonus_worked_by_hand() -> None:
-    # Entropies 2 and 1 | 4, and 9 off the mask; advantages of 0. The bonus is taken off what is minimised, aggregated
+    # Entropies 2 and 1 | 4, and 9 off the mask; advantages of 0. The bonus is taken off what is minimized, aggregated
     # as the loss is: −0.1 · ((2 + 1)/2 + 4) / 2 = −0.275 by answer, −0.1 · (2 + 1 + 4) / 3 = −0.233333 by token.
     mask, zeros = torch.tensor([0, 1, 1, 0, 1]), torch.zeros(5, dtype=torch.float64)
     batch = documents((3, 2), loss_mask=mask, advantages=zeros, logprobs=zeros)

@@ -25,7 +25,7 @@ def terms(logprobs: list[float], advantages: list[float], documents: list[int] |
 
 
 def assert_loss(of: PolicyTerms, settings: Any, loss: list[float], gradient: list[float]) -> list[bool]:
-    """Each token's loss, and its derivative by the token's logprob; gives back which a bound decided."""
+    """Each token's loss, and its derivative by the token's logprob; returns which a bound decided."""
     found = POLICY_LOSSES[settings.kind](of, settings)
     torch.testing.assert_close(found.loss, torch.tensor(loss, dtype=torch.float64), rtol=0, atol=1e-6)
     found.loss.sum().backward()

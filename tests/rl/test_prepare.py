@@ -104,7 +104,7 @@ def prepared(
 
 
 def earned(found: dict[str, Tensor]) -> list[float]:
-    """What each trained token has earned, of a batch with advantage gae, γ = 1 and λ = 0: A_t = r_t + V_{t+1} − V_t."""
+    """The return of each trained token, of a batch with advantage gae, γ = 1 and λ = 0: A_t = r_t + V_{t+1} − V_t."""
     values = (found["old_values"] * found["loss_mask"])[found["loss_mask"] == 1]
     following = torch.cat([values[1:], torch.zeros(1, dtype=values.dtype)])
     advantages: Tensor = found["advantages"][found["loss_mask"] == 1]

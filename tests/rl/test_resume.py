@@ -1,4 +1,4 @@
-"""`kill -9` and resume: the run goes on bitwise, and trains each prompt exactly once."""
+"""`kill -9` and resume: the run continues bitwise, and trains each prompt exactly once."""
 
 from __future__ import annotations
 

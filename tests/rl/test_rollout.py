@@ -205,7 +205,7 @@ def test_so_it_is_in_the_short_form(engine: InProcessEngine, tokenizer: Any, key
 
 
 def test_a_workflow_that_awaits_what_is_cancelled_fails(engine: InProcessEngine, rlvr: RLVRWorkflow) -> None:
-    class Cancelling(Wrapped):
+    class Canceling(Wrapped):
         async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
             if workflow_context.get().task_id == 2:
                 asked = asyncio.ensure_future(asyncio.sleep(60))
@@ -213,7 +213,7 @@ def test_a_workflow_that_awaits_what_is_cancelled_fails(engine: InProcessEngine,
                 await asked
             return await super().arun_episode(engine, data)
 
-    batch, _, _ = collect(engine, Cancelling(rlvr), n=4)
+    batch, _, _ = collect(engine, Canceling(rlvr), n=4)
     assert [prompt.index for prompt in batch.prompts] == [0, 1, 3]
     assert batch.counts["failed/CancelledError"] == 1
 
@@ -284,7 +284,7 @@ def test_samples_with_missing_numbers_are_dropped_and_counted_never_zeroed(
 def test_trajectories_of_several_rows_have_ids_that_no_other_group_has(
     engine: InProcessEngine, rlvr: RLVRWorkflow
 ) -> None:
-    """Group g has trajectories of two rows each, the last of one; their ids begin anew in every group."""
+    """Group g has trajectories of two rows each, the last of one; their ids restart in every group."""
 
     class InParts(Wrapped):
         def change(self, result: dict[str, Any], data: dict[str, Any], index: int) -> Any:

@@ -86,7 +86,7 @@ def test_sft_lowers_the_held_out_loss_and_exports(sft_config: MakeConfig) -> Non
 
 
 def test_evaluation_loss_is_per_token_whatever_the_batch_size(sft_config: MakeConfig, tmp_path: Path) -> None:
-    """Rows have 2 to 4 trained tokens: a mean of batch means would depend on who stands with whom."""
+    """Rows have 2 to 4 trained tokens: a mean of batch means would depend on who is with whom."""
     measured = []
     for size in (7, 24):
         config = sft_config(batch_size=size, run_dir=str(tmp_path / str(size)))

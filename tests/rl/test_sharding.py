@@ -35,7 +35,7 @@ def test_ranks_have_even_shares_of_the_tokens_and_keep_the_order() -> None:
     assert sorted(shares[0] + shares[1]) == list(range(6))
     assert shares == [sorted(share) for share in shares]
     tokens = [sum(lengths[row] for row in share) for share in shares]
-    # Neighbours by length go to different ranks, so that the differences add up to less than longest - shortest.
+    # Neighbors by length go to different ranks, so that the differences add up to less than longest - shortest.
     assert abs(tokens[0] - tokens[1]) < 9 - 1
 
 

@@ -107,7 +107,7 @@ def test_the_dump_of_a_plain_answer_is_what_it_was(batch: RolloutBatch, tokenize
 
 
 def test_gains_are_of_what_was_measured_both_before_and_after() -> None:
-    """A resumed run may measure otherwise than the one it goes on from."""
+    """A resumed run may measure otherwise than the one it continues from."""
     before, after = {"eval/reward": 0.25, "eval/greedy_reward": 0.5}, {"eval/reward": 0.75}
     assert reward_gains([before, {"loss": 1.0}, after]) == ["held-out reward, sampled: 0.250 before, 0.750 after"]
     assert len(reward_gains([before, before])) == 2

@@ -26,7 +26,7 @@ def prompts_trained(config: RLConfig) -> list[tuple[int, int]]:
 
 
 def assert_each_prompt_trained_once(config: RLConfig, ahead: int = 0) -> None:
-    """In the order of the stream, but for so many at most that are still on their way when the run ends."""
+    """In the order of the stream, except for at most that many that are still on their way when the run ends."""
     groups = [group for _, group in prompts_trained(config)]
     n = config.total_steps * config.rollout.prompts_per_step
     assert len(groups) == len(set(groups)) == n

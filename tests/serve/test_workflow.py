@@ -133,7 +133,7 @@ def test_a_conversation_is_one_row_or_one_an_answer(engine: InProcessEngine, tok
         mask = result["loss_mask"] == 1
         trained.append(list(zip(result["input_ids"][mask].tolist(), result["logprobs"][mask].tolist(), strict=True)))
     assert len(trained[1]) == sum(len(answer.output_tokens) for answer in answers)
-    assert set(trained[0]) == set(trained[1])  # the beginning that two branches share stands in both
+    assert set(trained[0]) == set(trained[1])  # the beginning that two branches share is in both
 
 
 def test_answers_of_one_run_are_one_trajectory_to_the_group(engine: InProcessEngine, tokenizer: Any) -> None:

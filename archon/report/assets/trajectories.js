@@ -3,7 +3,7 @@
 // Lower ends of the classes of a token's logprob; they stand for p = 0.9, 0.5, 0.2, 0.05 and 0.01.
 const LOGPROB_CLASSES = [-0.105, -0.693, -1.609, -2.996, -4.605];
 const ROWS = 200; // rows of the list at a time
-const COLOURED = 20000; // tokens coloured at a time; further answers stand as plain text
+const COLORED = 20000; // tokens colored at a time; further answers stand as plain text
 
 const ORDERS = {
   newest: ["newest step first", (r) => -value(r.step)],
@@ -113,7 +113,7 @@ function legend() {
     make("span", { class: "token given" }, "given, not trained"));
 }
 
-function answerCard(record, best, worst, coloured, tell) {
+function answerCard(record, best, worst, colored, tell) {
   const differ = best > worst, reward = value(record.reward);
   const rank = differ && reward === best ? " best" : differ && reward === worst ? " worst" : "";
   const chips = [make("span", { class: "chip reward" }, `reward ${number(record.reward)}`)];
@@ -129,7 +129,7 @@ function answerCard(record, best, worst, coloured, tell) {
   } else if (record.version !== undefined) chip(`version ${record.version}`);
   if (record.tokens_in_all) chip(`first ${number(record.tokens.length)} of ${number(record.tokens_in_all)} tokens`);
   let text;
-  if (record.tokens && coloured) text = tokenText(record, tell);
+  if (record.tokens && colored) text = tokenText(record, tell);
   else if (record.completion) text = make("div", { class: "text", tabindex: 0 }, String(record.completion));
   else text = make("div", { class: "empty" }, "empty answer");
   return make("article", { class: "sample" + rank }, make("div", { class: "chips" }, ...chips), text);
@@ -233,7 +233,7 @@ function trajectories() {
     const { group, record } = chosen;
     const rewards = group.map((other) => value(other.reward)).filter((reward) => !Number.isNaN(reward));
     const best = Math.max(...rewards), worst = Math.min(...rewards);
-    let left = COLOURED;
+    let left = COLORED;
     const cards = sorted(group.map((other) => ({ record: other })), order.value)
       .sort((a, b) => (b.record === record) - (a.record === record))
       .map(({ record: other }) => {

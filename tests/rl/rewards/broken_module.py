@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 if os.environ.get("BROKEN_FOR") != str(os.getpid()):
-    raise ImportError("no licence file in this process")
+    raise ImportError("no license file in this process")
 
 
 def reward(prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:

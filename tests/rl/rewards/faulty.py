@@ -105,5 +105,5 @@ def told(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **
 
 
 def keyword_prompt(result: str, gold: str, *, prompt: str) -> float:
-    """The length of an argument that bears a documented name and stands elsewhere."""
+    """The length of an argument that bears a documented name and is elsewhere."""
     return float(len(prompt))

@@ -247,7 +247,7 @@ async def test_a_reward_that_no_worker_can_load_fails_every_call_with_the_reason
     monkeypatch.setenv("BROKEN_FOR", str(os.getpid()))
     with AsyncRewardWrapper("tests.rl.rewards.broken_module.reward", max_workers=1) as reward:
         for _ in range(2):
-            with pytest.raises(RewardError, match=r"cannot load the reward function.*no licence file") as caught:
+            with pytest.raises(RewardError, match=r"cannot load the reward function.*no license file") as caught:
                 await ask(reward, "1.0")
             assert not isinstance(caught.value, RewardFailure)  # no sample will do better: the run should stop
             assert "Traceback" in caught.value.__notes__[0]

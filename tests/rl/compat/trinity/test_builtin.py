@@ -68,7 +68,7 @@ def test_a_task_without_the_prompt_says_which_columns_it_has(adapted, run_episod
 
 def test_an_environment_is_spoken_with_until_it_is_done(adapted, run_episode, tokenizer) -> None:
     """Each run is one trajectory; its reward is the sum of the environment's."""
-    stops = list(range(10, len(tokenizer), 2))  # so many that an answer is short
+    stops = list(range(10, len(tokenizer), 2))  # enough for a short answer
     args = {"env": COUNTDOWN, "env_args": {"start": 2}, "max_env_steps": 5}
     workflow = adapted(
         "text_env_workflow", gconfig=GCONFIG.new(max_new_tokens=40, stop_token_ids=stops), workflow_args=args

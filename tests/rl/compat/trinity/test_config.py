@@ -237,7 +237,7 @@ def run_rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 
 @pytest.fixture
 def trainable(small: dict[str, Any], blank: Path) -> dict[str, Any]:
-    """Two steps of the tiny model; what only archon knows of stands under `archon`."""
+    """Two steps of the tiny model; what only archon knows of is under `archon`."""
     small["model"] = {"model_path": str(blank), "max_response_tokens": 4}
     small["algorithm"] = {"algorithm_type": "grpo", "repeat_times": 4, "kl_loss_fn": "none", "optimizer": {"lr": 1e-3}}
     small["trainer"] = {"total_steps": 2}
