@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.planner.allocation_trace import trace_allocations
+from tests.planner.allocation_trace import trace_allocations
 from tests.planner.models import FULL, INTERLEAVED, OPS, SECOND, Case
 
 QUICK = [
