@@ -21,13 +21,16 @@ from archon.rl.prompts import Prompt
 from archon.rl.trajectories import checked_group, concat_padded_tensors, trajectory_ids
 from archon.rl.workflow_row import WorkflowRow, copy_containers
 from archon.rl.workflows.base import RolloutWorkflow
-from archon.rl.workflows.forms import whole_groups
 from archon.schema.errors import ConfigError, RolloutError, UserError
+from archon.schema.lazy import import_dotted
 
 FAILURES_AT_START = 16
 """So many failed episodes before the first success are no accident: the run stops without waiting for the rest."""
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
+
+GROUP_ADAPTER = "archon.rl.compat.areal.grouping.GroupedWorkflow"
+"""By dotted path, as the core does not import other frameworks' forms."""
 
 
 class WorkflowError(RuntimeError):
@@ -108,7 +111,7 @@ class Rollout:
         gconfig = getattr(workflow, "gconfig", None)
         n_samples = n_samples if n_samples is not None else getattr(gconfig, "n_samples", 1)
         self._name = type(workflow).__name__
-        self._whole_groups = whole_groups(workflow, n_samples, log)
+        self._grouped: RolloutWorkflow = import_dotted(GROUP_ADAPTER, "workflow adapter")(workflow, n_samples, log)
         self._seed = seed
         self._check = check
         self._log = log
@@ -216,7 +219,7 @@ class Rollout:
     async def _group(self, prompt: Prompt, context: EpisodeContext) -> dict[str, Any] | None:
         """Returns the group that the workflow makes of a prompt, checked, or None where it rejects it."""
         engine = EpisodeEngine(self.engine, context, None if context.is_eval else self._check)
-        group = await self._whole_groups.arun_episode(engine, WorkflowRow(copy_containers(prompt.row)))
+        group = await self._grouped.arun_episode(engine, WorkflowRow(copy_containers(prompt.row)))
         return None if group is None else checked_group(group, context, self._name)
 
     def raise_if_empty(self, episodes: Sequence[Episode]) -> None:

@@ -41,9 +41,9 @@ def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -
     config_name, trainer_name, model = RUNS[command]
     config_type = getattr(rl, config_name)
     if command == "rl":
-        from archon.rl.compat.trinity.config import translated
+        from archon.rl.compat.trinity.config import translate
 
-        config = load_config(config_type, file, overrides, translated)
+        config = load_config(config_type, file, overrides, translate)
     else:
         config = load_config(config_type, file, overrides)
     bootstrap = read_bootstrap(config.bootstrap)

@@ -39,7 +39,8 @@ class Registry(Mapping[str, T]):
             if "." in name:
                 imported: T = import_dotted(name, self.kind)
                 return imported
-            raise ConfigError(f"unknown {self.kind} {name!r}{nearest(name, list(self._entries))}")
+            hint = f"{nearest(name, list(self._entries))}; expected 'package.module.Name', a dotted path, for your own"
+            raise ConfigError(f"unknown {self.kind} {name!r}{hint}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:

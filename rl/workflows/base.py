@@ -1,11 +1,11 @@
-"""The contract of a workflow, and the forms in which one may be given to a trainer."""
+"""`RolloutWorkflow`, the base class of workflows, and what the built-in ones share."""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from archon.generation.record import UnusableAnswerError
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
@@ -14,18 +14,21 @@ from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure
 from archon.schema.errors import ConfigError
 
 Sample = TypeVar("Sample")
+Result = TypeVar("Result")
+Failure: TypeAlias = RewardFailure | UnusableAnswerError
 
 
 class RolloutWorkflow(ABC):
-    """One prompt in, scored trajectories out.
+    """Turns one prompt into scored trajectories.
 
-    Subclass it, and give the trainer an instance, the class, or `"pkg.mod.Class"`. A class is constructed with those of
+    Give the trainer an instance of a subclass, the class, or `"pkg.mod.Class"`. A class is constructed with those of
     `reward_fn`, `gconfig` and `tokenizer` that its `__init__` names.
 
-    One run returns a whole group, `gconfig.n_samples` trajectories of one prompt, as tensors. Workflows written for
-    AReaL may return less, which `archon.rl.compat.areal` makes a group of; for these `returns_group` says what a run
-    returns. True: the whole group. False: one trajectory, and a prompt has n runs at once; one that rejects its answer,
-    or whose reward failed, costs that sample. None: one run, and n − 1 more where it returned a single trajectory.
+    A run returns a group: `gconfig.n_samples` trajectories of one prompt, as tensors. Workflows written for AReaL may
+    return single trajectories, which `archon.rl.compat.areal` groups. For these `returns_group` says what a run
+    returns. True: the whole group. False: one trajectory, so that each prompt gets n concurrent runs, and a run that
+    rejects its answer or whose reward fails costs that sample only. None: not known; one run, and n − 1 more where it
+    returned a single trajectory.
     """
 
     returns_group: ClassVar[bool | None] = None
@@ -35,8 +38,8 @@ class RolloutWorkflow(ABC):
         """Run one episode.
 
         Args:
-            engine: answers requests; `await engine.agenerate(ModelRequest(...))`.
-            data: one row of the dataset, in a copy of this run's own.
+            engine: the generator, called as `await engine.agenerate(ModelRequest(...))`.
+            data: a copy of one row of the dataset.
 
         Returns:
             Trajectory tensors, batch first: `input_ids` int [B, S], `attention_mask` bool [B, S], `loss_mask` int [B,
@@ -44,14 +47,13 @@ class RolloutWorkflow(ABC):
             `rewards` float [B], and anything else with a leading B. All rows answer the same prompt and form one group.
             `None` rejects the episode.
 
-            Short forms of one answer as the engine gave it are accepted too: `input_ids` (the prompt's) and
-            `output_ids`, int [L] or [1, L], and `reward`; a list of such dictionaries; or a dictionary of
-            `InteractionWithTokenLogpReward` by id, the parts of one trajectory (each a trajectory where `returns_group`
-            is True).
+            Short forms are accepted too: `input_ids` (the prompt), `output_ids` (the answer as the engine returned it),
+            both int [L] or [1, L], and `reward`; a list of these; or a dictionary of `InteractionWithTokenLogpReward`
+            by id, the parts of one trajectory (one trajectory each where `returns_group` is True).
         """
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
-        """Returns a copy that samples with `gconfig`, for evaluation. Raises `ConfigError` without that attribute."""
+        """Returns a copy that samples with `gconfig`. Raises `ConfigError` where the workflow has no such attribute."""
         if not hasattr(self, "gconfig"):
             raise ConfigError(
                 f"{type(self).__name__} has no attribute `gconfig`, so it cannot be evaluated with other sampling "
@@ -62,41 +64,46 @@ class RolloutWorkflow(ABC):
         return changed
 
 
-def count_failure(error: RewardFailure | UnusableAnswerError) -> None:
-    """Count the sample that `error` costs, unless it has been counted."""
+def count_failure(error: Failure) -> None:
+    """Count the sample that `error` costs, unless it was counted before."""
     if all(error is not known for known in workflow_context.get().first_errors.values()):
         workflow_context.drop(f"reward_{error.kind}" if isinstance(error, RewardFailure) else error.kind, error)
 
 
-def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Reward | BaseException]) -> list[tuple[Sample, Reward]]:
-    """Returns the samples that have a reward, with it; those whose answer or reward failed are counted by kind.
+def split_outcomes(outcomes: Sequence[Result | BaseException]) -> tuple[list[tuple[int, Result]], list[Failure]]:
+    """Splits what samples or runs ended with into results, each with its index, and failures, which are counted.
 
-    Raises any other exception among `outcomes`, and the first failure where no sample is left.
+    Raises any exception that is neither a failed reward nor an unusable answer.
     """
-    kept: list[tuple[Sample, Reward]] = []
-    for sample, outcome in zip(samples, outcomes, strict=True):
-        if isinstance(outcome, RewardFailure | UnusableAnswerError):
+    results: list[tuple[int, Result]] = []
+    failures: list[Failure] = []
+    for index, outcome in enumerate(outcomes):
+        if isinstance(outcome, Failure):
             count_failure(outcome)
+            failures.append(outcome)
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
-            kept.append((sample, outcome))
-    if not kept:
-        raise next(outcome for outcome in outcomes if isinstance(outcome, BaseException))
-    return kept
+            results.append((index, outcome))
+    return results, failures
+
+
+def kept_samples(samples: Sequence[Sample], outcomes: Sequence[Result | BaseException]) -> list[tuple[Sample, Result]]:
+    """Returns the samples that did not fail, each with its outcome; raises the first failure where none is left."""
+    results, failures = split_outcomes(outcomes)
+    if not results:
+        raise failures[0]
+    return [(samples[index], result) for index, result in results]
 
 
 def wrapped_reward(reward_fn: Callable[..., Any] | str | AsyncRewardWrapper) -> AsyncRewardWrapper:
-    """Returns a wrapper of a reward given as a function, its name, its dotted path or a wrapper.
-
-    Raises `RewardError` for one that does not take the four documented arguments.
-    """
+    """Returns the wrapper of a reward function, which must take the four documented arguments, else `RewardError`."""
     wrapper = AsyncRewardWrapper(reward_fn)
     wrapper.require_documented_form()
     return wrapper
 
 
 def record_parts(rewards: Iterable[Reward]) -> None:
-    """Add the parts of rewards that have several to the step's metrics."""
+    """Add the parts of the rewards to the step's metrics."""
     for reward in rewards:
         workflow_context.record(**{f"reward/{name}": part for name, part in reward.parts.items()})

@@ -8,9 +8,13 @@ from typing import Any
 
 from archon.rl.workflows.agent import AgentWorkflow
 from archon.rl.workflows.base import RolloutWorkflow
-from archon.rl.workflows.forms import find_workflow
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
+from archon.schema.lazy import import_dotted
+
+# By dotted path, as the core does not import other frameworks' forms. It returns the class or object that a workflow's
+# name stands for, and the arguments to construct it with.
+COMPAT_ADAPTER = "archon.rl.compat.trinity.adapter.adapt_workflow"
 
 
 def resolve_workflow(
@@ -18,12 +22,11 @@ def resolve_workflow(
 ) -> RolloutWorkflow:
     """Returns the instance that `workflow` names: itself, its class, or a dotted string naming either.
 
-    An agent, which has `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`.
-
-    `arguments` are offered to a class's constructor, which takes those it names; `further` ones it must take. Raises
-    `ConfigError` naming what was given.
+    An agent, which has `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`. A class is
+    constructed with those of `arguments` that it names, and with all of `further`. Raises `ConfigError` naming what was
+    given.
     """
-    found, further = find_workflow(workflow, further or {})
+    found, further = import_dotted(COMPAT_ADAPTER, "workflow adapter")(workflow, further or {})
     if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
         return AgentWorkflow(_constructed(found, further, {}), **{n: arguments[n] for n in ("gconfig", "tokenizer")})
     if not callable(getattr(found, "arun_episode", None)):
@@ -36,7 +39,7 @@ def resolve_workflow(
 
 
 def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """Returns an instance as it is; of a class, one made with `further` and those of `arguments` that it names."""
+    """Returns an instance unchanged; constructs a class with `further` and those of `arguments` that it names."""
     if not isinstance(found, type):
         if further:
             raise ConfigError(f"workflow_args {', '.join(further)}: the workflow is an instance already")

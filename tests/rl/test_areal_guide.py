@@ -134,7 +134,7 @@ def test_one_of_several_runs_returns_one_trajectory(engine: InProcessEngine, tok
             return [await super(Two, self).arun_episode(engine, data) for _ in range(2)]
 
     said = failure(engine, Two(GCONFIG, tokenizer, rewards.constant))
-    assert "Two: a run of several for one prompt returned several trajectories; return one, or set" in said
+    assert "Two: one of several runs for a prompt returned several trajectories; return one, or set" in said
 
 
 def test_a_run_that_fails_or_rejects_costs_its_sample_and_is_counted(engine: InProcessEngine, tokenizer: Any) -> None:

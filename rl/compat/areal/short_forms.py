@@ -1,4 +1,4 @@
-"""Short forms of a result: an answer's tokens and its reward, whose logprobs and versions the engine has recorded."""
+"""Expands short forms of a result, an answer's tokens and reward, by the logprobs and versions that were recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from archon.generation.record import UnusableAnswerError, check_answer
 from archon.generation.types import ModelResponse
-from archon.rl.rewards import Reward
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflows.base import kept_samples
 from archon.schema.errors import RolloutError
@@ -22,7 +21,7 @@ SHORT_FORM = ("input_ids", "output_ids", "reward")
 
 @dataclass
 class InteractionWithTokenLogpReward(ModelResponse):
-    """One answer and its reward; None means that no reward is known, which is not a reward of 0."""
+    """One answer and its reward; None means that the reward is not known, which differs from 0."""
 
     reward: float | None = None
 
@@ -32,31 +31,31 @@ class InteractionWithTokenLogpReward(ModelResponse):
 
 
 def expand_short_form(result: Any, answers: Sequence[ModelResponse], source: str, *, separate: bool = False) -> Any:
-    """Returns the trajectory tensors that a short form stands for; any other result as it is.
+    """Returns the trajectory tensors of a short form, and any other result unchanged.
 
-    Short are `{"input_ids": prompt, "output_ids": answer, "reward": number}`, a list of such rows, and a dictionary of
-    `InteractionWithTokenLogpReward` by id. Interactions without a reward are left out; the others are parts of one
-    trajectory.
+    Short forms are `{"input_ids": prompt, "output_ids": answer, "reward": number}`, a list of such rows, and a
+    dictionary of `InteractionWithTokenLogpReward` by id. Interactions without a reward are left out; the others are
+    parts of one trajectory.
 
     Args:
-        result: what a run of a workflow returned.
-        answers: every response that the engine gave in this run.
-        source: opens the message of the `RolloutError` for what cannot be expanded.
-        separate: each interaction is a trajectory of its own.
+        result: the result of a workflow's run.
+        answers: all responses of the engine in this run.
+        source: the beginning of error messages; `RolloutError` is raised for what cannot be expanded.
+        separate: whether each interaction is a trajectory of its own.
     """
     rows = result if isinstance(result, list) else [result]
     if any(isinstance(row, dict) and "output_ids" in row and "attention_mask" not in row for row in rows):
-        return _of_short_rows(rows, answers, source)
+        return _expand_rows(rows, answers, source)
     if isinstance(result, dict) and any(isinstance(v, InteractionWithTokenLogpReward) for v in result.values()):
-        return _of_interactions(result, source, separate)
+        return _expand_interactions(result, source, separate)
     return result
 
 
-def _of_short_rows(rows: Sequence[Any], answers: Sequence[ModelResponse], source: str) -> dict[str, Tensor]:
+def _expand_rows(rows: Sequence[Any], answers: Sequence[ModelResponse], source: str) -> dict[str, Tensor]:
     recorded: defaultdict[tuple[tuple[int, ...], tuple[int, ...]], list[ModelResponse]] = defaultdict(list)
     for answer in answers:
         recorded[tuple(answer.input_tokens), tuple(answer.output_tokens)].append(answer)
-    found, rewards = [], []
+    returned, rewards = [], []
     for index, row in enumerate(rows):
         where = f"{source}: row {index}" if len(rows) > 1 else source
         if missing := [key for key in SHORT_FORM if key not in row]:
@@ -64,19 +63,19 @@ def _of_short_rows(rows: Sequence[Any], answers: Sequence[ModelResponse], source
         prompt, output = (_token_ids(row[key], key, where) for key in SHORT_FORM[:2])
         same = recorded.get((prompt, output))
         if not same:
-            asked = sum(tuple(answer.input_tokens) == prompt for answer in answers)
+            n_same_prompt = sum(tuple(answer.input_tokens) == prompt for answer in answers)
             raise RolloutError(
-                f"{where}: the logprobs of the {len(output)} tokens of 'output_ids' are missing: the engine gave "
-                f"{len(answers)} answers in this episode, {asked} of them to the {len(prompt)} tokens of 'input_ids', "
-                "and none of these is 'output_ids'; return the tokens of one answer as they are, or the whole form "
-                "(attention_mask, loss_mask, logprobs, versions, rewards)"
+                f"{where}: the logprobs of the {len(output)} tokens of 'output_ids' are missing: the engine returned "
+                f"{len(answers)} answers in this episode, {n_same_prompt} of them to the {len(prompt)} tokens of "
+                "'input_ids', and none of these is 'output_ids'; return the tokens of an answer unchanged, or the full "
+                "form (attention_mask, loss_mask, logprobs, versions, rewards)"
             )
-        found.append(same.pop(0) if len(same) > 1 else same[0])
+        returned.append(same.pop(0) if len(same) > 1 else same[0])
         rewards.append(_number(row["reward"], where))
-    return _scored(found, rewards)
+    return _usable_tensors(returned, rewards)
 
 
-def _of_interactions(result: dict[str, Any], source: str, separate: bool) -> dict[str, Tensor]:
+def _expand_interactions(result: dict[str, Any], source: str, separate: bool) -> dict[str, Tensor]:
     for name, item in result.items():
         if not isinstance(item, InteractionWithTokenLogpReward):
             raise RolloutError(
@@ -85,26 +84,23 @@ def _of_interactions(result: dict[str, Any], source: str, separate: bool) -> dic
     rewarded = [item for item in result.values() if item.reward is not None]
     if not rewarded:
         raise RolloutError(f"{source}: none of the {len(result)} interactions has a reward; set one, or return None")
-    return _scored(rewarded, [_number(item.reward, source) for item in rewarded], one_trajectory=not separate)
+    return _usable_tensors(rewarded, [_number(item.reward, source) for item in rewarded], one_trajectory=not separate)
 
 
-def _scored(
+def _usable_tensors(
     answers: Sequence[ModelResponse], rewards: Sequence[float], *, one_trajectory: bool = False
 ) -> dict[str, Tensor]:
-    """Returns the tensors of the answers that can be trained on; the others are counted.
-
-    Raises the first failure where no answer can be.
-    """
-    outcomes: list[Reward | BaseException] = []
+    """Returns the tensors of the usable answers and counts the others; raises the first failure if none is usable."""
+    outcomes: list[float | BaseException] = []
     for answer, reward in zip(answers, rewards, strict=True):
         try:
             check_answer(answer)
-            outcomes.append(Reward(reward))
+            outcomes.append(reward)
         except UnusableAnswerError as error:
             outcomes.append(error)
     kept = kept_samples(answers, outcomes)
     ids = [0] * len(kept) if one_trajectory else None
-    return trajectory_tensors([answer for answer, _ in kept], [float(reward) for _, reward in kept], ids)
+    return trajectory_tensors([answer for answer, _ in kept], [reward for _, reward in kept], ids)
 
 
 def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
@@ -117,7 +113,7 @@ def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
     if ids.ndim != 1 or ((ids.is_floating_point() or ids.is_complex()) and ids.numel()):
         raise RolloutError(
             f"{where}: {key!r} is {ids.dtype} of shape {tuple(ids.shape)}, expected integers of shape [L] or [1, L]; "
-            "several answers are a list of such rows"
+            "return several answers as a list of such rows"
         )
     return tuple(map(int, ids.tolist()))
 

@@ -1,4 +1,4 @@
-"""Runs a Trinity-style workflow as an archon one: makes its task, gives it a thread, checks and converts its result."""
+"""Runs a Trinity-style workflow as an archon one: makes its task, runs it, checks and converts its experiences."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from archon.generation.record import TokenRecord, UnusableAnswerError
+from archon.generation.record import TokenRecord
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.compat.trinity import builtin, react  # noqa: F401 (register the built-in workflows)
 from archon.rl.compat.trinity.model import ModelWrapper
 from archon.rl.compat.trinity.types import Experience, FormatConfig, GenerationConfig, Task
-from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS, RewardFn, Workflow, says
+from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS, RewardFn, Workflow, declares
 from archon.rl.episode_context import workflow_context
-from archon.rl.rewards import RewardFailure
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.agent import Serving
-from archon.rl.workflows.base import RolloutWorkflow, count_failure, wrapped_reward
+from archon.rl.workflows.base import RolloutWorkflow, split_outcomes, wrapped_reward
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
-from archon.schema.lazy import import_dotted
 
 if TYPE_CHECKING:
     from archon.rl.compat.trinity.model import Endpoint
@@ -36,19 +35,19 @@ Sample = tuple[TokenRecord, float]
 
 
 class TrinityWorkflow(RolloutWorkflow):
-    """One group: the experiences of `gconfig.n_samples` answers, or runs, of a Trinity-style workflow.
+    """Makes a group from the experiences of one or several runs of a Trinity-style workflow.
 
-    Rows carry `raw_task` (`train_data.raw` puts it there), which becomes the task's.
+    Rows need `raw_task`, the task's row, which `train_data.raw` adds.
 
     Args:
         workflow: the class, its registered name or its dotted path.
-        reward_fn: the run's archon reward, which the task carries as its `reward_fn`.
-        gconfig: sampling values; the task's `rollout_args` say the same.
+        reward_fn: the run's archon reward, which becomes the task's `reward_fn`.
+        gconfig: sampling parameters, which the task's `rollout_args` repeat.
         tokenizer: renders messages; its end-of-text and padding ids stop an answer.
-        reward: a `RewardFn` class, its registered name or its dotted path, carried in place of `reward_fn`.
+        reward: a `RewardFn` class, its registered name or its dotted path, used in place of `reward_fn`.
         format_args: fields of `FormatConfig`.
-        workflow_args, reward_fn_args: for the workflow and the `RewardFn`, as they are.
-        enable_openai_api: give the model an OpenAI endpoint on this machine, for its `get_openai_client()`.
+        workflow_args, reward_fn_args: passed to the workflow and to the `RewardFn`.
+        enable_openai_api: start an OpenAI endpoint on this machine for `ModelWrapper.get_openai_client()`.
     """
 
     returns_group = True
@@ -66,7 +65,7 @@ class TrinityWorkflow(RolloutWorkflow):
         reward_fn_args: Mapping[str, Any] | None = None,
         enable_openai_api: bool = False,
     ) -> None:
-        kind: Any = WORKFLOWS.find(workflow) if isinstance(workflow, str) else workflow
+        kind: Any = WORKFLOWS[workflow] if isinstance(workflow, str) else workflow
         if not (isinstance(kind, type) and issubclass(kind, Workflow)):
             raise ConfigError(f"workflow: got {workflow!r}, expected a subclass of archon.rl.Workflow, or its name")
         overrides_async = kind.run_async is not Workflow.run_async
@@ -79,7 +78,7 @@ class TrinityWorkflow(RolloutWorkflow):
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
         self.tokenizer = tokenizer
         self._awaits = overrides_async and (kind.is_async or hasattr(kind, "asynchronous") or kind.run is Workflow.run)
-        self._reward = REWARD_FUNCTIONS.find(reward) if isinstance(reward, str) else reward or wrapped_reward(reward_fn)
+        self._reward = REWARD_FUNCTIONS[reward] if isinstance(reward, str) else reward or wrapped_reward(reward_fn)
         self._format_args = FormatConfig(**(format_args or {}))
         self._workflow_args, self._reward_fn_args = dict(workflow_args or {}), dict(reward_fn_args or {})
         self._serving = Serving(tokenizer) if enable_openai_api else None
@@ -89,18 +88,18 @@ class TrinityWorkflow(RolloutWorkflow):
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
         changed = super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
         assert isinstance(changed, TrinityWorkflow)
-        changed._idle = []  # a workflow may keep the sampling values it was made with
+        changed._idle = []  # a workflow may keep the sampling parameters it was constructed with
         return changed
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """One group as trajectory tensors [G, S]; None where every run rejected the task with an empty list.
+        """Returns one group as trajectory tensors [G, S]; None where every run rejected the task with an empty list.
 
-        Of several runs, one that ends with an unusable answer or a failed reward costs its samples, and is counted.
+        Of several runs, one that fails by an unusable answer or a failed reward costs its samples and is counted.
         Raises `RolloutError` naming key and shape where a result is wrong, and whatever else the workflow raises.
         """
         if "raw_task" not in data:
             raise ConfigError(
-                "a Trinity-style workflow reads rows as they stand in their source: set raw=true in train_data and "
+                "a Trinity-style workflow reads the unchanged rows of its source: set raw=true in train_data and "
                 f"eval_data (this row has {', '.join(map(repr, data))})"
             )
         if self._serving is None:
@@ -111,42 +110,32 @@ class TrinityWorkflow(RolloutWorkflow):
     async def _group(
         self, engine: InferenceEngine, data: dict[str, Any], endpoint: Endpoint | None
     ) -> dict[str, Tensor] | None:
-        n, samples, lost = self.gconfig.n_samples, list[Sample](), list[BaseException]()
-        run_of: list[int] = []  # each sample
-        context = workflow_context.get()
-
-        async def gathered(runs: range, each: int) -> None:
-            outcomes = await asyncio.gather(
-                *(self._run(engine, data, run, each, endpoint) for run in runs), return_exceptions=True
-            )
-            for run, outcome in zip(runs, outcomes, strict=True):
-                if isinstance(outcome, RewardFailure | UnusableAnswerError) and len(runs) > 1:
-                    lost.append(outcome)
-                    count_failure(outcome)
-                elif isinstance(outcome, BaseException):
-                    raise outcome
-                else:
-                    samples.extend(outcome)
-                    run_of.extend([run] * len(outcome))
-
-        if self.kind.can_repeat is False and not hasattr(self.kind, "repeatable"):
-            await gathered(range(n), 1)
-        else:
-            await gathered(range(1), n)
-            if len(samples) == 1 and not self._repeats and not context.drops:
-                await gathered(range(1, n), n)
-        if not samples and lost:
-            raise lost[0]
+        n = self.gconfig.n_samples
+        outcomes: list[list[Sample] | BaseException] = []
+        each, repeated = 1, range(n)
+        if n == 1 or self.kind.can_repeat is not False or hasattr(self.kind, "repeatable"):
+            first = await self._run(engine, data, 0, n, endpoint)
+            outcomes.append(first)
+            is_single = len(first) == 1 and not self._repeats and not workflow_context.get().drops
+            each, repeated = n, range(1, n if is_single else 1)
+        outcomes += await asyncio.gather(
+            *(self._run(engine, data, run, each, endpoint) for run in repeated), return_exceptions=True
+        )
+        results, failures = split_outcomes(outcomes)
+        samples = [sample for _, returned in results for sample in returned]
+        if not samples and failures:
+            raise failures[0]
         if not samples:
             return None
         records, rewards = [record for record, _ in samples], [reward for _, reward in samples]
-        # What one of several runs returned is one trajectory in parts; a single run returns a group of them.
-        return trajectory_tensors(records, rewards, run_of if len(set(run_of)) > 1 else None)
+        # With several runs each is one trajectory, in parts; a single run returns a group of trajectories.
+        runs = [run for run, returned in results for _ in returned]
+        return trajectory_tensors(records, rewards, runs if len(set(runs)) > 1 else None)
 
     async def _run(
         self, engine: InferenceEngine, data: dict[str, Any], run: int, n: int, endpoint: Endpoint | None
     ) -> list[Sample]:
-        """One run of one instance, which nobody else uses meanwhile. One whose run fails is not used again."""
+        """Returns the samples of one run. Its workflow instance is reused if it can be reset and the run succeeded."""
         rollout = self.gconfig
         task = Task(
             workflow=self.kind,
@@ -168,32 +157,32 @@ class TrinityWorkflow(RolloutWorkflow):
         used, model = self._idle.pop() if self._idle else (None, ModelWrapper(self.tokenizer))
         model.open(engine, rollout, run, endpoint)
 
-        def ready() -> Workflow:
+        def prepare() -> Workflow:
             workflow = used
             if workflow is None:
                 workflow = self.kind(task=task, model=model, auxiliary_models=[])
             else:
                 workflow.task = task
                 workflow.reset(task)
-            if says(workflow, "can_repeat", "repeatable"):
+            if declares(workflow, "can_repeat", "repeatable"):
                 workflow.set_repeat_times(n, run)
             return workflow
 
-        def whole() -> tuple[Workflow, list[Experience]]:
-            workflow = ready()
+        def prepare_and_run() -> tuple[Workflow, list[Experience]]:
+            workflow = prepare()
             return workflow, workflow.run()
 
         try:
             if self._awaits:
-                workflow = ready()
+                workflow = prepare()
                 result = await workflow.run_async()
             else:
-                workflow, result = await in_thread(whole)
+                workflow, result = await in_thread(prepare_and_run)
             samples = self._checked(result, model)
         finally:
             model.close()
-        self._repeats = bool(says(workflow, "can_repeat", "repeatable"))
-        if says(workflow, "can_reset", "resettable"):
+        self._repeats = bool(declares(workflow, "can_repeat", "repeatable"))
+        if declares(workflow, "can_reset", "resettable"):
             self._idle.append((workflow, model))
         return samples
 
@@ -213,10 +202,10 @@ class TrinityWorkflow(RolloutWorkflow):
 
 
 def sample_of(experience: Any, model: ModelWrapper, where: str) -> Sample:
-    """An experience in token space, and its reward; `where` opens the message of the `RolloutError` for a wrong one.
+    """Returns an experience's token record and reward; `where` begins the message of the `RolloutError` for a bad one.
 
-    What it says of logprobs counts; where it says nothing, and for versions, what the model recorded for exactly these
-    tokens does. A reward that is not finite passes: the rollout drops the sample, and counts it.
+    Versions, and logprobs that the experience lacks, are those that the model recorded for exactly these tokens. A
+    reward that is not finite is accepted here; the rollout drops and counts the sample.
     """
     if not isinstance(experience, Experience):
         raise RolloutError(f"{where} is a {type(experience).__name__}, expected an Experience")
@@ -246,8 +235,8 @@ def sample_of(experience: Any, model: ModelWrapper, where: str) -> Sample:
     elif missing := sum(m > g for m, g in zip(mask, generated, strict=True)):
         raise RolloutError(
             f"{where}: 'logprobs' is missing for {missing} of its {sum(mask)} trained tokens, which the model did not "
-            "generate behind these very tokens in this run; pass the tokens and logprobs of a response on as they are, "
-            "or leave those tokens out with action_mask"
+            "generate after exactly these tokens in this run; return the tokens and logprobs of a response unchanged, "
+            "or mask those tokens with action_mask"
         )
     else:
         assert known is not None
@@ -264,10 +253,10 @@ def sample_of(experience: Any, model: ModelWrapper, where: str) -> Sample:
 
 
 def _vector(value: Any, key: str, where: str, size: int | None = None, *, integers: bool = True) -> list[Any]:
-    """A one-dimensional tensor, of `size` numbers where that is known, as a list."""
+    """Returns a one-dimensional tensor, of length `size` where given, as a list."""
     expected = f"expected one dimension of {'integers' if integers else 'numbers'}"
     if size is not None:
-        expected = f"expected ({size},), one for each token behind prompt_length"
+        expected = f"expected ({size},), one for each token after prompt_length"
     if not isinstance(value, Tensor):
         raise RolloutError(f"{where}: {key!r} is a {type(value).__name__}, {expected}")
     if value.ndim != 1 or (size is not None and len(value) != size):
@@ -278,45 +267,30 @@ def _vector(value: Any, key: str, where: str, size: int | None = None, *, intege
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """What `work` returns or raises, from a thread of its own that knows the caller's context.
+    """Runs `work` in a daemon thread with the caller's context, and returns its result or raises its exception.
 
-    Neither a caller that is cancelled nor the end of the process waits for it.
+    Unlike `asyncio.to_thread` it delays neither the caller's cancellation nor the end of the process.
     """
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    done: asyncio.Future[T] = loop.create_future()
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # a running future cannot be canceled, so its result can always be set
+    context = contextvars.copy_context()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return  # cancelled
-        if error is None:
-            done.set_result(result)  # type: ignore[arg-type]
-        else:
-            done.set_exception(error)
-
-    def body() -> None:
-        outcome: tuple[T | None, BaseException | None]
+    def run() -> None:
         try:
-            outcome = context.run(work), None
-        except StopIteration as stop:  # which a future cannot carry
-            outcome = None, RuntimeError(f"the workflow raised StopIteration: {stop}")
-        except BaseException as raised:  # noqa: BLE001 (it is raised where the result is awaited)
-            outcome = None, raised
-        try:
-            loop.call_soon_threadsafe(settle, *outcome)
-        except RuntimeError:
-            pass  # the loop is closed, and nobody waits
+            result.set_result(context.run(work))
+        except StopIteration as stop:  # asyncio's futures do not accept it
+            result.set_exception(RuntimeError(f"the workflow raised StopIteration: {stop}"))
+        except BaseException as error:  # noqa: BLE001 (it is raised where the result is awaited)
+            result.set_exception(error)
 
-    threading.Thread(target=body, name="trinity-run", daemon=True).start()
-    return await done
+    threading.Thread(target=run, name="trinity-run", daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
-def adapted_workflow(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]] | None:
-    """A Trinity-style workflow, or the name of a registered one, as an argument of the workflow that runs such ones;
-    None for anything else."""
-    if isinstance(workflow, str) and workflow in WORKFLOWS:
+def adapt_workflow(workflow: Any, further: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the object that `workflow` names, and its arguments; a Trinity-style class as `TrinityWorkflow`."""
+    if isinstance(workflow, str):
         workflow = WORKFLOWS[workflow]
-    elif isinstance(workflow, str):
-        workflow = import_dotted(workflow, "workflow")
     if isinstance(workflow, type) and issubclass(workflow, Workflow):
         return TrinityWorkflow, {"workflow": workflow, **further}
-    return None
+    return workflow, further

@@ -1,4 +1,4 @@
-"""Built-in Trinity-style workflows: one answer that is scored, and a conversation with an environment of text."""
+"""Built-in Trinity-style workflows: single scored answers, and conversations with a text environment."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from archon.rl.compat.trinity.types import Experience, Task
-from archon.rl.compat.trinity.workflow import WORKFLOWS, ModuleRegistry, Workflow
+from archon.rl.compat.trinity.workflow import WORKFLOWS, Workflow, parse_workflow_args
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, RewardRaised, as_reward
 from archon.rl.workflows.base import kept_samples
-from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, ContextOverflowError, RolloutError
+from archon.schema.lazy import import_dotted
 
 MATH_PROMPT = r"Think step by step. State the final answer, and nothing but it, as \boxed{answer}."
 
@@ -47,41 +47,41 @@ class SimpleWorkflow(Workflow):
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """The task's sampling values, for `model.chat(messages, **self.rollout_args)`."""
+        """Returns the task's sampling parameters, for `model.chat(messages, **self.rollout_args)`."""
         return asdict(self.task.rollout_args) | {"n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """What the model is asked."""
+        """Returns the messages of the prompt."""
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": self.task_desc}]
 
     def run(self) -> list[Experience]:
-        return self.scored(self.model.chat(self.format_messages(), **self.rollout_args))
+        return self.score(self.model.chat(self.format_messages(), **self.rollout_args))
 
-    def scored(self, responses: Sequence[Experience]) -> list[Experience]:
-        """The responses with their rewards. One whose reward fails is left out and counted by kind."""
+    def score(self, responses: Sequence[Experience]) -> list[Experience]:
+        """Returns the responses with their rewards. One whose reward fails is dropped and counted by kind."""
         outcomes: list[Reward | BaseException]
         if isinstance(self.reward_fn, AsyncRewardWrapper):
-            outcomes = self.model.wait(self._all_scored(self.reward_fn, responses))
+            outcomes = self.model.wait(self._score_all(self.reward_fn, responses))
         else:
-            outcomes = [self._score(response) for response in responses]
+            outcomes = [self._score_one(response) for response in responses]
         kept = kept_samples(responses, outcomes)
         for response, reward in kept:
             response.reward = float(reward)
             response.metrics.update({f"reward/{name}": part for name, part in reward.parts.items()})
         return [response for response, _ in kept]
 
-    def _score(self, response: Experience) -> Reward | BaseException:
+    def _score_one(self, response: Experience) -> Reward | BaseException:
         name = type(self.reward_fn).__qualname__
         try:
             return as_reward(self.reward_fn(response=response.response_text, truth=self.truth), name)
         except RewardFailure as failure:
             return failure
         except Exception as error:  # noqa: BLE001 (a user's code: whatever it raises costs this one sample)
-            told = f"reward function {name} raised {type(error).__name__}: {error}"
-            return RewardRaised(told, traceback.format_exc())
+            message = f"reward function {name} raised {type(error).__name__}: {error}"
+            return RewardRaised(message, traceback.format_exc())
 
-    async def _all_scored(
+    async def _score_all(
         self, reward_fn: AsyncRewardWrapper, responses: Sequence[Experience]
     ) -> list[Reward | BaseException]:
         row = self.raw_task if self.truth is None else self.raw_task | {"answer": str(self.truth)}
@@ -97,7 +97,7 @@ class SimpleWorkflow(Workflow):
 
 @WORKFLOWS.register_module("math_workflow")
 class MathWorkflow(SimpleWorkflow):
-    """A `SimpleWorkflow` for mathematics: without a system prompt of the run's own it asks for a boxed answer."""
+    """A `SimpleWorkflow` for mathematics, whose default system prompt asks for a boxed answer."""
 
     def reset(self, task: Task) -> None:
         super().reset(task)
@@ -106,23 +106,23 @@ class MathWorkflow(SimpleWorkflow):
 
 
 class TextEnv(Protocol):
-    """An environment that is spoken with."""
+    """An environment whose observations and actions are text."""
 
     def reset(self, task: dict[str, Any]) -> str:
-        """Begin the task of a row; the first observation."""
+        """Begins the task of a row, and returns the first observation."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """What an answer of the model brings: the next observation, a reward, whether it is over, and anything else."""
+        """Returns the next observation, the reward, whether the task is done, and any information."""
         ...
 
 
 @WORKFLOWS.register_module("text_env_workflow")
 class TextEnvWorkflow(Workflow):
-    """A conversation with an environment; its reward is the sum of the environment's, and every answer is trained.
+    """A conversation with an environment. The reward is the sum of the environment's; all answers are trained.
 
-    `workflow_args` holds `env`, the dotted path (or the object) that makes a `TextEnv`, `env_args` for it, and
-    `max_env_steps`, answers at most (10). The conversation also ends with an answer that was cut off.
+    `workflow_args` are `env`, a class or factory of `TextEnv` or its dotted path, `env_args` for it, and
+    `max_env_steps`, the maximal number of answers (10). A truncated answer also ends the conversation.
     """
 
     can_reset = True
@@ -130,18 +130,15 @@ class TextEnvWorkflow(Workflow):
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: list[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        args: dict[str, Any] = {"env": None, "env_args": {}, "max_env_steps": 10}
-        for name in task.workflow_args:
-            if name not in args:
-                raise ConfigError(f"workflow_args of text_env_workflow: unknown {name!r}{nearest(name, list(args))}")
-        args |= task.workflow_args
+        defaults: dict[str, Any] = {"env": None, "env_args": {}, "max_env_steps": 10}
+        args = parse_workflow_args("text_env_workflow", task.workflow_args, defaults)
         env, self.max_env_steps = args["env"], int(args["max_env_steps"])
         if env is None or self.max_env_steps < 1:
             raise ConfigError(
                 f"workflow_args of text_env_workflow: env is {env!r} and max_env_steps {self.max_env_steps}; expected "
                 "the dotted path of an environment, and at least 1"
             )
-        make: Callable[..., TextEnv] = ModuleRegistry[Any]("environment").find(env) if isinstance(env, str) else env
+        make: Callable[..., TextEnv] = import_dotted(env, "environment") if isinstance(env, str) else env
         self.env = make(**args["env_args"])
 
     def run(self) -> list[Experience]:

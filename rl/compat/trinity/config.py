@@ -1,4 +1,4 @@
-"""A Trinity-RFT configuration as an archon one. Every key is mapped, known to have no effect here, or refused."""
+"""Translates a Trinity-RFT configuration. Every key is mapped, known to have no effect in archon, or refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SPELLINGS = {
 }
 _WHOLE = tuple(taskset + name for taskset in (_TRAIN, _EVAL) for name in ("workflow_args", "reward_fn_args"))
 
-# Key there: keys here.
+# Trinity-RFT's key: archon's keys.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "continue_from_checkpoint": ("resume",),
     "algorithm.algorithm_type": ("algorithm.preset",),
@@ -83,18 +83,18 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "trainer.max_token_len_per_gpu": ("actor.max_tokens_per_mb",),
 }
 _TASKSET_ENDS = ("default_workflow_type", "default_reward_fn_type")
-# Read one by one below.
+# Keys that the functions below read.
 _OTHERS = {"project", "name", "group", "checkpoint_root_dir", "model.critic_model_path", "buffer.total_epochs"}
 _OTHERS |= {"buffer.train_batch_size", _INPUT + "default_eval_workflow_type"}
 _OTHERS |= {prefix + end for prefix in (_INPUT, _TRAIN, _EVAL) for end in _TASKSET_ENDS}
 _OTHERS |= {_EVAL + name for name in ("format.prompt_key", "format.response_key", "format.system_prompt")}
 _OTHERS |= {_EVAL + name for name in ("workflow_args", "reward_fn_args")}
 
-# What may be said, as it is so here; anything else is refused for the reason given.
+# The values that archon supports, and the reason why it refuses others.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "mode": (("both", "colocate"), "archon generates and trains in one run"),
     "algorithm.kl_penalty_fn": (("none",), "write `archon: {algorithm: {kl: {place: reward}}}`"),
-    "algorithm.sample_strategy": (("default",), "every batch is trained once it is whole"),
+    "algorithm.sample_strategy": (("default",), "every batch is trained once it is complete"),
     "model.min_response_tokens": ((1,), "the trainer cannot replay a lower limit"),
     "model.repetition_penalty": ((1,), "the trainer cannot replay a penalty"),
     "explorer.auxiliary_models": (([],), "archon runs the trained model only"),
@@ -106,8 +106,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     _EVAL + "rollout_args.top_k": ((-1, 0), "evaluation samples the whole distribution"),
 }
 
-# Of one machine and one process, or of files that archon does not write.
-WITHOUT_EFFECT = (
+# Keys of Ray, of inference servers, or of files that archon does not write.
+NO_EFFECT = (
     *("ray_namespace", "ignore_validator_suggestions", "cluster.", "monitor.", "synchronizer.", "log.", "service."),
     *("algorithm.optimizer.fused", "algorithm.optimizer.foreach", "model.enable_prompt_truncation"),
     *("buffer.trainer_input.experience_buffer.", "buffer.max_retry_times", "buffer.max_retry_interval"),
@@ -120,7 +120,7 @@ WITHOUT_EFFECT = (
     *("trainer.name", "trainer.trainer_type", "trainer.trainer_strategy", "trainer.use_dynamic_bsz"),
     *("trainer.save_strategy", "trainer.save_hf_checkpoint"),
 )
-_SECTIONS = tuple(key for key in WITHOUT_EFFECT if key.endswith("."))
+_SECTIONS = tuple(key for key in NO_EFFECT if key.endswith("."))
 
 _REWARDS = {"math_reward": "math_verify", "math_boxed_reward": "math_verify", "accuracy_reward": "math_verify"}
 _VALUES: dict[str, Callable[[Any], Any]] = {
@@ -130,20 +130,20 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
 
 
 def scored_by_workflow(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    """The reward of a run whose workflow scores its own answers, and calls no other."""
+    """Stands for the reward of a run whose workflow scores its own answers; it is never called."""
     raise RewardError("this run names no reward of archon's, as its workflow scores its own answers")
 
 
-def translated(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
-    """The keys and values of an `RLConfig`, from those of a Trinity-RFT file, known by `buffer` or `explorer`.
+def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
+    """Returns the values of an `RLConfig` from those of a Trinity-RFT file, which has `buffer` or `explorer`.
 
-    Other data passes as it is. What such a file cannot say stands under `archon:`, in archon's own keys, and is laid
-    over the rest. Raises `ConfigError` for a key that is neither mapped nor known to have no effect.
+    Other data is returned unchanged. The file's section `archon` has archon's own keys, which override the rest. Raises
+    `ConfigError` for a key that is neither mapped nor known to have no effect.
     """
     if not {"buffer", "explorer"} & data.keys():
         return data
-    given = dict(_leaves({key: value for key, value in data.items() if key != "archon"}, "", source))
-    known = [*SETTINGS, *_OTHERS, *ONLY, *WITHOUT_EFFECT]
+    given = dict(_flatten({key: value for key, value in data.items() if key != "archon"}, "", source))
+    known = [*SETTINGS, *_OTHERS, *ONLY, *NO_EFFECT]
     config: dict[str, Any] = {}
     unused = []
     for key, value in given.items():
@@ -151,7 +151,7 @@ def translated(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
             allowed, reason = ONLY[key]
             if value is not None and value not in allowed:
                 raise ConfigError(f"{source}: {key} is {value!r}, expected {' or '.join(map(repr, allowed))}: {reason}")
-        elif key in WITHOUT_EFFECT or key.startswith(_SECTIONS):
+        elif key in NO_EFFECT or key.startswith(_SECTIONS):
             unused.append(key)
         elif key not in SETTINGS and key not in _OTHERS:
             raise ConfigError(f"{source}: unknown key {key!r}{nearest(key, known)}")
@@ -159,7 +159,7 @@ def translated(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
         for target in SETTINGS.get(key, ()) if value is not None else ():
             _put(config, target, value)
     if unused:
-        logger.warning("%s: without effect in archon: %s", source, ", ".join(unused))
+        logger.warning("%s: no effect in archon: %s", source, ", ".join(unused))
     for key in ("model.model_path", _TRAIN + "path"):
         if given.get(key) is None:
             raise ConfigError(f"{source}: {key} is missing")
@@ -173,7 +173,7 @@ def translated(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     return config
 
 
-def _leaves(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tuple[str, Any]]:
+def _flatten(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         name = prefix + _SPELLINGS.get(key, key)
         if name == _INPUT + "eval_tasksets":
@@ -183,15 +183,15 @@ def _leaves(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tuple
             if len(value) > 1:
                 raise ConfigError(f"{source}: {name} lists {len(value)} sets, and archon evaluates on one; keep one")
             for taskset in value:
-                yield from _leaves(taskset, _EVAL, source)
+                yield from _flatten(taskset, _EVAL, source)
         elif isinstance(value, dict) and name not in _WHOLE:
-            yield from _leaves(value, name + ".", source)
+            yield from _flatten(value, name + ".", source)
         else:
             yield name, value
 
 
 def _finish(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
-    """What is more than a name for a name."""
+    """Sets the values that are more than a translated key."""
     names = [str(given[key]) for key in ("project", "group", "name") if given.get(key)]
     config["run_dir"] = str(Path(given.get("checkpoint_root_dir") or "checkpoints", *names))
     config.setdefault("resume", True)  # the guide's default
@@ -218,7 +218,7 @@ def _finish(config: dict[str, Any], given: Mapping[str, Any], source: str) -> No
 
 
 def _workflow(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
-    """The workflow and its reward; evaluation has the same."""
+    """Sets the workflow and its reward, which evaluation shares."""
 
     def named(end: str, taskset: str, then: str = "") -> Any:
         return given.get(taskset + end) or given.get(then) or given.get(_INPUT + end)
@@ -230,11 +230,11 @@ def _workflow(config: dict[str, Any], given: Mapping[str, Any], source: str) -> 
     for end in ("format.prompt_key", "format.response_key", "format.system_prompt", "workflow_args", "reward_fn_args"):
         if given.get(_EVAL + end) not in (None, given.get(_TRAIN + end)):
             raise ConfigError(f"{source}: {_EVAL}{end} differs from the training set's; archon evaluates as it trains")
-    workflow_there = named("default_workflow_type", _EVAL, _INPUT + "default_eval_workflow_type")
-    reward_there = named("default_reward_fn_type", _EVAL)
-    if "eval_data" in config and (workflow_there not in (None, name) or reward_there not in (None, reward)):
+    eval_workflow = named("default_workflow_type", _EVAL, _INPUT + "default_eval_workflow_type")
+    eval_reward = named("default_reward_fn_type", _EVAL)
+    if "eval_data" in config and (eval_workflow not in (None, name) or eval_reward not in (None, reward)):
         raise ConfigError(f"{source}: the evaluation's workflow or reward differs; archon evaluates as it trains")
-    workflow = WORKFLOWS.find(name)
+    workflow = WORKFLOWS[name]
     config["workflow"] = f"{TrinityWorkflow.__module__}.{TrinityWorkflow.__name__}"
     _put(config, "workflow_args.workflow", name)
     if reward is None and isinstance(workflow, type) and issubclass(workflow, MathWorkflow):
@@ -250,7 +250,7 @@ def _workflow(config: dict[str, Any], given: Mapping[str, Any], source: str) -> 
 
 
 def _steps(config: dict[str, Any], epochs: int) -> int:
-    """Whole batches in so many passes over the rows, at least one."""
+    """Returns the number of full batches in `epochs` passes over the rows, at least one."""
     from archon.data.config import DatasetConfig
     from archon.data.load import load_rows
 

@@ -1,4 +1,4 @@
-"""A built-in ReAct agent: it reasons, calls tools over the OpenAI endpoint, and every answer on the way is trained."""
+"""A built-in ReAct agent, which calls tools over the OpenAI endpoint; all of its answers are trained."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, get_type_hints
 
 from archon.rl.compat.trinity.builtin import SimpleWorkflow
 from archon.rl.compat.trinity.types import Experience, Task
-from archon.rl.compat.trinity.workflow import WORKFLOWS, ModuleRegistry
-from archon.schema.config import nearest
+from archon.rl.compat.trinity.workflow import WORKFLOWS, parse_workflow_args
 from archon.schema.errors import ConfigError
+from archon.schema.lazy import import_dotted
 
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -28,7 +28,7 @@ _LONGEST = 200  # characters of an expression
 
 
 def calculator(expression: str) -> str:
-    """The value of an arithmetic expression of numbers, + - * / and brackets."""
+    """Returns the value of an arithmetic expression of numbers, + - * / and brackets."""
 
     def value(node: ast.AST) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -43,36 +43,32 @@ def calculator(expression: str) -> str:
     return str(value(ast.parse(expression.strip(), mode="eval").body))
 
 
-def described(tool: Callable[..., Any]) -> dict[str, Any]:
-    """A function as OpenAI describes tools: its name, its docstring, and its arguments with their types."""
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """Returns OpenAI's description of a tool: the function's name, docstring, and argument types."""
     hints, parameters = get_type_hints(tool), inspect.signature(tool).parameters
     properties = {name: {"type": _JSON_TYPES.get(hints.get(name, str), "object")} for name in parameters}
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     schema = {"type": "object", "properties": properties, "required": required}
-    told = {"name": tool.__name__, "description": inspect.getdoc(tool) or "", "parameters": schema}
-    return {"type": "function", "function": told}
+    function = {"name": tool.__name__, "description": inspect.getdoc(tool) or "", "parameters": schema}
+    return {"type": "function", "function": function}
 
 
 @WORKFLOWS.register_module("react_workflow")
 class ReActWorkflow(SimpleWorkflow):
-    """Asks the task's prompt; runs the tools that the model calls, and asks again until it calls none.
+    """Runs the tools that the model calls until it answers without a call.
 
-    The reward is the task's, of the last answer, for all that led to it. `workflow_args` holds `tools`, functions or
-    their dotted paths (a calculator), whose arguments are plain JSON, and `max_turns`, answers at most (5). A tool that
-    fails tells the model why. The run needs an OpenAI endpoint: `enable_openai_api`.
+    All answers get the reward of the last one. `workflow_args` are `tools`, functions of JSON arguments or their dotted
+    paths (a calculator), and `max_turns`, the maximal number of answers (5). A tool that fails returns its error to the
+    model. The run needs `enable_openai_api`.
     """
 
     can_repeat = False
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: list[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        args: dict[str, Any] = {"tools": [calculator], "max_turns": 5}
-        for name in task.workflow_args:
-            if name not in args:
-                raise ConfigError(f"workflow_args of react_workflow: unknown {name!r}{nearest(name, list(args))}")
-        args |= task.workflow_args
-        find = ModuleRegistry[Any]("tool").find
-        tools = [find(tool) if isinstance(tool, str) else tool for tool in args["tools"]]
+        defaults: dict[str, Any] = {"tools": [calculator], "max_turns": 5}
+        args = parse_workflow_args("react_workflow", task.workflow_args, defaults)
+        tools = [import_dotted(tool, "tool") if isinstance(tool, str) else tool for tool in args["tools"]]
         self.tools = {tool.__name__: tool for tool in tools}
         self.max_turns = int(args["max_turns"])
         if self.max_turns < 1:
@@ -83,34 +79,34 @@ class ReActWorkflow(SimpleWorkflow):
         from openai import BadRequestError
 
         messages: list[Any] = self.format_messages()
-        tools = [described(tool) for tool in self.tools.values()]
+        tools = [tool_schema(tool) for tool in self.tools.values()]
         answer = None
         for _ in range(self.max_turns):
             try:
-                asked = self.client.chat.completions.create(
+                completion = self.client.chat.completions.create(
                     model=self.client.model_path, messages=messages, tools=tools
                 )
             except BadRequestError as error:
                 if answer is None or error.code != "context_length_exceeded":
                     raise
                 break  # no room for another turn
-            answer = asked.choices[0].message
+            answer = completion.choices[0].message
             if not answer.tool_calls:
                 break
             messages.append(answer.model_dump(exclude_none=True))
             for call in answer.tool_calls:
-                result = self._called(call.function.name, call.function.arguments)
+                result = self._call_tool(call.function.name, call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         experiences = self.model.extract_experience_from_history()
-        said = answer.content if answer else None
-        (last,) = self.scored([replace(experiences[-1], response_text=said or "", metrics={})])
+        text = (answer.content if answer else None) or ""
+        (last,) = self.score([replace(experiences[-1], response_text=text, metrics={})])
         for experience in experiences:
             experience.reward = last.reward
         experiences[-1].metrics = last.metrics | {"tool_calls": sum(m["role"] == "tool" for m in messages)}
         return experiences
 
-    def _called(self, name: str, arguments: str) -> str:
-        """What a tool gives, or why it does not: the model may try again."""
+    def _call_tool(self, name: str, arguments: str) -> str:
+        """Returns the tool's result, or its error, after which the model may try again."""
         if name not in self.tools:
             return f"error: no tool {name}; there are {', '.join(self.tools)}"
         try:

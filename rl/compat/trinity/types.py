@@ -1,4 +1,4 @@
-"""A task in, experiences out: what crosses the boundary of a Trinity-style workflow."""
+"""The inputs and outputs of a Trinity-style workflow: tasks and experiences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class FormatConfig:
-    """Where prompt and answer stand in a row, and the system prompt put before it (None: the workflow's own)."""
+    """The columns of prompt and answer, and the system prompt (None: the workflow's default)."""
 
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -20,8 +20,8 @@ class FormatConfig:
 
 @dataclass
 class GenerationConfig:
-    """How the answers to a task are sampled: `n` of them; temperature 0 takes the likeliest token, top_k −1 cuts
-    nothing. `max_tokens` limits an answer; `logprobs` is there for `**` and changes nothing."""
+    """Sampling parameters of a task's `n` answers. Temperature 0 is greedy, and top_k −1 is off. `max_tokens` limits an
+    answer; `logprobs` has no effect, as they are always returned."""
 
     n: int = 1
     temperature: float = 1.0
@@ -33,10 +33,10 @@ class GenerationConfig:
 
 @dataclass
 class Task:
-    """What one run of a workflow works on.
+    """The input of one run of a workflow.
 
-    `raw_task` is the row of the dataset as it stands there. `reward_fn` is a `RewardFn` class, or the run's archon
-    reward. `task_id` is the prompt's place in the data stream.
+    `raw_task` is the unchanged row of the dataset. `reward_fn` is a `RewardFn` class, or the run's archon reward.
+    `task_id` is the prompt's position in the data stream.
     """
 
     workflow: Any = None
@@ -51,18 +51,18 @@ class Task:
 
     @property
     def task_desc(self) -> Any:
-        """The prompt; None where the row has no such column."""
+        """Returns the prompt; None where the row has no such column."""
         return self.raw_task.get(self.format_args.prompt_key)
 
     @property
     def truth(self) -> Any:
-        """The gold answer; None where the row has no such column."""
+        """Returns the gold answer; None where the row has no such column."""
         return self.raw_task.get(self.format_args.response_key)
 
 
 @dataclass
 class EID:
-    """Where an experience comes from; a workflow may set it, and archon does not read it."""
+    """The origin of an experience. A workflow may set it; archon does not read it."""
 
     batch: int = 0
     task: int = 0
@@ -72,17 +72,17 @@ class EID:
 
 @dataclass(kw_only=True, eq=False)
 class Experience:
-    """One trajectory of L tokens, P of them the prompt.
+    """One trajectory of L tokens, the first P of which are the prompt.
 
     Attributes:
-        tokens: int [L], prompt and all that follows.
+        tokens: int [L], prompt and answer.
         prompt_length: P, from 1 to L − 1.
         reward: of the whole trajectory.
-        logprobs: float [L − P] of the tokens behind the prompt; None: those the model recorded for these very tokens.
-        action_mask: int or bool [L − P], 1 where the model generated the token and it is trained; None: everywhere.
+        logprobs: float [L − P] of the tokens after the prompt; None: those the model recorded for the same tokens.
+        action_mask: int or bool [L − P], 1 at generated tokens that are trained; None: all ones.
         metrics: numbers for the run's log.
 
-    Lists become tensors. What a workflow returns is checked when it returns it.
+    Lists become tensors. Experiences are checked when the workflow returns them.
     """
 
     tokens: Tensor
@@ -106,4 +106,4 @@ class Experience:
                 try:
                     setattr(self, name, torch.tensor(value))
                 except (TypeError, ValueError):
-                    pass  # ragged or no numbers: whoever takes the result says so, and which experience it is
+                    pass  # not numbers, or ragged: reported when the workflow returns it

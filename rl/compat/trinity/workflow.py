@@ -1,8 +1,7 @@
-"""The base class of Trinity-style workflows, and the names that workflows and reward functions are registered under."""
+"""The base class of Trinity-style workflows, and the registries of workflows and reward functions."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,59 +19,39 @@ T = TypeVar("T")
 
 
 class ModuleRegistry(Registry[T]):
-    """A registry whose decorator is called `register_module`. A class may be registered again by its own module, when
-    that is imported a second time."""
+    """A registry whose decorator is `register_module`. A module that is imported again may register its names again."""
 
     def register_module(self, name: str) -> Callable[[T], T]:
-        def claim(entry: T) -> T:
-            known = self._entries.get(name)
-            if known is not None and _origin(known) == _origin(entry):
+        def add(entry: T) -> T:
+            known: Any = self._entries.get(name)
+            new: Any = entry
+            if known is not None and (known.__module__, known.__qualname__) == (new.__module__, new.__qualname__):
                 del self._entries[name]
             return self.register(name)(entry)
 
-        return claim
-
-    def find(self, name: str) -> T:
-        """The entry called `name`, or what the dotted path `name` leads to."""
-        if name in self:
-            return self[name]
-        if "." not in name:
-            raise ConfigError(
-                f"unknown {self.kind} {name!r}{nearest(name, list(self))}; one of your own is named by its dotted path,"
-                " such as my_package.my_module.Name"
-            )
-        module, _, attribute = name.rpartition(".")
-        try:
-            found: T = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{self.kind} {name!r} cannot be imported ({error})") from error
-        return found
-
-
-def _origin(entry: Any) -> tuple[str, str]:
-    return entry.__module__, entry.__qualname__
+        return add
 
 
 class RewardFn(ABC):
-    """A reward as a class: made with `reward_fn_args`, called once an answer.
+    """A reward as a class, constructed with `reward_fn_args` and called once per answer.
 
-    Archon's own rewards, which run in processes of their own, are taken as well and survive more.
+    Archon's own rewards, which run in worker processes, are accepted as well.
     """
 
     @abstractmethod
     def __call__(self, **kwargs: Any) -> float | dict[str, float]:
-        """The reward of `response` (text) where `truth` is the gold answer; parts of a dictionary are summed."""
+        """Returns the reward of the text `response`, given the gold answer `truth`; a dictionary's parts are summed."""
 
 
 class Workflow:
-    """One task in, experiences out. Overrides `run`, or `run_async` with `is_async = True`.
+    """Turns a task into experiences. Override `run`, or `run_async` with `is_async = True`.
 
-    A synchronous `run` has a thread of its own, where it may block. The experiences of all runs of a task are one
-    group; of several runs those of one are parts of one trajectory. `can_repeat` says how a group of n comes
-    about: True, one run that `set_repeat_times` has told n; False, n runs at once; not set, one run, which may read
-    n in `task.rollout_args.n`, and n − 1 more of it where it returned a single experience.
+    A synchronous `run` has its own thread, which it may block. The experiences of all runs of a task form one group;
+    where there are several runs, each run is one trajectory. `can_repeat` says how a group of n is made. True: by one
+    run, after `set_repeat_times(n, …)`. False: by n concurrent runs. None: by one run, which may read
+    `task.rollout_args.n`, and n − 1 more where it returned a single experience.
 
-    `resettable`, `repeatable` and `asynchronous`, as methods or properties, are understood too.
+    The older `resettable`, `repeatable` and `asynchronous`, as methods or properties, are supported too.
     """
 
     can_reset: bool = False
@@ -87,25 +66,25 @@ class Workflow:
         self.repeat_times, self.run_id_base = 1, 0
 
     def run(self) -> list[Experience]:
-        """Work on the task; an empty list rejects it."""
+        """Returns the experiences of the task; an empty list rejects it."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:
-        """As `run`, on the event loop, which it must not block."""
+        """Does the same as `run` on the event loop, which it must not block."""
         raise NotImplementedError
 
     def reset(self, task: Task) -> None:
-        """Make a finished workflow ready for another task; it keeps its model."""
+        """Prepares a finished workflow for another task; it keeps its model."""
         self.task = task
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Be told to return `repeat_times` experiences."""
+        """Sets how many experiences `run` is to return."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def process_messages_to_experience(
         self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None
     ) -> Experience:
-        """A conversation with this run's model as one experience; the numbers of `info` are logged."""
+        """Returns a conversation with this run's model as one experience; the numbers of `info` are logged."""
         experience = self.model.convert_messages_to_experience(messages)
         experience.reward, experience.info = reward, info or {}
         numbers = {name: float(value) for name, value in experience.info.items() if isinstance(value, int | float)}
@@ -113,12 +92,20 @@ class Workflow:
         return experience
 
 
-def says(workflow: Workflow, attribute: str, older: str) -> bool | None:
-    """What a workflow says of itself: by the class attribute, or by the method or property of older guides."""
-    answer = getattr(workflow, older, None)
-    if answer is None:
+def declares(workflow: Workflow, attribute: str, older: str) -> bool | None:
+    """Returns the value of a class attribute, or of the method or property that older workflows have instead."""
+    value = getattr(workflow, older, None)
+    if value is None:
         return getattr(workflow, attribute, None)
-    return bool(answer() if callable(answer) else answer)
+    return bool(value() if callable(value) else value)
+
+
+def parse_workflow_args(name: str, given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Returns `defaults` updated by the `workflow_args` of the workflow `name`; unknown ones raise `ConfigError`."""
+    for key in given:
+        if key not in defaults:
+            raise ConfigError(f"workflow_args of {name}: unknown {key!r}{nearest(key, list(defaults))}")
+    return defaults | given
 
 
 WORKFLOWS: ModuleRegistry[type[Workflow]] = ModuleRegistry("workflow")

@@ -13,7 +13,7 @@ import yaml
 
 from archon.cli import main
 from archon.cli.config import load_config
-from archon.rl.compat.trinity.config import translated
+from archon.rl.compat.trinity.config import translate
 from archon.rl.config import RLConfig
 from archon.schema.errors import ConfigError, UserError
 from archon.training.metrics import read_jsonl
@@ -130,7 +130,7 @@ def small(tasks: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_the_guides_yaml_loads(guide: Path, tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = load_config(RLConfig, guide, [], translated)
+    config = load_config(RLConfig, guide, [], translate)
     assert config.run_dir == str(tmp_path / "runs" / "archon-tests" / "gsm8k") and config.resume and config.seed == 42
     assert config.actor.path == config.resolve().ref.path == "Qwen/Qwen2.5-1.5B-Instruct"
     assert (config.algorithm.preset, config.gconfig.n_samples, config.gconfig.temperature) == ("grpo", 4, 1.0)
@@ -145,7 +145,7 @@ def test_the_guides_yaml_loads(guide: Path, tasks: Path, tmp_path: Path, caplog:
         "workflow": "math_workflow",
         "format_args": {"prompt_key": "question", "response_key": "answer"},
     }
-    assert "without effect in archon: cluster.node_num, cluster.gpu_per_node" in caplog.text
+    assert "no effect in archon: cluster.node_num, cluster.gpu_per_node" in caplog.text
     assert "synchronizer.sync_method" in caplog.text and "max_response_tokens" not in caplog.text
 
 
@@ -153,17 +153,17 @@ def test_the_guides_other_spellings_mean_the_same(small: dict[str, Any]) -> None
     inputs = copy.deepcopy(small["buffer"]["explorer_input"])
     inputs["task_set"] = inputs.pop("taskset")
     inputs["task_set"]["default_workflow"] = inputs["task_set"].pop("default_workflow_type")
-    assert translated(put(small, "buffer.explorer_input", inputs)) == translated(small)
+    assert translate(put(small, "buffer.explorer_input", inputs)) == translate(small)
 
 
 def test_an_openai_endpoint_is_the_workflows(small: dict[str, Any]) -> None:
-    config = translated(put(small, "explorer.rollout_model.enable_openai_api", True))
+    config = translate(put(small, "explorer.rollout_model.enable_openai_api", True))
     assert config["workflow_args"]["enable_openai_api"] is True
 
 
 def test_archons_own_configuration_passes_as_it_is() -> None:
     own = {"run_dir": "x", "actor": {"path": "y"}, "algorithm": {"preset": "grpo"}}
-    assert translated(own) is own
+    assert translate(own) is own
 
 
 T = "buffer.explorer_input.taskset."
@@ -204,23 +204,23 @@ T = "buffer.explorer_input.taskset."
 )
 def test_what_has_no_meaning_here_is_refused_by_name(small: dict[str, Any], key: str, value: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        translated(put(small, key, value), "my.yaml")
+        translate(put(small, key, value), "my.yaml")
 
 
 def test_a_workflow_that_scores_itself_needs_no_reward(small: dict[str, Any]) -> None:
-    config = translated(put(small, T + "default_workflow_type", "tests.rl.compat.trinity.guide.AsyncWorkflow"))
+    config = translate(put(small, T + "default_workflow_type", "tests.rl.compat.trinity.guide.AsyncWorkflow"))
     assert config["reward"] == "archon.rl.compat.trinity.config.scored_by_workflow"
     assert config["rollout"]["gold_checked"] == 0
 
 
 def test_some_settings_are_more_than_another_name(small: dict[str, Any]) -> None:
-    config = translated(put(small, "algorithm", {"kl_loss_fn": "none", "policy_loss_fn_args": {"clip_range": 0.3}}))
+    config = translate(put(small, "algorithm", {"kl_loss_fn": "none", "policy_loss_fn_args": {"clip_range": 0.3}}))
     assert config["algorithm"] == {"kl": {"coef": 0.0}, "policy_loss": {"clip_low": 0.3, "clip_high": 0.3}}
-    assert translated(put(small, "algorithm.kl_loss_fn", "low_var_kl"))["algorithm"] == {"kl": {"kind": "k3"}}
-    assert translated(put(small, "algorithm.algorithm_type", "ppo"))["critic"] == {"path": "model"}
-    assert translated(put(small, "buffer.train_batch_size", 8))["algorithm"] == {"minibatches": 4}
-    assert translated(put(small, T + "rollout_args.top_k", -1))["total_steps"] == 5
-    assert translated(put(small, "archon", {"total_steps": 7, "actor": {"layout": "d2"}}))["actor"]["layout"] == "d2"
+    assert translate(put(small, "algorithm.kl_loss_fn", "low_var_kl"))["algorithm"] == {"kl": {"kind": "k3"}}
+    assert translate(put(small, "algorithm.algorithm_type", "ppo"))["critic"] == {"path": "model"}
+    assert translate(put(small, "buffer.train_batch_size", 8))["algorithm"] == {"minibatches": 4}
+    assert translate(put(small, T + "rollout_args.top_k", -1))["total_steps"] == 5
+    assert translate(put(small, "archon", {"total_steps": 7, "actor": {"layout": "d2"}}))["actor"]["layout"] == "d2"
 
 
 @pytest.fixture
@@ -289,4 +289,4 @@ def test_a_dry_run_checks_it(trainable: dict[str, Any], run_rl: Any) -> None:
 
 def test_a_mapping_in_place_of_a_list_is_refused(small: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected a list of tasksets"):
-        translated(put(small, "buffer.explorer_input.eval_tasksets", {"path": "a"}))
+        translate(put(small, "buffer.explorer_input.eval_tasksets", {"path": "a"}))

@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[Callable[[Any, Experience], Any], str]] = {
     "logprobs short": (lambda _, a: [experience(a, logprobs=a.logprobs[1:])], r"'logprobs' has shape \(\d,\), exp"),
     "logprobs for all": (
         lambda _, a: [experience(a, logprobs=torch.zeros(len(a.tokens)))],
-        r"'logprobs' has shape \(\d+,\), expected \(\d,\), one for each token behind prompt_length",
+        r"'logprobs' has shape \(\d+,\), expected \(\d,\), one for each token after prompt_length",
     ),
     "mask long": (
         lambda _, a: [experience(a, action_mask=[1] * len(a.tokens))],

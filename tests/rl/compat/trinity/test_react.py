@@ -10,7 +10,7 @@ import pytest
 from archon.generation import InProcessEngine
 from archon.rl import GenerationHyperparameters, TrinityWorkflow
 from archon.rl.bootstrap import make_tokenizer
-from archon.rl.compat.trinity.react import calculator, described
+from archon.rl.compat.trinity.react import calculator, tool_schema
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
 from archon.schema.errors import ConfigError, RolloutError
@@ -91,7 +91,7 @@ def test_a_function_is_described_by_its_signature_and_its_docstring() -> None:
     parameters = {"of": {"type": "integer"}, "exactly": {"type": "boolean"}}
     schema = {"type": "object", "properties": parameters, "required": ["of"]}
     told = {"name": "half", "description": "Half of it.", "parameters": schema}
-    assert described(half) == {"type": "function", "function": told}
+    assert tool_schema(half) == {"type": "function", "function": told}
 
 
 @pytest.mark.parametrize(("expression", "value"), [("12*(3+4)", "84"), (" -1 - 2.5", "-3.5"), ("7/2", "3.5")])

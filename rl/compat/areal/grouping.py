@@ -1,4 +1,4 @@
-"""Makes a whole group, as trajectory tensors, of whatever the runs of a workflow in AReaL's style return."""
+"""Makes a group of trajectory tensors from what the runs of a workflow in AReaL's style return."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from archon.generation.seeds import derive_seed
 from archon.generation.types import InferenceEngine, ModelRequest, ModelResponse
 from archon.rl.compat.areal.short_forms import SHORT_FORM, expand_short_form
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
-from archon.rl.rewards import RewardFailure
 from archon.rl.trajectories import checked_group, concat_padded_tensors, require_usable_tensors, trajectory_ids
 from archon.rl.workflow_row import copy_containers
-from archon.rl.workflows.base import RolloutWorkflow, count_failure
+from archon.rl.workflows.base import RolloutWorkflow, count_failure, split_outcomes
 from archon.schema.errors import RolloutError
 
 
 class RecordingEngine(EpisodeEngine):
-    """The engine as one run sees it: requests have that run's seeds, and `answers` holds every response."""
+    """The engine of one run: requests get that run's seeds, and `answers` collects every response."""
 
     def __init__(self, engine: InferenceEngine, context: EpisodeContext) -> None:
         super().__init__(engine, context)
@@ -34,14 +33,14 @@ class RecordingEngine(EpisodeEngine):
 
 
 class GroupedWorkflow(RolloutWorkflow):
-    """Returns a group for each prompt from a workflow whose runs may return a single trajectory, or a short form.
+    """Returns a group per prompt from a workflow whose runs may return a single trajectory, or a short form.
 
-    How often the workflow is run for a prompt, its `returns_group` says: see `RolloutWorkflow`.
+    `RolloutWorkflow.returns_group` of the workflow says how often it is run for a prompt.
 
     Args:
-        workflow: as the user wrote it.
-        n_samples: trajectories in a group, where each is a run of its own.
-        log: is told, once, that a workflow which does not declare `returns_group` is run several times a prompt.
+        workflow: the user's workflow.
+        n_samples: trajectories in a group, where each comes from a run of its own.
+        log: is called once where a workflow that does not declare `returns_group` is run several times per prompt.
     """
 
     returns_group = True
@@ -57,8 +56,8 @@ class GroupedWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """Returns one group as trajectory tensors, or None where the prompt is rejected.
 
-        Of several runs, one that returns None, or ends with an unusable answer or a failed reward, costs its sample and
-        is counted. Raises the first such failure where no run is left, and anything else that a run raises.
+        Of several runs, one that returns None, or fails by an unusable answer or a failed reward, costs its sample and
+        is counted. Raises the first failure where no run is left, and any other exception of a run.
         """
         if self._returns_group:
             return (await self._run(engine, data))[0]
@@ -73,23 +72,18 @@ class GroupedWorkflow(RolloutWorkflow):
         outcomes = await asyncio.gather(
             *(self._sample(engine, copy_containers(data), run) for run in runs), return_exceptions=True
         )
-        failures: list[BaseException] = []
-        for outcome in outcomes:
-            if isinstance(outcome, RewardFailure | UnusableAnswerError):
-                count_failure(outcome)
-                failures.append(outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            elif outcome is None:
+        results, failures = split_outcomes(outcomes)
+        for _, sample in results:
+            if sample is None:
                 count_failure(UnusableAnswerError("rejected_run", "a run of the workflow returned None"))
             else:
-                samples.append(outcome)
+                samples.append(sample)
         if not samples and failures:
             raise failures[0]
         return joined(samples) if samples else None
 
     async def _sample(self, engine: InferenceEngine, data: dict[str, Any], run: int) -> dict[str, Any] | None:
-        """Returns the one trajectory of run number `run`, checked, or None; runs in a task of its own."""
+        """Returns the one trajectory of run number `run`, checked, or None; called in a task of its own."""
         context = workflow_context.enter_sample(run)
         context.seed = derive_seed(context.seed, run, 0) if run else context.seed
         result, is_single = await self._run(engine, data)
@@ -98,13 +92,13 @@ class GroupedWorkflow(RolloutWorkflow):
         checked = checked_group(result, context, self._name)
         if not is_single:
             raise RolloutError(
-                f"{self._name}: a run of several for one prompt returned several trajectories; return one, or set "
+                f"{self._name}: one of several runs for a prompt returned several trajectories; return one, or set "
                 "returns_group = True on the class and return the whole group"
             )
         return checked
 
     async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Any, bool]:
-        """Returns what one run returned, a short form expanded, and whether that is a single trajectory."""
+        """Returns the result of one run, a short form expanded, and whether that is a single trajectory."""
         recording = RecordingEngine(engine, workflow_context.get())
         result = await self._workflow.arun_episode(recording, data)
         require_usable_tensors(result, self._name, also=SHORT_FORM)
@@ -116,14 +110,14 @@ class GroupedWorkflow(RolloutWorkflow):
             return
         self._logged = True
         self._log(
-            f"{self._name} returned one trajectory, so each prompt is run {self._n_samples} times, which "
-            "gconfig.n_samples says, for a group; returns_group = False on the class starts all runs at once, True "
-            "says that one is the whole group"
+            f"{self._name} returned one trajectory, so each prompt is run {self._n_samples} times (gconfig.n_samples) "
+            "for a group; with returns_group = False on the class all runs start at once, with True one trajectory is "
+            "the whole group"
         )
 
 
 def is_one_trajectory(result: Any) -> bool:
-    """Returns whether what a run returned is a single trajectory, usable or not; False where it is malformed."""
+    """Returns whether a run's result is a single trajectory, usable or not; False where it is malformed."""
     if isinstance(result, list):
         return len(result) == 1
     if not isinstance(result, dict):
@@ -138,7 +132,7 @@ def is_one_trajectory(result: Any) -> bool:
 
 
 def joined(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the checked results of several runs on one prompt as one group; no trajectory is of two runs."""
+    """Returns the checked results of several runs on one prompt as one group; the trajectories of each stay its own."""
     parts, before = [], 0
     for sample in samples:
         ids = trajectory_ids(sample)
