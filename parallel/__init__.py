@@ -1,6 +1,6 @@
-"""Layouts: how a model is spread over processes. Import it as `archon.parallel`.
+"""Parallel layouts: how a model is distributed over processes. Import it as `archon.parallel`.
 
-Public names are loaded on first use, so that a layout string can be checked without loading torch.distributed.
+Public names are imported on first use, so that a layout string can be checked without torch.distributed.
 """
 
 from archon.schema.lazy import lazy_exports

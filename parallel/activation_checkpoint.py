@@ -1,36 +1,51 @@
-"""Activation checkpointing: which results of a block's forward are kept and which are computed again in the
-backward."""
+"""Activation checkpointing: which results of a block's forward are kept and which the backward recomputes."""
 
 from __future__ import annotations
 
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from archon.parallel.torch_recompute import ignore_profiler_marks
+from archon.parallel.torch_parts import require_parts
 from archon.schema.config import ActivationCheckpointConfig
 
-# Costly to compute and small to keep, compared with what lies between them. Batched products are left out: in a decoder
-# they are the inside of attention written out, which its backward makes again anyway.
+PARTS = (
+    "torch.utils.checkpoint.SAC_IGNORED_OPS",
+    "torch.ops.profiler._record_function_enter_new.default",
+    "torch.ops.profiler._record_function_exit._RecordFunction",
+)
+require_parts("activation checkpointing", PARTS)
+
+# Costly to compute and small to keep. Batched products are left out: in a decoder they are the inside of unfused
+# attention, which its backward recomputes anyway.
 _SAVED_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_grouped_mm"})
 
-ignore_profiler_marks()
+# Experts that FSDP shards by themselves are gathered within the block, and a recomputed block has a different number of
+# FSDP's profiler marks. PyTorch counts every operator that is not listed here, and would refuse the block.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
 
 
 def apply_activation_checkpointing(
     layers: nn.ModuleDict, config: ActivationCheckpointConfig, attention_ops: frozenset[str] = frozenset()
 ) -> None:
-    """Make the blocks of `layers` recompute as `config` says; module and parameter names stay as they are.
+    """Make the blocks of `layers` recompute as `config` says; module and parameter names stay the same.
 
-    `full`: every block keeps its input only. `selective`: `"op"` keeps the results of matrix products and of
-    `attention_ops` (`namespace::operator`) in every block, n makes every n-th block (the n-th, the 2n-th, …) keep its
-    input only [Korthikanti et al. 2022, section 5 has the trade-off]. `memory_budget` is the compiler's work, see
+    `full`: every block keeps only its input. `selective`: `"op"` keeps the results of matrix products and of
+    `attention_ops` (`namespace::operator`) in every block; n makes every n-th block (the n-th, the 2n-th, …) keep only
+    its input [Korthikanti et al. 2022, section 5, has the trade-off]. `memory_budget` is left to the compiler, see
     `apply_compile`.
     """
     if config.mode in ("none", "memory_budget"):
@@ -45,10 +60,10 @@ def apply_activation_checkpointing(
 
 @cache
 def _checkpointed_class(block_class: Any, saved_ops: frozenset[str] | None) -> Any:
-    """The same block whose forward is checkpointed, with the results of `saved_ops` kept.
+    """Returns a subclass whose forward is checkpointed and keeps the results of `saved_ops`.
 
-    Exchanging the class, as `fully_shard` does, keeps names, `isinstance` and copies of the model intact, and all
-    blocks share one code object, so torch.compile compiles it once.
+    Replacing the class, as `fully_shard` does, keeps names, `isinstance` and copies of the model intact, and all
+    blocks share one code object, so that torch.compile compiles it once.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no block draws random numbers
     if saved_ops is not None:
@@ -58,10 +73,7 @@ def _checkpointed_class(block_class: Any, saved_ops: frozenset[str] | None) -> A
             saved = op.name().partition(".")[0] in saved_ops
             return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-        def contexts() -> Any:
-            return create_selective_checkpoint_contexts(policy)
-
-        options["context_fn"] = contexts
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(block_class.forward, self)

@@ -1,4 +1,4 @@
-"""What a piece of work sends: every collective it starts, by kind and group, with its count and bytes."""
+"""Counts the collectives that a block of code starts, by kind and group, with their bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.torch_dispatch import TorchDispatchMode, tree_leaves
 from archon.parallel.torch_groups import group_by_name
 
-# Of torch's names for one operation (functional, c10d with lists, c10d with one tensor) the one that is reported.
+# Operator name (functional, c10d with lists, c10d with one tensor) to the kind that is reported.
 _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "_allgather_base_": "all_gather",
@@ -35,7 +35,7 @@ _KINDS = {
 
 @dataclass(frozen=True, order=True)
 class Traffic:
-    """A kind of collective and the group it runs over; `group` is a mesh dimension such as tp or dp_shard_cp."""
+    """A kind of collective and its group; `group` is a mesh dimension such as tp or dp_shard_cp."""
 
     kind: str
     group: str
@@ -44,7 +44,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sum:
-    """How many collectives, and the bytes of each one's larger side: what a gather gives, a reduce-scatter is given."""
+    """The number of collectives and their bytes, of each the larger of input and output."""
 
     count: int = 0
     bytes: int = 0
@@ -58,7 +58,7 @@ class CollectiveRecorder(TorchDispatchMode):
     recorder.sums  # {Traffic: Sum}
 
     Args:
-        names: of process groups, by torch's name; a group without a name is reported as `other`.
+        names: mesh dimensions by torch's group name; a group that is not in it is reported as `other`.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -68,35 +68,30 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it comes back with its local tensors
-        self.note(func, args)
+            return NotImplemented  # dispatched again with its local tensors
+        self.record(func, args)
         return func(*args, **(kwargs or {}))
 
-    def note(self, func: Any, args: Any) -> None:
+    def record(self, func: Any, args: Any) -> None:
         """Count `func` if it is a collective."""
-        kind = collective_kind(func)
+        kind = collective_kind(func.namespace, func._opname)
         if kind is None:
             return
         group = collective_group(args)
         traffic = Traffic(kind, self.names.get(group.group_name, "other"), group.size())
-        # A functional all-gather is given its part alone.
+        # A functional all-gather has only its input among its arguments.
         factor = group.size() if func._opname == "all_gather_into_tensor" else 1
-        found = self.sums.get(traffic, Sum())
-        self.sums[traffic] = Sum(found.count + 1, found.bytes + factor * _largest(args))
+        before = self.sums.get(traffic, Sum())
+        self.sums[traffic] = Sum(before.count + 1, before.bytes + factor * _largest(args))
 
 
-def collective_kind(func: Any) -> str | None:
-    """all_gather, all_to_all and so on for an operator that starts one; None for any other, waiting included."""
-    return kind_of(func.namespace, func._opname)
-
-
-def kind_of(namespace: str, operator: str) -> str | None:
-    """As `collective_kind`, by an operator's name."""
+def collective_kind(namespace: str, operator: str) -> str | None:
+    """Returns all_gather, all_to_all and so on for an operator that starts one; None for others, waiting included."""
     return _KINDS.get(operator) if namespace in ("_c10d_functional", "c10d") else None
 
 
 def collective_group(args: Any) -> dist.ProcessGroup:
-    """The process group among a collective's arguments: by name for functional ones, else boxed."""
+    """Returns the process group among a collective's arguments: a name for functional ones, else boxed."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
@@ -104,19 +99,18 @@ def collective_group(args: Any) -> dist.ProcessGroup:
 
 
 def _largest(args: Any) -> int:
-    """Bytes of the larger side, each a tensor or a list of them."""
-    sides = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
-    return max(sum(x.numel() * x.element_size() for x in side) for side in sides)
+    """Returns the bytes of the largest argument, each a tensor or a list of them."""
+    return max(sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)) for arg in args)
 
 
 def group_names(dims: ArchonParallelDims) -> dict[str, str]:
-    """The mesh dimension of each process group of a layout, by torch's name of the group."""
+    """Returns the mesh dimension of each process group of a layout, by torch's group name."""
     return {group.group_name: name for name, group in layout_groups(dims)}
 
 
 def layout_groups(dims: ArchonParallelDims) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """(mesh dimension, this rank's group) for each group of a layout that has more than one rank, once: a group that
-    serves several dimensions, as that of all ranks may, goes by the first."""
+    """Yields (mesh dimension, this rank's group) for each group of more than one rank, once: a group that serves
+    several dimensions has the name of the first."""
     seen = set()
     for sizes in dims.grids.values() if dims.world_size > 1 else ():
         for name, size in sizes.items():

@@ -1,9 +1,8 @@
-"""Collectives that autograd can pass through, each named by what its backward pass does.
+"""Differentiable collectives along the first dimension, distinguished by their backward pass.
 
-All work along the first axis. A tensor that leaves `all_gather` is used by every rank in another way (with another
-shard of a weight), so its gradients are summed; one that leaves `all_gather_replicated` is used by every rank in the
-same way (one loss, computed by each), so each rank keeps its slice of the gradient it has. They call functional
-collectives, which `torch.compile` and the fake process group understand.
+Ranks use the result of `all_gather` in different ways (each with another shard of a weight), so its gradients are
+summed; they use that of `all_gather_replicated` in the same way (each computes the same loss), so each rank keeps its
+slice of its own gradient. All are functional collectives, which `torch.compile` and the fake process group support.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """One process group, as the layers that communicate over it hold it."""
+    """A process group by name, with this process's rank in it."""
 
     name: str
     size: int
@@ -42,12 +41,12 @@ class Group:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Group:
-        """The group of a one-dimensional mesh."""
+        """Returns the group of a one-dimensional mesh."""
         return cls.of_process_group(mesh.get_group())
 
     @classmethod
     def of_process_group(cls, group: dist.ProcessGroup) -> Group:
-        """A group that this process belongs to."""
+        """Returns a group that this process belongs to."""
         return cls(group.group_name, group.size(), group.rank())
 
     @property
@@ -55,25 +54,21 @@ class Group:
         return group_by_name(self.name)
 
 
-def _wait(x: Tensor) -> Tensor:
-    return _ops.wait_tensor(x)
-
-
 def _gather(x: Tensor, group: Group) -> Tensor:
-    return _wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
 
 
 def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    return _wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
 def _exchange(x: Tensor, out_splits: list[int], in_splits: list[int], group: Group) -> Tensor:
-    return _wait(_ops.all_to_all_single(x.contiguous(), out_splits, in_splits, group.name))
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), out_splits, in_splits, group.name))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """The sum (or `op`: sum, max, min, avg) over the ranks; not differentiable."""
-    return x if group.size == 1 else _wait(_ops.all_reduce(x.contiguous(), op, group.name))
+    """Returns the sum (or `op`: sum, max, min, avg) over the ranks; not differentiable."""
+    return x if group.size == 1 else _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.name))
 
 
 class _AllGather(torch.autograd.Function):
@@ -124,29 +119,29 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """Shards [n, ...] to the whole [size * n, ...]; gradients of the ranks are summed, each gets its shard's."""
+    """Gathers shards [n, ...] to [size * n, ...]; the backward reduce-scatters the gradient."""
     return x if group.size == 1 else _AllGather.apply(x, group, False)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Terms [size * n, ...] to this rank's shard [n, ...] of their sum; the gradient is gathered."""
+    """Sums [size * n, ...] over the ranks and returns this rank's shard [n, ...]; the backward all-gathers."""
     return x if group.size == 1 else _ReduceScatter.apply(x, group)
 
 
 def all_gather_replicated(x: Tensor, group: Group) -> Tensor:
-    """Shards [n, ...] to the whole [size * n, ...], for a computation that every rank repeats; the gradient is cut."""
+    """Gathers shards [n, ...] to [size * n, ...] for a computation that every rank repeats; the backward slices."""
     return x if group.size == 1 else _AllGather.apply(x, group, True)
 
 
 def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' terms, for a computation that every rank repeats; the gradient passes unchanged."""
+    """Sums over the ranks for a computation that every rank repeats; the gradient passes unchanged."""
     return x if group.size == 1 else _AllReduceReplicated.apply(x, group)
 
 
 def all_to_all(
     x: Tensor, group: Group, out_splits: list[int] | None = None, in_splits: list[int] | None = None
 ) -> Tensor:
-    """Rows for each rank, in rank order, against rows from each rank, in rank order; equal splits by default."""
+    """Sends each rank its rows and returns the rows received, both in rank order; equal splits by default."""
     if group.size == 1:
         return x
     equal = [x.shape[0] // group.size] * group.size
@@ -160,10 +155,10 @@ def local(parameter: None) -> None: ...
 @overload
 def local(parameter: Tensor | None) -> Tensor | None: ...
 def local(parameter: Tensor | None) -> Tensor | None:
-    """This rank's part of a parameter, for use in a layer; a plain tensor is its own part.
+    """Returns this rank's part of a parameter, for use in a layer; a plain tensor itself.
 
-    A rank computes with a shard alone, so the shard's gradient is whole. A replicated parameter meets other tokens or
-    other heads on every rank, so that what a rank finds is one term of the gradient, to be summed.
+    Only one rank computes with a shard, so the shard's gradient is complete. A replicated parameter meets other tokens
+    or heads on every rank, so that each rank's gradient is one term of a sum.
     """
     if not isinstance(parameter, DTensor):
         return parameter

@@ -1,4 +1,4 @@
-"""torch.compile, block by block: one compilation serves all layers, and start-up does not grow with depth."""
+"""torch.compile, block by block: one compilation serves all layers, so that start-up does not grow with depth."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ CompileChoice = bool | Literal["auto"]
 
 
 def compile_enabled(choice: CompileChoice, device_type: str) -> bool:
-    """`auto` compiles on a GPU and not on a CPU, where the compiler takes longer than it saves."""
+    """Whether blocks are compiled: `auto` compiles on a GPU, but not on a CPU, where it takes longer than it saves."""
     return device_type == "cuda" if choice == "auto" else choice
 
 
 def apply_compile(layers: nn.ModuleDict, *, memory_budget: float | None = None, backend: str = "inductor") -> None:
     """Compile every block in place.
 
-    Shapes are dynamic from the start: packed micro-batches have a new token count each time, and a compilation for each
-    would take longer than the training. With `memory_budget` the partitioner keeps about that share of the activations
-    and recomputes the rest.
+    Shapes are dynamic, since packed micro-batches rarely have the same token count. With `memory_budget` the
+    partitioner keeps about that share of the activations and recomputes the rest.
     """
     chosen = backend if memory_budget is None else _budgeted(backend, memory_budget)
     for block in layers.values():
@@ -37,7 +36,7 @@ def apply_compile(layers: nn.ModuleDict, *, memory_budget: float | None = None, 
 
 
 def _budgeted(backend: str, budget: float) -> Callable[..., Any]:
-    """The backend under a budget of its own: set for the whole process, two engines would share the last one's."""
+    """Returns the backend with its own budget; a process-wide setting would be shared by two engines."""
     require_parts("activation_checkpoint.mode = memory_budget", PARTS)
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config

@@ -1,14 +1,14 @@
-"""Which tokens of a pack each rank holds under context and sequence parallelism, and how per-token results come back.
+"""Splits the tokens of a pack over ranks for context and sequence parallelism, and gathers per-token results.
 
-Two splits of one pack over `cp` ranks, both of which cut documents wherever it suits:
+Two splits of a pack over `cp` ranks; both may cut a document anywhere:
 
-- contiguous: rank r holds the r-th part of the tokens. For Ulysses (Jacobs et al. 2023, arXiv:2309.14509), which swaps
-  tokens for heads around attention, so that the split does not matter to the work.
+- contiguous: rank r holds the r-th part of the tokens. For Ulysses (Jacobs et al. 2023, arXiv:2309.14509), which
+  exchanges tokens for heads around attention, so that every split is balanced.
 - zigzag: each document is cut into 2 cp chunks and rank r holds chunks r and 2 cp - 1 - r, so that every rank has the
   same share of the causal triangle of every document (as in Llama 3: Dubey et al. 2024, arXiv:2407.21783, section
-  3.3.2, where it is done by sequence).
+  3.3.2, for sequences).
 
-Ranks get equally many tokens, a multiple of `tp`: what is missing is filled with one document of padding at the end.
+Ranks get equally many tokens, a multiple of `tp`, by a padding document at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Chunk = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Documents of `lengths`, the last of them padding if `padding` is not 0, and each rank's chunks in its order."""
+    """Documents of `lengths`, the last one of `padding` tokens if that is not 0, and each rank's chunks in order."""
 
     lengths: tuple[int, ...]
     padding: int
@@ -35,7 +35,7 @@ class ContextPlan:
 
 
 def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0) -> ContextPlan:
-    """Equal parts in order; each a multiple of `divisor` tokens and at least `least`."""
+    """Returns equal parts in order; each a multiple of `divisor` tokens and at least `least`."""
     tokens = sum(lengths)
     rows = max(_ceil(tokens, cp * divisor) * divisor, least)
     padding = rows * cp - tokens
@@ -52,7 +52,8 @@ def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int 
 
 
 def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0) -> ContextPlan:
-    """Two mirrored chunks of every document a rank; each rank a multiple of `divisor` tokens and at least `least`."""
+    """Returns two mirrored chunks of every document for each rank, a multiple of `divisor` tokens and at least `least`
+    in all."""
     chunks: list[list[Chunk]] = [[] for _ in range(cp)]
     for document, length in enumerate(lengths):
         bounds = [length * part // (2 * cp) for part in range(2 * cp + 1)]
@@ -75,15 +76,15 @@ def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0)
 
 
 def ulysses_repeat(heads: int, key_heads: int, cp: int) -> int:
-    """Returns how often each key head is repeated so that `cp` divides them. Raises LayoutError where `cp` does not
-    divide the heads."""
+    """Returns how often each key head is repeated so that `cp` divides the key heads. Raises LayoutError where `cp`
+    does not divide the heads."""
     if heads % cp == 0:
         for repeat in range(1, heads // key_heads + 1):
             if key_heads * repeat % cp == 0 and heads % (key_heads * repeat) == 0:
                 return repeat
     raise LayoutError(
         f"Ulysses splits heads over ranks, and cp = {cp} does not divide the {heads} heads of a rank; "
-        "use context_parallel = allgather, which has no such bound"
+        "use context_parallel = allgather, which has no such limit"
     )
 
 
@@ -92,25 +93,21 @@ def _ceil(a: int, b: int) -> int:
 
 
 class SequenceShare:
-    """This rank's tokens of one pack, and how the results of all ranks are gathered.
+    """This rank's tokens of one pack.
 
     Args:
-        plan: which tokens each rank of `cp` holds.
-        cp, tp: groups that split tokens; of size 1 where they do not.
+        plan: the tokens of each rank of `cp`.
+        cp, tp: the groups that split tokens, of size 1 where they do not.
 
-    `index` [T / cp] is each own token's place in the padded pack; `valid_mask` [T / cp / tp] marks those that are no
-    padding, among the ones this rank holds between layers.
+    `index` [T / cp] is the position of each own token in the padded pack; `valid_mask` [T / cp / tp] is False for
+    padding, among the tokens that this rank holds between layers.
     """
 
     def __init__(self, plan: ContextPlan, cp: Group, tp: Group, device: torch.device) -> None:
         self.plan, self.cp, self.tp = plan, cp, tp
         starts = torch.tensor([0, *plan.lengths]).cumsum(0).tolist()
-        places = [
-            torch.arange(starts[document] + start, starts[document] + stop)
-            for own in plan.chunks
-            for document, start, stop in own
-        ]
-        order = torch.cat(places)
+        chunks = [chunk for own in plan.chunks for chunk in own]
+        order = torch.cat([torch.arange(starts[i] + start, starts[i] + stop) for i, start, stop in chunks])
         self.tokens = starts[-1] - plan.padding
         rows = order.shape[0] // cp.size
         own = order[cp.rank * rows : (cp.rank + 1) * rows]
@@ -122,25 +119,25 @@ class SequenceShare:
         self.valid_mask = valid_mask.to(device) if plan.padding else None
 
     def take(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Own rows of a per-token tensor [T, ...], `fill` at padding: [T / cp, ...]."""
+        """Returns the own rows of a per-token tensor [T, ...], `fill` at padding: [T / cp, ...]."""
         if self.plan.padding:
             x = torch.cat((x, x.new_full((self.plan.padding, *x.shape[1:]), fill)))
         return x.index_select(0, self.index)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Where the own tokens are that `rows`, on the CPU, names among those of the pack: int64, on the CPU."""
-        named = torch.zeros(self.tokens + self.plan.padding, dtype=torch.bool)
-        named[rows] = True
-        return named[self._own].nonzero().squeeze(1)
+        """Returns the indices among the own tokens of those that `rows` indexes in the pack; int64, both on the CPU."""
+        selected = torch.zeros(self.tokens + self.plan.padding, dtype=torch.bool)
+        selected[rows] = True
+        return selected[self._own].nonzero().squeeze(1)
 
     def positions(self, positions: Tensor) -> Tensor:
-        """As `take`, padding being one more document."""
+        """As `take`, with padding as one more document."""
         if self.plan.padding:
             extra = torch.arange(self.plan.padding, dtype=positions.dtype, device=positions.device)
             positions = torch.cat((positions, extra))
         return positions.index_select(0, self.index)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Per-token results of own tokens [T / cp, ...] to those of the pack [T, ...], without padding, on every rank;
-        with gradient, for a loss that every rank computes."""
+        """Gathers per-token results [T / cp, ...] to those of the pack [T, ...] on every rank, without padding; with
+        gradient, for a loss that every rank computes."""
         return all_gather_replicated(x, self.cp).index_select(0, self.inverse[: self.tokens])

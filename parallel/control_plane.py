@@ -1,7 +1,7 @@
-"""The control plane: what ranks tell one another beside tensors of the model, and whether work went well everywhere.
+"""The control plane: how ranks exchange numbers and texts, and learn whether work succeeded on every rank.
 
-Numbers and texts travel as bytes, never pickled. The groups are of their own and over the CPU, one for each purpose, so
-that a thread may write a checkpoint with the other ranks while the training goes on.
+Data is sent as bytes, never pickled. Each purpose has a CPU group of its own, so that a thread can write a checkpoint
+with the other ranks while training goes on.
 """
 
 from __future__ import annotations
@@ -22,37 +22,32 @@ from archon.parallel.torch_groups import default_group, time_limit
 from archon.schema.errors import CheckpointError, ConfigError
 
 PATIENT = "archon control plane, patient: "
-"""What the descriptions of the groups begin with that `timeout_s` does not limit."""
-
+"""The prefix of the descriptions of groups that `timeout_s` does not limit."""
 CPU = torch.device("cpu")
-
-
-def _no_group() -> dist.ProcessGroup:
-    raise AssertionError("one process alone has no group")
 
 
 @dataclass(frozen=True)
 class ControlPlane:
-    """Ranks that talk to one another; one process agrees with itself.
+    """Collectives of numbers and texts among some ranks; with one process they return at once.
 
-    Every method is a collective: all ranks call it, in one order, and never from two threads at once; a thread of its
-    own has a plane of its own.
+    Every method is a collective: all ranks call them in the same order, and never from two threads at once; another
+    thread needs another plane.
     """
 
     rank: int = 0
     size: int = 1
-    connect: Callable[[], dist.ProcessGroup] = _no_group
+    connect: Callable[[], dist.ProcessGroup] = default_group
     device: torch.device = CPU
 
     @classmethod
     def of_run(cls) -> ControlPlane:
-        """All processes of the run, as they go from step to step; the main thread's."""
+        """Returns the plane of all processes, for the main thread's work within a step."""
         return cls._of_world("run", patient=False)
 
     @classmethod
     def patient(cls, purpose: str) -> ControlPlane:
-        """All processes of the run, where one may write a file or finish a rollout while the others wait: `timeout_s`
-        does not count, but only PyTorch's own half an hour, or `timeout_s` where that is longer."""
+        """Returns a plane of all processes for a purpose where one writes a file or finishes a rollout while the others
+        wait: its limit is PyTorch's half an hour, or `timeout_s` where that is longer."""
         return cls._of_world(purpose, patient=True)
 
     @classmethod
@@ -63,26 +58,25 @@ class ControlPlane:
 
     @classmethod
     def of_group(cls, group: Group, device: torch.device) -> ControlPlane:
-        """The ranks of a group that exists already; what they say goes through `device`."""
+        """Returns the plane of an existing group; its data goes through `device`."""
         return cls(group.rank, group.size, lambda: group.process_group, device)
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the run's files and speaks for it. Not a collective."""
+        """Whether this process writes the run's files and prints for it. Not a collective."""
         return self.rank == 0
 
     def run_on_all(self, work: Callable[[], Any]) -> Any:
-        """Returns what this rank's `work()` gives, once every rank has done its own.
+        """Returns this rank's `work()`, once every rank has finished its own.
 
-        Where it raises on one rank, it raises on all: there its own error, elsewhere a CheckpointError that names the
-        rank.
+        Where one rank raises, all do: that rank its own error, the others a CheckpointError that names the rank.
         """
         if self.size == 1:
             return work()
         result, error = None, None
         try:
             result = work()
-        except Exception as raised:  # noqa: BLE001 - it is raised again once the others know
+        except Exception as raised:  # noqa: BLE001 - raised again once the others know
             error = raised
         failed = self.all_gather_tensor(torch.tensor([error is not None], device=self.device))
         if not failed.any():
@@ -94,21 +88,19 @@ class ControlPlane:
         raise CheckpointError(f"rank {rank} failed: {texts[rank].decode()}")
 
     def broadcast_json(self, value: Callable[[], Any], source: int = 0) -> Any:
-        """Returns what `value`, called on rank `source` alone, gives there, on every rank; it must be JSON."""
+        """Returns on every rank the result of `value`, which only rank `source` calls; it must be JSON."""
         if self.size == 1:
             return value()
         data = json.dumps(value() if self.rank == source else None).encode()
         size = torch.tensor(len(data), device=self.device)
         group = self.connect()
         dist.broadcast(size, group=group, group_src=source)
-        content = _tensor(data, self.device)
-        if self.rank != source:
-            content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        content = _tensor(data, int(size), self.device)
         dist.broadcast(content, group=group, group_src=source)
         return json.loads(_bytes(content))
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Returns every rank's bytes, by rank, on rank 0; an empty list elsewhere."""
+        """Returns every rank's bytes, in rank order, on rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [data]
         own, sizes = self._padded(data)
@@ -117,14 +109,14 @@ class ControlPlane:
         return [_bytes(part[:size]) for part, size in zip(parts or [], sizes, strict=parts is not None)]
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Returns every rank's bytes, by rank, on every rank."""
+        """Returns every rank's bytes, in rank order."""
         if self.size == 1:
             return [data]
         own, sizes = self._padded(data)
         return [_bytes(part[:size]) for part, size in zip(self.all_gather_tensor(own), sizes, strict=True)]
 
     def all_gather_tensor(self, tensor: Tensor) -> Tensor:
-        """Tensors of one shape [...] on the plane's device to [ranks, ...]."""
+        """Gathers tensors of one shape [...] on the plane's device to [ranks, ...]."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -132,7 +124,7 @@ class ControlPlane:
         return torch.stack(parts)
 
     def all_reduce_max(self, number: int) -> int:
-        """Returns the largest of the ranks' numbers, once every rank has given its own."""
+        """Returns the largest of the ranks' numbers."""
         if self.size == 1:
             return number
         value = torch.tensor(number, device=self.device)
@@ -153,20 +145,18 @@ class ControlPlane:
                 )
 
     def main_first(self, action: Callable[[], None]) -> None:
-        """Do something on rank 0 alone; the others wait until it is done."""
+        """Run `action` on rank 0 while the others wait."""
         self.broadcast_json(action)
 
     def _padded(self, data: bytes) -> tuple[Tensor, list[int]]:
-        """The bytes, padded to as many as the longest rank has, and how many each rank has."""
+        """Returns the bytes padded to the longest rank's, and every rank's count."""
         sizes = self.all_gather_tensor(torch.tensor([len(data)], device=self.device)).flatten().tolist()
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=self.device)
-        padded[: len(data)] = _tensor(data, self.device)
-        return padded, sizes
+        return _tensor(data, max(1, *sizes), self.device), sizes
 
 
 @cache
 def _cpu_group(world: dist.ProcessGroup, purpose: str, patient: bool) -> dist.ProcessGroup:
-    """The group of a purpose, made on the first call, which all ranks make."""
+    """Returns the group of a purpose; the first call, which all ranks make, creates it."""
     use_single_worker_gloo()
     limit = time_limit(world)
     if patient:
@@ -175,10 +165,9 @@ def _cpu_group(world: dist.ProcessGroup, purpose: str, patient: bool) -> dist.Pr
     return dist.new_group(backend="gloo", timeout=limit, group_desc=description)
 
 
-def _tensor(data: bytes, device: torch.device) -> Tensor:
-    if not data:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+def _tensor(data: bytes, size: int, device: torch.device) -> Tensor:
+    """Returns uint8 [size]: the bytes, cut or padded with zeros."""
+    return torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8).to(device)
 
 
 def _bytes(content: Tensor) -> bytes:

@@ -1,33 +1,25 @@
-"""The one order in which a decoder is parallelized; families bring data, never code of their own."""
+"""Parallelizes a decoder of any family, in one order; families give data and no code."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from archon.parallel.activation_checkpoint import apply_activation_checkpointing
 from archon.parallel.compile import CompileChoice, apply_compile, compile_enabled
-from archon.parallel.constraints import check_options
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.expert import apply_expert_parallel
 from archon.parallel.fsdp import ReshardPolicy, apply_fsdp
+from archon.parallel.resolve import check_options
 from archon.parallel.tensor import Treatment, apply_tensor_parallel
 from archon.schema.config import ActivationCheckpointConfig
 from archon.schema.errors import ConfigError, LayoutError
 
 logger = logging.getLogger(__name__)
-
-
-class Decoder(Protocol):
-    """What this room needs of a model: its blocks in order, and a way to tie weights that became separate."""
-
-    layers: nn.ModuleDict
-
-    def tie_weights(self) -> None: ...
 
 
 def parallelize_decoder(
@@ -44,28 +36,29 @@ def parallelize_decoder(
     attention_ops: frozenset[str] = frozenset(),
     enable_compile: CompileChoice = "auto",
 ) -> nn.Module:
-    """Lay `model`, built on the meta device, out as `parallel_dims` says, in place.
+    """Apply the layout `parallel_dims` to `model`, built on the meta device, in place.
 
     The order is TP → EP → CP → activation checkpointing → compile → FSDP → weight tying: sharding inside a block
-    comes before anything that wraps the block, recompute inside what is compiled, and FSDP outermost, so that its
-    hooks stay eager. FSDP also sums what replicated parameters found under tensor parallelism, so several ranks always
-    have it; one process has nothing to shard, and there it is applied only to compute in another dtype than the model
-    was built in.
+    comes before anything that wraps the block, recomputation is inside what is compiled, and FSDP is outermost, so that
+    its hooks stay eager. FSDP also sums the gradients of parameters replicated under tensor parallelism, so it is
+    always applied to several ranks; on one process only to compute in another dtype than the model was built in.
 
     Args:
+        model: has its blocks in order in `layers`, an `nn.ModuleDict`, and a method `tie_weights`.
         tp_plan: the family's tensor-parallel plan, by role; consulted where tp > 1.
         param_dtype: dtype of the computation.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
         loss_parallel: keep the vocabulary sharded through the loss; consulted where tp > 1.
-        cpu_offload: keep shards on the CPU; refused on one process.
+        cpu_offload: keep shards on the CPU; an error on one process.
         reshard_after_forward_policy: see `apply_fsdp`.
-        ac_config: what is recomputed; None keeps everything.
+        ac_config: activation checkpointing; None keeps everything.
         attention_ops: operators of attention whose results selective recomputation keeps.
         enable_compile: torch.compile each block; `auto` is on for CUDA.
 
     Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
     """
-    dims, decoder = parallel_dims, cast(Decoder, model)
+    dims = parallel_dims
+    decoder: Any = model
     if dims.tp_enabled and not loss_parallel:
         raise ConfigError("loss_parallel = false would gather the logits under tensor parallelism; leave it true")
     ac = ac_config or ActivationCheckpointConfig()
@@ -78,12 +71,8 @@ def parallelize_decoder(
     if dims.tp_enabled:
         apply_tensor_parallel(model, dims.get_mesh("tp"), tp_plan or {})
     if has_experts and (dims.ep_enabled or dims.etp_enabled):
-        apply_expert_parallel(
-            model,
-            dims.get_mesh("ep") if dims.ep_enabled else None,
-            dims.get_mesh("etp") if dims.etp_enabled else None,
-        )
-    # The batch, not the model, is split for context parallelism; see `archon.parallel.context`.
+        apply_expert_parallel(model, *(dims.get_mesh(d) if getattr(dims, d) > 1 else None for d in ("ep", "etp")))
+    # Context parallelism splits the batch, not the model; see `archon.parallel.context`.
     apply_activation_checkpointing(decoder.layers, ac, attention_ops)
     if compiled:
         apply_compile(decoder.layers, memory_budget=budget)

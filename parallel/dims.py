@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from archon.parallel.gloo import use_single_worker_gloo
+from archon.parallel.gloo import init_process_group, use_single_worker_gloo
 from archon.schema.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MESH_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "dp", "dp_shard_cp", "dp_cp", "edp", "ep", "etp", "ep_tp")
-"""Names that `get_mesh` and `get_group` know."""
-
-DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+"""The names that `get_mesh` and `get_group` accept."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,14 @@ class ArchonParallelDims:
     The processes form a grid `pp × dp_replicate × dp_shard × cp × tp`, whose product is `world_size`; `dp_shard = -1`
     fills what the others leave. Experts reuse ranks of that grid instead of adding to it:
 
-    - `etp = 1`: `ep` borrows from `dp_shard × cp × tp`; each rank of an expert group holds whole experts;
+    - `etp = 1`: `ep` borrows from `dp_shard × cp × tp`; each rank of an expert group holds unsharded experts;
     - `etp = tp`: `ep` borrows from `dp_shard × cp`, and each expert is sharded over `tp` as well.
 
     Examples: 8 ranks, `dp_shard=4, tp=2`: four data-parallel ranks of two tensor-parallel halves. 8 ranks,
-        `dp_shard=2, tp=4, ep=8`: attention in quarters, every expert whole on one of the eight ranks. The same with
-        `ep=2, etp=4`: two groups of experts, each in quarters.
+        `dp_shard=2, tp=4, ep=8`: attention in quarters, every expert unsharded on one of the eight ranks. The same
+        with `ep=2, etp=4`: two groups of experts, each in quarters.
 
-    Raises `LayoutError` naming the broken rule; no process group is made by construction.
+    Construction makes no process group and raises LayoutError naming a broken rule.
     """
 
     dp_replicate: int = 1
@@ -47,7 +45,7 @@ class ArchonParallelDims:
     device_type: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in (*DEGREES, "world_size"):
+        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "world_size"):
             value = getattr(self, name)
             filled = name == "dp_shard" and value == -1
             if type(value) is not int or (value < 1 and not filled):
@@ -66,9 +64,6 @@ class ArchonParallelDims:
                 f"dp_replicate × dp_shard × cp × tp × pp = {self.dp_replicate} × {self.dp_shard} × {self.cp} × "
                 f"{self.tp} × {self.pp} = {product}, but the world size is {self.world_size}"
             )
-        self._check_experts()
-
-    def _check_experts(self) -> None:
         if self.etp not in (1, self.tp):
             raise LayoutError(f"etp must be 1 or tp = {self.tp}, got {self.etp}")
         lender, name = self.dp_shard * self.cp, "dp_shard × cp"
@@ -117,23 +112,23 @@ class ArchonParallelDims:
 
     @property
     def context_and_model_parallel_size(self) -> int:
-        """Ranks that work on one data-parallel share of the batch."""
+        """The number of ranks that work on one data-parallel share of the batch."""
         return self.cp * self.tp * self.pp
 
     @property
     def fsdp_gradient_divide_factor(self) -> int:
-        """Ranks whose gradients FSDP sums."""
+        """The number of ranks whose gradients FSDP sums."""
         return self.dp_replicate * self.dp_shard * self.cp
 
     @property
     def expert_shard(self) -> int:
-        """Ranks that hold the same experts and shard them among themselves."""
+        """The number of ranks that shard the same experts among themselves."""
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     def get_mesh(self, name: str) -> DeviceMesh:
-        """The device mesh of one dimension, or of a product such as `dp_shard_cp`; `ep_tp` has two dimensions.
+        """Returns the device mesh of one dimension, or of a product such as `dp_shard_cp`; `ep_tp` has two dimensions.
 
-        The first call makes the process groups of all of them and must be made by every rank.
+        The first call makes all process groups; every rank must make it.
         """
         meshes = _grid_meshes(self)
         if name == "ep_tp":
@@ -144,20 +139,20 @@ class ArchonParallelDims:
         raise LayoutError(f"unknown mesh {name!r}; known are {', '.join(MESH_NAMES)}")
 
     def get_group(self, name: str) -> ProcessGroup:
-        """The process group of `get_mesh(name)`."""
+        """Returns the process group of `get_mesh(name)`."""
         if name == "ep_tp":
             raise LayoutError("the mesh ep_tp has two dimensions, and each a group of its own: ep, etp")
         return self.get_mesh(name).get_group()
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """What dense parameters are sharded over: `dp_shard_cp`, with `dp_replicate` before it where there are
+        """The mesh that dense parameters are sharded over: `dp_shard_cp`, after `dp_replicate` if there are
         replicas."""
         return self._sharding_mesh("fsdp", "dp_shard_cp")
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """What experts are sharded over: the ranks that hold the same ones."""
+        """The mesh that experts are sharded over: the ranks that hold the same ones."""
         return self._sharding_mesh("sparse", "edp")
 
     def _sharding_mesh(self, grid: str, name: str) -> DeviceMesh:
@@ -166,32 +161,16 @@ class ArchonParallelDims:
 
     @property
     def grids(self) -> dict[str, dict[str, int]]:
-        """Every way the ranks are arranged, outermost dimension first: all products are `world_size`."""
+        """The grids that the ranks are arranged in, outermost dimension first; each product is `world_size`."""
         data = self.dp_replicate * self.dp_shard
-        return {
-            "dense": {
-                "pp": self.pp,
-                "dp_replicate": self.dp_replicate,
-                "dp_shard": self.dp_shard,
-                "cp": self.cp,
-                "tp": self.tp,
-            },
-            "fsdp": {
-                "pp": self.pp,
-                "dp_replicate": self.dp_replicate,
-                "dp_shard_cp": self.dp_shard * self.cp,
-                "tp": self.tp,
-            },
-            "batch": {"pp": self.pp, "dp": data, "cp_tp": self.cp * self.tp},
-            "loss": {"pp": self.pp, "dp_cp": data * self.cp, "tp": self.tp},
-            "sparse": {
-                "pp": self.pp,
-                "dp_replicate": self.dp_replicate,
-                "edp": self.expert_shard,
-                "ep": self.ep,
-                "etp": self.etp,
-            },
+        grids = {
+            "dense": {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp},
+            "fsdp": {"dp_replicate": self.dp_replicate, "dp_shard_cp": self.dp_shard * self.cp, "tp": self.tp},
+            "batch": {"dp": data, "cp_tp": self.cp * self.tp},
+            "loss": {"dp_cp": data * self.cp, "tp": self.tp},
+            "sparse": {"dp_replicate": self.dp_replicate, "edp": self.expert_shard, "ep": self.ep, "etp": self.etp},
         }
+        return {name: {"pp": self.pp, **sizes} for name, sizes in grids.items()}
 
 
 @cache
@@ -208,5 +187,4 @@ def ensure_process_group(device_type: str) -> None:
 
     use_single_worker_gloo()
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        init_process_group(device_type, store=dist.HashStore(), rank=0, world_size=1)

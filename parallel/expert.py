@@ -1,5 +1,5 @@
-"""Expert parallelism (GShard: Lepikhin et al. 2020, arXiv:2006.16668): each rank keeps some experts and sends every
-token to those it chose."""
+"""Expert parallelism (GShard: Lepikhin et al. 2020, arXiv:2006.16668): each rank holds some experts and sends each
+token to the ranks of the experts chosen for it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from archon.parallel.comm import Group, all_to_all
-from archon.parallel.tensor import shard
+from archon.parallel.tensor import shard_parameter
 from archon.parallel.torch_meshes import concatenated
 from archon.schema.errors import LayoutError
 
 
 class DispatchRecord(NamedTuple):
-    """What `combine` needs to undo a `dispatch`: row counts sent and received by rank, and the order of the rows."""
+    """What `combine` needs to undo a `dispatch`: row counts sent and received by rank, and the rows' permutation."""
 
     sent: list[int]
     received: list[int]
@@ -28,22 +28,22 @@ class DispatchRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Rows to the ranks of their experts and back; rank r keeps the r-th part of the experts."""
+    """Sends rows to the ranks of their experts and back; rank r holds the r-th part of the experts."""
 
     group: Group
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, DispatchRecord]:
-        """Rows [n, dim] in the order of all E experts, int64 counts [E], to this rank's experts' rows.
+        """Takes rows [n, dim] sorted by expert and the int64 counts [E] of all E experts.
 
-        Returns rows [m, dim] in the order of the E / size own experts, int64 counts of each, and the record for
-        `combine`. The host waits once, for how many rows go where.
+        Returns the rows [m, dim] of this rank's E / size experts, sorted by expert, their int64 counts, and the record
+        for `combine`. The host synchronizes once, to read the row counts.
         """
         size = self.group.size
         by_rank = counts.unflatten(0, (size, -1))
         incoming = all_to_all(by_rank.contiguous(), self.group)
         sent, received = torch.stack((by_rank.sum(1), incoming.sum(1))).tolist()
         rows = all_to_all(rows, self.group, received, sent)
-        # They come by rank and, within a rank, by expert; the experts want them the other way round.
+        # Rows arrive by rank and, within a rank, by expert; the experts need them by expert, then by rank.
         lengths = incoming.t().flatten()
         starts = (incoming.flatten().cumsum(0) - incoming.flatten()).unflatten(0, incoming.shape).t().flatten()
         total = rows.shape[0]
@@ -52,13 +52,13 @@ class ExpertParallel:
         return rows.index_select(0, order), incoming.sum(0), DispatchRecord(sent, received, order)
 
     def combine(self, rows: Tensor, record: DispatchRecord) -> Tensor:
-        """Undo `dispatch` for what the experts made of the rows: [m, dim] to [n, dim] in the order of all experts."""
+        """Undo `dispatch` for the experts' outputs: [m, dim] to [n, dim], sorted by expert."""
         return all_to_all(rows.index_select(0, record.order.argsort()), self.group, record.sent, record.received)
 
 
 def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh: DeviceMesh | None) -> None:
-    """Give each rank of `ep_mesh` its part of every stack of experts, and each rank of `etp_mesh` its part of every
-    expert's hidden features; in place. Raises LayoutError for sizes that the degrees do not divide."""
+    """Split every stack of experts over `ep_mesh` and every expert's hidden features over `etp_mesh`, in place. Raises
+    LayoutError for sizes that the degrees do not divide."""
     for name, module in model.named_modules():
         experts: Any = getattr(module, "experts", None)
         if getattr(experts, "role", None) != "experts":
@@ -73,16 +73,9 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh
                     f"etp = {etp_mesh.size()} does not divide the {experts.w1.shape[1]} hidden features of {name}"
                 )
             module.etp = Group.of(etp_mesh)
-        _split(experts, ep_mesh, etp_mesh)
-
-
-def _split(experts: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh: DeviceMesh | None) -> None:
-    meshes = [mesh for mesh in (ep_mesh, etp_mesh) if mesh is not None]
-    mesh = concatenated(meshes)
-    for name, hidden in (("w1", 1), ("w2", 2), ("w3", 1)):
-        placements: list[Placement] = [] if ep_mesh is None else [Shard(0)]
-        if etp_mesh is not None:
-            placements.append(Shard(hidden))
-        whole = getattr(experts, name)
-        part = shard(whole.detach(), mesh, tuple(placements))
-        setattr(experts, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        mesh = concatenated([mesh for mesh in (ep_mesh, etp_mesh) if mesh is not None])
+        for weight, hidden_dim in (("w1", 1), ("w2", 2), ("w3", 1)):
+            placements: list[Placement] = [] if ep_mesh is None else [Shard(0)]
+            if etp_mesh is not None:
+                placements.append(Shard(hidden_dim))
+            shard_parameter(experts, weight, mesh, tuple(placements))

@@ -1,6 +1,6 @@
-"""How all ranks end within seconds when one fails: the first to fail tells why, the others leave without a word.
+"""Ends all ranks within seconds when one fails: the first to fail prints why, the others exit silently.
 
-The ranks of a torchrun know one another through the store that torchrun itself holds, which outlives them.
+The ranks communicate through torchrun's own store, which outlives them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 GRACE_SECONDS = 3.0
-"""What a rank has to end by itself after another has failed."""
+"""How long a rank may take to exit by itself after another has failed."""
 POLL_SECONDS = 0.5
 
 
 class Failure:
-    """What the ranks of one start of a run know of each other's end.
+    """Shares the failures of the ranks of one start of a run.
 
     Args:
         rank: of this process.
         neighbors: the ranks of this machine.
-        store: torchrun's, with a connection of its own.
+        store: a connection of its own to torchrun's store.
     """
 
     def __init__(self, rank: int, neighbors: range, store: dist.Store) -> None:
@@ -40,18 +40,13 @@ class Failure:
 
     @classmethod
     def connect(cls) -> Failure | None:
-        """From torchrun's environment; None for a process alone, or one whose starter keeps no store."""
+        """Connects by torchrun's environment; None for a single process, or where the launcher keeps no store."""
         env = os.environ
         if env.get("WORLD_SIZE", "1") == "1" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return None
         try:
-            store = dist.TCPStore(
-                env["MASTER_ADDR"],
-                int(env["MASTER_PORT"]),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=10),
-            )
+            address, port, limit = env["MASTER_ADDR"], int(env["MASTER_PORT"]), timedelta(seconds=10)
+            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
         except (KeyError, ValueError, RuntimeError):
             return None
         prefix = f"archon/{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -61,49 +56,50 @@ class Failure:
         return cls(rank, neighbors, dist.PrefixStore(prefix, store))
 
     def watch(self) -> None:
-        """From now on end this process when another rank fails or dies."""
+        """Start a thread that ends this process when another rank fails or dies."""
         self._store.set(f"process/{self.rank}", str(os.getpid()))
         self._watcher = threading.Thread(target=self._watch, name="archon-failure", daemon=True)
         self._watcher.start()
 
     def done(self) -> None:
-        """This rank has ended as it should."""
+        """Record that this rank has ended normally."""
         self._ended.set()
         if self._watcher is not None:
-            # Python ends a daemon thread at its next step; within a call of the store that would abort the process.
+            # At exit Python stops a daemon thread anywhere; within a call of the store that aborts the process.
             self._watcher.join(GRACE_SECONDS)
         self._store.set(f"done/{self.rank}", "")
 
     def report(self, text: str) -> None:
-        """Write `text` to stderr if no rank has failed before; else wait until the one that has has written its own."""
+        """Write `text` to stderr if no rank has failed before; else wait until the failed one has written its own."""
         self._ended.set()
         try:
             first = self._store.compare_set("failed", "", str(self.rank)).decode()
             if first == str(self.rank):
-                _write(text)
+                sys.stderr.write(text)
+                sys.stderr.flush()
                 self._store.set("reported", "")
             else:
                 self._store.wait(["reported"], timedelta(seconds=GRACE_SECONDS))
-        except RuntimeError:  # torchrun itself has gone, or whoever failed could not write
+        except RuntimeError:  # torchrun itself has exited, or the failed rank could not write
             pass
 
     def dead(self) -> list[str]:
-        """Ranks on this machine whose process has gone without an end."""
-        found = []
+        """Returns the ranks of this machine whose process has exited without `done`."""
+        dead = []
         for rank in self._neighbors:
             if rank not in self._processes and self._store.check([f"process/{rank}"]):
                 self._processes[rank] = int(self._store.get(f"process/{rank}"))
             pid = self._processes.get(rank)
-            if pid is not None and not _runs(pid) and not self._store.check([f"done/{rank}"]):
-                found.append(f"rank {rank} (process {pid})")
-        return found
+            if pid is not None and not _is_running(pid) and not self._store.check([f"done/{rank}"]):
+                dead.append(f"rank {rank} (process {pid})")
+        return dead
 
     def _watch(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
             try:
                 failed = self._store.check(["failed"])
                 dead = [] if failed else self.dead()
-            except RuntimeError:  # torchrun has gone; it takes its processes with it
+            except RuntimeError:  # torchrun has exited, and ends its processes
                 return
             if not failed and not dead:
                 continue
@@ -115,48 +111,44 @@ class Failure:
 
 
 def end_rank(error: BaseException, message: str | None, failure: Failure) -> None:
-    """Leave the process because of `error`: code 2 after a user's mistake (`message`), else 1; does not return.
+    """Exit the process because of `error`: with code 2 after a user's mistake (`message`), else 1; does not return.
 
-    Nothing is unwound: what would wait for other ranks must not.
+    No exception handler or `finally` runs, since one could wait for other ranks.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may already be ending the rest; the reason comes first
-    code = 2 if message is not None else 1
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may already be ending the rest; print the reason first
     if message is not None:
         text = f"archon: {message}\n"
+    elif _is_collective_error(error):
+        time.sleep(2 * POLL_SECONDS)  # torchrun takes a moment to reap a process that was killed
+        dead = failure.dead()
+        why = f"{' and '.join(dead)} died" if dead else "another rank ended, or came later than timeout_s allows"
+        text = f"{_traceback(error)}archon: rank {failure.rank}: a collective failed: {why}\n"
     else:
-        text = "".join(traceback.format_exception(error))
-        if _of_a_collective(error):
-            # torchrun takes a moment to bury a process that was killed.
-            time.sleep(2 * POLL_SECONDS)
-            dead = failure.dead()
-            why = f"{' and '.join(dead)} died" if dead else "another rank ended, or came later than timeout_s allows"
-            text += f"archon: rank {failure.rank}: a collective failed: {why}\n"
-        else:
-            text = f"archon: rank {failure.rank} failed:\n{text}"
+        text = f"archon: rank {failure.rank} failed:\n{_traceback(error)}"
     failure.report(text)
     sys.stdout.flush()
-    os._exit(code)
+    os._exit(1 if message is None else 2)
 
 
-def _of_a_collective(error: BaseException) -> bool:
-    """gloo and NCCL raise these two, and plain RuntimeErrors that name their source."""
-    kinds = (dist.DistBackendError, dist.DistNetworkError)
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _is_collective_error(error: BaseException) -> bool:
+    """Whether gloo or NCCL raised it: one of their classes, or a RuntimeError that names its source."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
     text = str(error).lower()
-    return isinstance(error, kinds) or (
-        isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "connection closed by peer", "nccl"))
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("gloo", "connection closed by peer", "nccl")
     )
 
 
-def _runs(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be buried does not."""
+def _is_running(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()

@@ -30,24 +30,24 @@ def apply_fsdp(
     cpu_offload: bool = False,
     keep_gathered: bool = False,
 ) -> None:
-    """Shard each block, then what is left (embedding, final norm, head) with the root.
+    """Shard each block, then the rest (embedding, final norm, head) with the root.
 
-    Parameters stay in the dtype they were built in, the masters; each block is cast to `param_dtype` when it runs,
-    and gradients are accumulated and reduced in `reduce_dtype`. `default` frees a block's copy after its forward and
-    keeps the root's, which the backward needs at once; `always` frees the root's too; `never` keeps all, for memory
-    in place of traffic.
+    Parameters stay in the dtype they were built in, the master weights; each block is cast to `param_dtype` when it
+    runs, and gradients are accumulated and reduced in `reduce_dtype`. `default` frees a block's gathered weights after
+    its forward and keeps the root's, which the backward needs at once; `always` frees the root's too; `never` keeps
+    all: more memory, less traffic.
 
     Gradients are summed over `mesh`, never averaged: the loss is divided by one denominator for all ranks. Experts are
-    sharded over `expert_mesh`, where they are summed over just the ranks that hold the same ones; the others' tokens
-    came to them. `cpu_offload` keeps shards and gradients on the CPU. A pipeline, which runs several micro-batches
-    through a stage before it goes back, keeps the gathered weights by default (`keep_gathered`).
+    sharded, and their gradients summed, over `expert_mesh`, the ranks that hold the same ones. `cpu_offload` keeps
+    shards and gradients on the CPU. A pipeline, which runs several micro-batches through a stage before the first
+    backward, keeps the gathered weights by default (`keep_gathered`).
     """
     if reshard_after_forward_policy not in ("default", "always", "never"):
         raise ConfigError(
             f"reshard_after_forward_policy must be default, always or never, got {reshard_after_forward_policy!r}"
         )
-    # Activations are in param_dtype from the embedding on; casting other inputs would only narrow what was computed
-    # wide on purpose (temperatures, loss weights).
+    # Activations are in param_dtype from the embedding on; other inputs (temperatures, loss weights) are wide on
+    # purpose.
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     }
@@ -74,44 +74,45 @@ def apply_fsdp(
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Shards along the experts; along their rows where there are fewer experts than ranks and the rows divide."""
+    """Shards along the experts, or along their rows where experts are fewer than ranks and the ranks divide the
+    rows."""
     experts, rows = local_tensor(parameter).shape[:2]
     return Shard(1) if experts < ranks and rows % ranks == 0 else Shard(0)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `apply_fsdp` was applied to it, or to a part of it such as a pipeline's stage."""
+    """Whether `apply_fsdp` was applied to the model or to a part of it such as a pipeline stage."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients over ranks, or leaves them to a later one; plain models have no
-    choice."""
+    """Set whether the next backward reduces gradients over ranks or leaves it to a later one; no effect on a model
+    without FSDP."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered copies that a forward without backward has left, so that parameters are the masters again."""
+    """Free the gathered weights that a forward without backward has left; parameters are the masters again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """Where the part that this rank holds lies in the whole tensor, one slice a dimension."""
+    """Returns the slice of each dimension of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    here = tensor.device_mesh.get_coordinate()
-    assert here is not None
-    return part_of(tensor, here)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return part_of(tensor, coordinate)
 
 
 def part_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
-    """`own_part` of the rank at `coordinate` of the tensor's mesh.
+    """Returns `own_part` of the rank at `coordinate` of the tensor's mesh.
 
-    FSDP shards what tensor or expert parallelism has left of a parameter, so those are the outer splits although their
-    mesh dimensions come last.
+    FSDP shards the parts of tensor or expert parallelism, so those are the outer splits although their mesh dimensions
+    come last.
     """
     bounds = [(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
@@ -130,5 +131,5 @@ def part_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of the tensor that this rank holds; a plain tensor is its own part."""
+    """Returns this rank's part of a DTensor; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Whole parameters from the shards of several ranks, many in one collective."""
+"""Gathers whole parameters from the shards of several ranks, many in one collective."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from archon.parallel.comm import Group, all_gather, all_gather_replicated
 from archon.parallel.fsdp import local_tensor, part_of
 
 BUCKET_BYTES = 2**24
-"""Of whole tensors gathered at once: a collective costs the same for a byte as for a thousand."""
+"""Bytes of whole tensors in one collective: many small collectives would cost more."""
 
 Named = tuple[str, Tensor]
 
 
 @torch.no_grad()
 def whole_tensors(tensors: Iterable[Named], bucket_bytes: int = BUCKET_BYTES) -> Iterator[Named]:
-    """Every (name, tensor) whole, in the order given; without a copy where this rank holds it all.
+    """Yields every (name, whole tensor), in the order given; without a copy where this rank holds it all.
 
-    Neighbours of one mesh and dtype are gathered together, up to `bucket_bytes` of whole tensors or a single larger
-    one. Every rank that holds a part must call it and take all of them.
+    Consecutive tensors of one mesh and dtype are gathered together, up to `bucket_bytes` of whole tensors or a single
+    larger one. Every rank that holds a part must call it and consume all of them.
     """
-    for kind, run in groupby(tensors, key=lambda pair: _kind(pair[1])):
-        if kind is None:
+    for key, run in groupby(tensors, key=lambda pair: _bucket_key(pair[1])):
+        if key is None:
             yield from ((name, local_tensor(tensor.detach())) for name, tensor in run)
             continue
         for bucket in _buckets(run, bucket_bytes):
@@ -44,11 +44,11 @@ def staged_tensors(
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[Named]:
-    """`whole_tensors` of a model whose layers lie on the ranks of `stages`: whoever holds one sends it to the others.
+    """As `whole_tensors`, for a model whose layers are on the ranks of `stages`: the holder of each broadcasts it.
 
     Args:
-        own: what this rank holds a part of.
-        shapes: every name, in the order in which they are returned.
+        own: the tensors of which this rank holds a part.
+        shapes: the shape of every tensor, in the order in which they are yielded.
         dtype: of all of them.
     """
     holders = torch.tensor([[name in own for name in shapes]], dtype=torch.int32, device=device)
@@ -66,19 +66,19 @@ def staged_tensors(
             yield from ((name, piece.view(shapes[name])) for name, piece in zip(names, pieces, strict=True))
 
 
-def _kind(tensor: Tensor) -> tuple[object, ...] | None:
-    """Equal for tensors that can be gathered together; None for one that need not be."""
+def _bucket_key(tensor: Tensor) -> tuple[object, ...] | None:
+    """Returns equal keys for tensors that can be gathered together; None for one that need not be gathered."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
         return None
     return tensor.device_mesh, tensor.dtype, tensor.device
 
 
-def _buckets(tensors: Iterable[Named], most: int) -> Iterator[list[Named]]:
+def _buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
     bucket: list[Named] = []
     size = 0
     for name, tensor in tensors:
         own = tensor.numel() * tensor.element_size()
-        if bucket and size + own > most:
+        if bucket and size + own > max_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
@@ -88,11 +88,11 @@ def _buckets(tensors: Iterable[Named], most: int) -> Iterator[list[Named]]:
 
 
 def _gathered(tensors: Sequence[DTensor]) -> list[Tensor]:
-    """Tensors of one mesh and dtype, whole."""
+    """Returns tensors of one mesh and dtype, whole."""
     mesh = tensors[0].device_mesh
-    here = mesh.get_coordinate()
-    assert here is not None
-    dims = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and not all(_is_copied(t, d) for t in tensors)]
+    own_coordinate = mesh.get_coordinate()
+    assert own_coordinate is not None
+    dims = [d for d in range(mesh.ndim) if mesh.size(d) > 1 and not all(_is_replicated(t, d) for t in tensors)]
     # The first rank along every dimension has the largest part.
     sizes = [_shape(part_of(tensor, [0] * mesh.ndim)).numel() for tensor in tensors]
     flat = tensors[0].to_local().new_zeros(sum(sizes))
@@ -103,19 +103,19 @@ def _gathered(tensors: Sequence[DTensor]) -> list[Tensor]:
         flat = all_gather(flat, Group.of_process_group(mesh.get_group(dim)))
     wholes = [local_tensor(tensor).new_empty(tensor.shape) for tensor in tensors]
     for row, place in zip(flat.view(-1, sum(sizes)), product(*(range(mesh.size(d)) for d in dims)), strict=True):
-        there = list(here)
-        for dim, at in zip(dims, place, strict=True):
-            there[dim] = at
+        coordinate = list(own_coordinate)
+        for dim, index in zip(dims, place, strict=True):
+            coordinate[dim] = index
         for piece, tensor, whole in zip(row.split(sizes), tensors, wholes, strict=True):
-            if any(_is_copied(tensor, dim) and there[dim] for dim in dims):
+            if any(_is_replicated(tensor, dim) and coordinate[dim] for dim in dims):
                 continue
-            part = part_of(tensor, there)
+            part = part_of(tensor, coordinate)
             shape = _shape(part)
             whole[part] = piece[: shape.numel()].view(shape)
     return wholes
 
 
-def _is_copied(tensor: DTensor, dim: int) -> bool:
+def _is_replicated(tensor: DTensor, dim: int) -> bool:
     return tensor.placements[dim].is_replicate()
 
 

@@ -1,4 +1,4 @@
-"""How archon's gloo process groups are made: one worker thread each, and one device for all of a process."""
+"""How process groups are made: gloo groups with one worker thread each and one device for all of a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from archon.parallel.torch_parts import require_parts
 
 WORKER = "pt_gloo_runloop"
-"""What PyTorch names the threads that run a gloo group's collectives."""
+"""PyTorch's name of the threads that run a gloo group's collectives."""
 PARTS = tuple(
     f"torch.distributed.distributed_c10d.ProcessGroupGloo.{part}"
     for part in (
@@ -26,21 +26,30 @@ PARTS = tuple(
         "options",
     )
 )
-SETTLED = 3
+IDLE_POLLS = 3
 POLL_SECONDS = 0.01
+
+
+def init_process_group(device_type: str, **options: Any) -> None:
+    """`torch.distributed.init_process_group` with NCCL for a GPU's tensors and gloo for the CPU's."""
+    from torch.distributed import init_process_group
+
+    use_single_worker_gloo()
+    init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", **options)
 
 
 @cache
 def use_single_worker_gloo() -> None:
-    """From now on PyTorch makes the gloo groups of this process so; call it before they are made.
+    """Make PyTorch create this process's gloo groups with one worker thread and a shared device; call it before they
+    are created.
 
-    By default a group has two worker threads, and each, when it has run a collective, assigns the same `std::string` of
-    the group without a lock (`lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, as of PyTorch 2.13). When both do
-    so at once the heap is corrupted: some ten thousand collectives later a run crashes or hangs. One worker cannot race
-    with itself; the collectives of one group then run one after the other, as NCCL's do.
+    By default a group has two worker threads, and each assigns the same `std::string` of the group without a lock after
+    a collective (`lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, as of PyTorch 2.13). When both do so at once
+    the heap is corrupted, and a run crashes or hangs after some ten thousand collectives. With one worker the
+    collectives of one group run one after the other, as NCCL's do.
 
-    By default, too, each group has a device of its own, with a thread that wakes a hundred times a second, and a layout
-    has about twenty groups. They share one here.
+    Also by default, each group has its own device, with a thread that wakes a hundred times a second, and a layout has
+    about twenty groups.
     """
     from torch.distributed import distributed_c10d, is_gloo_available
 
@@ -58,7 +67,7 @@ def use_single_worker_gloo() -> None:
 
     class IsGloo(type(gloo)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: Any) -> bool:
-            # PyTorch hands out the base class for a group whose Python object has gone, and asks for its kind.
+            # PyTorch returns the base class for a group whose Python object is gone, and asks for its type.
             return isinstance(instance, gloo)
 
     class SingleWorkerGloo(gloo, metaclass=IsGloo):
@@ -72,20 +81,20 @@ def use_single_worker_gloo() -> None:
 
 
 def let_workers_finish(limit_s: float = 5.0) -> None:
-    """Wait until no worker of a gloo group is at work any more, at most `limit_s` seconds.
+    """Wait until the workers of all gloo groups are idle, at most `limit_s` seconds.
 
-    A collective is over for its caller before the worker has dropped the tensors, for which it needs the interpreter's
-    lock. Where the interpreter is ending by then, taking the lock in a destructor aborts the process: "terminate called
-    without an active exception" (PyTorch's issue 190489).
+    A collective returns to its caller before the worker has released the tensors, for which it needs the GIL. If the
+    interpreter is shutting down by then, taking the GIL in a destructor aborts the process: "terminate called without
+    an active exception" (PyTorch issue 190489).
     """
-    deadline, settled = time.monotonic() + limit_s, 0
-    while settled < SETTLED and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)  # without the lock
-        settled = 0 if _a_worker_runs() else settled + 1
+    deadline, idle_polls = time.monotonic() + limit_s, 0
+    while idle_polls < IDLE_POLLS and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)  # releases the GIL
+        idle_polls = 0 if _is_worker_busy() else idle_polls + 1
 
 
-def _a_worker_runs() -> bool:
-    """Whether a worker thread has the processor or waits for it; where the system does not tell, none does."""
+def _is_worker_busy() -> bool:
+    """Whether a worker thread is running or runnable; False on a system without /proc."""
     for task in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = task.read_text().partition("(")[2].rpartition(")")

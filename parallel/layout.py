@@ -1,11 +1,11 @@
-"""Layout strings: `d4p2t2c1e1`, `r2` for replicas, `(attn:d1p4t2c2|ffn:d1p4t1e4)` for experts laid out apart."""
+"""Layout strings: `d4p2t2c1e1`, `r2` for replicas, `(attn:d1p4t2c2|ffn:d1p4t1e4)` where experts have their own."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice, product
 
 from archon.parallel.dims import ArchonParallelDims
@@ -21,7 +21,7 @@ _HYBRID = re.compile(r"\(\s*attn:([^|()]*)\|\s*ffn:([^|()]*)\)")
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The degrees a layout string asks for. `etp` is 1 unless the hybrid form gives experts a tensor degree."""
+    """The degrees of a layout string. `etp` is 1 unless the hybrid form gives experts a tensor degree."""
 
     dp_shard: int = 1
     dp_replicate: int = 1
@@ -37,11 +37,11 @@ class ParallelLayout:
 
     @property
     def dp(self) -> int:
-        """Ranks, or groups of them, that train different documents."""
+        """The number of data-parallel ranks, which train different documents."""
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        """The canonical string, which parses back to this layout."""
+        """Returns the canonical string, which parses back to this layout."""
         if self.etp > 1:
             data = self.dp_shard * self.cp // self.ep
             replicas = f"r{self.dp_replicate}" if self.dp_replicate > 1 else ""
@@ -51,26 +51,17 @@ class ParallelLayout:
         return "".join(f"{letter}{n}" for letter, n in degrees.items() if n > 1) or "d1"
 
     def dims(self, device_type: str = "cpu") -> ArchonParallelDims:
-        """The same layout with its rules checked; `LayoutError` names the broken rule and the nearest legal layouts."""
+        """Returns the checked dimensions. Raises LayoutError with the broken rule and the nearest legal layouts."""
         try:
-            return ArchonParallelDims(
-                dp_replicate=self.dp_replicate,
-                dp_shard=self.dp_shard,
-                cp=self.cp,
-                tp=self.tp,
-                pp=self.pp,
-                ep=self.ep,
-                etp=self.etp,
-                world_size=self.world_size,
-                device_type=device_type,
-            )
+            return ArchonParallelDims(**asdict(self), world_size=self.world_size, device_type=device_type)
         except LayoutError as error:
             raise LayoutError(f"layout {self}: {error}; {_suggest(self, self.world_size)}") from None
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What layouts divide. `hidden` are the inner widths of dense networks, shared experts included."""
+    """The sizes of a model that a layout divides. `hidden` are the inner widths of dense networks, shared experts
+    included."""
 
     heads: int
     key_heads: int
@@ -107,10 +98,8 @@ def nearest_layouts(
     count: int = 3,
     fits: Callable[[ParallelLayout], bool] = lambda layout: True,
 ) -> list[ParallelLayout]:
-    """The legal layouts of `world_size` ranks closest to `wanted`: fewest doublings apart, summed over dimensions.
-
-    `fits` leaves out those that a model does not fit.
-    """
+    """Returns the legal layouts of `world_size` ranks that `fits` accepts and that are closest to `wanted`: by
+    |log2| of the ratio of degrees, summed over dimensions."""
     names = ("dp_shard", "dp_replicate", "pp", "tp", "cp")
     small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
     divisors = sorted({*small, *(world_size // n for n in small)})
@@ -133,7 +122,7 @@ def nearest_layouts(
 
 
 def _degrees(text: str, body: str, letters: str) -> dict[str, int]:
-    """`d4p2` to {"dp_shard": 4, "pp": 2}."""
+    """Parses `d4p2` to {"dp_shard": 4, "pp": 2}."""
     parts = re.findall(r"([a-z])(\d+)", body)
     if not body or "".join(letter + degree for letter, degree in parts) != body:
         raise LayoutError(f"layout {text!r} is not a layout string; {_SHAPE}")

@@ -1,4 +1,4 @@
-"""Marks around the parts of a training step, for a profiler that listens; without one they cost nothing."""
+"""Marks the phases of a training step for a profiler; without one they cost nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _listener: Listener = nullcontext
 
 
 def phase(name: PhaseName) -> AbstractContextManager[Any]:
-    """Returns the listener's context around a part of the step; an empty one where nobody listens."""
+    """Returns the listener's context for a phase of the step; an empty one without a listener."""
     return _listener(name)
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches through the stages of a pipeline, by PyTorch's schedules, whose private parts stand here alone."""
+"""Runs micro-batches through the stages of a pipeline with PyTorch's schedules."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PARTS = (
 require_parts("pipelines", PARTS)
 
 Run = Callable[[int, int, Tensor | None], Tensor]
-"""(stage, micro-batch, hidden states of the stage before) to hidden states, or the last stage's loss, a scalar."""
+"""(stage, micro-batch, hidden states of the previous stage) to hidden states, or the last stage's scalar loss."""
 
 
 class _Stage(PipelineStage):
-    """A stage whose forward is the caller's: what a packed micro-batch is made of does not travel with it."""
+    """A stage whose forward is the caller's function; only hidden states are sent between stages."""
 
     run: Run
 
@@ -56,30 +56,24 @@ class Pipeline:
     Args:
         model: this rank's stages.
         group: the ranks of the pipeline.
-        dtype: of the hidden states.
+        dtype, dim: of the hidden states.
     """
 
     def __init__(self, model: StagedModel, group: Group, device: torch.device, dtype: torch.dtype, dim: int) -> None:
         self.model, self.group, self.device, self.dtype, self.dim = model, group, device, dtype, dim
-        self._built: tuple[int, int] | None = None
-        self._schedule: Any = None
-        self._stages: list[_Stage] = []
-
-    @property
-    def plan(self) -> StagePlan:
-        return self.model.plan
+        self.plan: StagePlan = model.plan
+        self._schedules: dict[tuple[int, int], tuple[Any, list[_Stage]]] = {}
 
     def backward(self, run: Run, micro_batches: int, rows: int) -> None:
-        """Every micro-batch forward and backward; gradients are reduced once, at the end.
+        """Run every micro-batch forward and backward; gradients are reduced once, at the end.
 
-        `rows` are the rows of the hidden states that one rank passes on.
+        `rows` are the rows of the hidden states that one rank sends.
         """
         key = (micro_batches, rows)
-        if self._built != key:
-            # One at a time: a schedule holds receive buffers of its shape, and packed batches have many shapes.
-            self._schedule, self._stages = self._build(*key)
-            self._built = key
-        schedule, stages = self._schedule, self._stages
+        if key not in self._schedules:
+            # Only the last one is kept: it holds receive buffers of its shape, and packed batches have many shapes.
+            self._schedules = {key: self._build_schedule(*key)}
+        schedule, stages = self._schedules[key]
         for stage in stages:
             stage.run, stage.has_backward = run, True
         first = [(torch.zeros((), device=self.device),) if 0 in self.model.numbers else ()] * micro_batches
@@ -93,7 +87,7 @@ class Pipeline:
         for stage in stages:
             del stage.run  # it holds the batch
 
-    def _build(self, micro_batches: int, rows: int) -> tuple[Any, list[_Stage]]:
+    def _build_schedule(self, micro_batches: int, rows: int) -> tuple[Any, list[_Stage]]:
         stages = []
         hidden = torch.empty(rows, self.dim, dtype=self.dtype, device="meta")
         scalar = torch.empty((), dtype=torch.float32, device="meta")
@@ -116,20 +110,17 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, run: Run, micro_batches: int, rows: int) -> None:
-        """Every micro-batch forward, one after the other."""
+        """Run every micro-batch forward, one after the other."""
         for index in range(micro_batches):
             for number in self.model.numbers:
-                hidden = None
-                if number > 0:
-                    hidden = self._receive(number, rows)
-                out = run(number, index, hidden)
+                out = run(number, index, self._receive(number, rows) if number else None)
                 if number < self.plan.n_stages - 1:
                     self._send(number, out)
 
     def _receive(self, stage: int, rows: int) -> Tensor:
         source = self.plan.rank_of(stage - 1)
         if source == self.group.rank:
-            return self._kept
+            return self._hidden
         hidden = torch.empty(rows, self.dim, dtype=self.dtype, device=self.device)
         torch.distributed.recv(hidden, group=self.group.process_group, group_src=source)
         return hidden
@@ -137,7 +128,7 @@ class Pipeline:
     def _send(self, stage: int, hidden: Tensor) -> None:
         target = self.plan.rank_of(stage + 1)
         if target == self.group.rank:
-            self._kept = hidden
+            self._hidden = hidden
         else:
             torch.distributed.send(hidden.contiguous(), group=self.group.process_group, group_dst=target)
 

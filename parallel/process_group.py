@@ -12,21 +12,19 @@ import torch.distributed as dist
 
 from archon.parallel.control_plane import PATIENT
 from archon.parallel.failure import Failure
-from archon.parallel.gloo import use_single_worker_gloo
+from archon.parallel.gloo import init_process_group
 from archon.parallel.torch_groups import all_groups, set_time_limit
 from archon.schema.errors import LayoutError
 
 
 def started_processes() -> int:
-    """How many processes torchrun has started; 1 without it."""
+    """Returns the number of processes that torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def require_processes(world_size: int) -> None:
-    """LayoutError unless as many processes run as the layout needs."""
-    running = started_processes()
-    if dist.is_initialized():
-        running = dist.get_world_size()
+    """Raises LayoutError unless as many processes run as the layout needs."""
+    running = dist.get_world_size() if dist.is_initialized() else started_processes()
     if running != world_size:
         raise LayoutError(
             f"the layout needs {world_size} processes, but {running} are running; "
@@ -36,8 +34,8 @@ def require_processes(world_size: int) -> None:
 
 
 def join_process_group(world_size: int, device_type: str, timeout_s: float) -> None:
-    """Join the process group that torchrun has prepared, and end with it; LayoutError where it has prepared none, or
-    another size."""
+    """Join the process group that torchrun has prepared, and exit when one of its ranks fails. Raises LayoutError for
+    a group of another size or none."""
     require_processes(world_size)
     if world_size == 1 or dist.is_initialized():
         return
@@ -47,22 +45,20 @@ def join_process_group(world_size: int, device_type: str, timeout_s: float) -> N
     if failure is not None:
         failure.watch()
         atexit.register(failure.done)
-    use_single_worker_gloo()
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    init_process_group(device_type, timeout=timedelta(seconds=timeout_s))
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """Let no collective of any group take longer, but those that wait for files and rollouts (`ControlPlane.patient`);
-    a group that a mesh has made does not inherit the default group's limit."""
+    """Set the time limit of every group's collectives, except of those that wait for files and rollouts
+    (`ControlPlane.patient`): a group that a mesh has made does not inherit the default group's limit."""
     for group in all_groups():
         if not group.group_desc.startswith(PATIENT):
             set_time_limit(group, timedelta(seconds=timeout_s))
 
 
 def own_gpu() -> torch.device:
-    """The GPU of this process: the one of torchrun's LOCAL_RANK, else the current one; LayoutError where there are
-    fewer GPUs than processes."""
+    """Returns the GPU of this process: that of torchrun's LOCAL_RANK, else the current one. Raises LayoutError where
+    there are fewer GPUs than processes."""
     local = os.environ.get("LOCAL_RANK")
     if local is not None and started_processes() > 1:
         if int(local) >= torch.cuda.device_count():

@@ -1,4 +1,4 @@
-"""The ranks of a run: who holds which documents and which of their tokens, and what is summed over whom."""
+"""The process groups that the engine communicates over."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SOLO = Group("", 1, 0)
 
 @dataclass(frozen=True)
 class Ranks:
-    """The groups of this rank that the engine communicates over. `dp` ranks hold different documents; those of one
-    `cp`, `tp` and `pp` group are given the same ones."""
+    """This rank's groups. `dp` ranks have different documents; ranks of a `cp`, `tp` or `pp` group have the same
+    ones."""
 
     pp: Group = SOLO
     dp: Group = SOLO
@@ -34,7 +34,7 @@ class Ranks:
 
     @classmethod
     def of(cls, dims: ArchonParallelDims) -> Ranks:
-        """Makes the process groups; every rank must call it."""
+        """Returns the groups of a layout, and makes their process groups: every rank must call it."""
         if dims.world_size == 1:
             return cls()
         groups = {name: Group.of(dims.get_mesh(name)) for name in ("pp", "dp", "cp", "tp")}
@@ -42,26 +42,26 @@ class Ranks:
 
     @property
     def split_tokens(self) -> bool:
-        """Whether a rank holds a part of a micro-batch's tokens."""
+        """Whether ranks split the tokens of a micro-batch."""
         return self.cp.size * self.tp.size > 1
 
     def sum(self, values: Tensor, groups: Sequence[Group]) -> Tensor:
-        """The sum of a tensor over the ranks of each group in turn."""
+        """Returns the sum of a tensor over the ranks of all groups."""
         for group in groups:
             values = all_reduce(values, group)
         return values
 
     def all_reduce_max(self, number: int, device: torch.device) -> int:
-        """The largest of the data-parallel ranks' numbers."""
+        """Returns the largest of the data-parallel ranks' numbers."""
         if self.dp.size == 1:
             return number
         return int(all_reduce(torch.tensor(number, device=device), self.dp, "max"))
 
     def require_on_all(self, prepare: Callable[[], Result], device: torch.device) -> Result:
-        """Returns this rank's `prepare()`, once it has gone well on every data-parallel rank.
+        """Returns this rank's `prepare()`, once it has succeeded on every data-parallel rank.
 
-        Where one refuses its share by a `UserError` all of them raise: that rank its own error, the others a BatchError
-        with its number and message.
+        Where it raises a UserError on one rank, all raise: that rank its own error, the others a BatchError with the
+        rank and its message.
         """
         if self.dp.size == 1:
             return prepare()

@@ -1,24 +1,27 @@
-"""The one way from a layout string to a layout that a model can be trained in."""
+"""From a layout string to a layout that a model can be trained in, and the rules that a layout must keep.
+
+Needs no weights and no process group.
+"""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 
-from archon.parallel.compile import compile_enabled
-from archon.parallel.constraints import check_config, context_parallel_kind, violation
+from archon.parallel.compile import CompileChoice, compile_enabled
+from archon.parallel.context import ulysses_repeat
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.layout import ModelSizes, ParallelLayout, nearest_layouts, parse_layout
-from archon.parallel.pipeline import StagePlan, configured_stages
-from archon.schema.config import ContextParallelKind, EngineConfig
-from archon.schema.errors import LayoutError
+from archon.parallel.pipeline import SPLIT_BACKWARD, StagePlan, plan_stages
+from archon.schema.config import ActivationCheckpointConfig, ContextParallelKind, EngineConfig, PipelineConfig
+from archon.schema.errors import ConfigError, LayoutError
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ResolvedLayout:
-    """A layout in which one model can be trained as one configuration says: no rule is left to check.
+    """A layout in which one model can be trained under one configuration: every rule has been checked.
 
     `stages` are those of the pipeline, None without one; `compiled` is whether blocks are compiled on this device.
     """
@@ -40,30 +43,128 @@ def resolve_layout(
 
     `attends_gathered` says whether the attention backend can attend to keys gathered from other ranks.
 
-    Raises LayoutError with the nearest layouts that the model fits, for a string that cannot be read and sizes that a
-    degree does not divide; ConfigError for options that the layout or one another excludes.
+    Raises LayoutError, with the nearest layouts that the model fits, for a string that cannot be read and for sizes
+    that a degree does not divide; ConfigError for options that the layout or one another excludes.
     """
     layout = parse_layout(config.layout)
-    require_fit(layout, sizes, config)
+
+    def broken_rule(other: ParallelLayout) -> str | None:
+        return violation(other, sizes, config.pipeline, config.context_parallel)
+
+    if rule := broken_rule(layout):
+        near = nearest_layouts(layout, layout.world_size, fits=lambda other: broken_rule(other) is None)
+        raise LayoutError(
+            f"layout {layout}: {rule}; nearest layouts that this model fits: {', '.join(map(str, near)) or 'none'}"
+        )
     dims = layout.dims(device_type)
     kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, sizes.heads, sizes.key_heads)
     check_config(config, dims, sizes.experts > 0, kind, attends_gathered)
     if dims.cp_enabled and config.context_parallel == "auto":
         logger.info("context parallelism over %d ranks: %s", layout.cp, kind)
-    stages = configured_stages(config.pipeline, layout.pp, sizes.layers) if dims.pp_enabled else None
+    stages = plan_stages(config.pipeline, layout.pp, sizes.layers) if dims.pp_enabled else None
     return ResolvedLayout(layout, dims, kind, stages, compile_enabled(config.compile, device_type))
 
 
-def require_fit(layout: ParallelLayout, sizes: ModelSizes, config: EngineConfig) -> None:
-    """Raises LayoutError with the first broken rule and the nearest layouts of as many ranks that break none."""
+def violation(
+    layout: ParallelLayout,
+    sizes: ModelSizes,
+    pipeline: PipelineConfig | None = None,
+    context_parallel: str = "auto",
+) -> str | None:
+    """Returns the first rule of divisibility that the layout breaks for a model of these sizes, or None.
 
-    def broken(other: ParallelLayout) -> str | None:
-        return violation(other, sizes, config.pipeline, config.context_parallel)
+    Where `tp` exceeds the key heads, neighboring ranks share one.
+    """
+    tp, ep, etp = layout.tp, layout.ep, layout.etp
+    if sizes.heads % tp:
+        return f"tp = {tp} does not divide the {sizes.heads} attention heads"
+    if sizes.key_heads % tp and tp % sizes.key_heads:
+        return f"tp = {tp} neither divides the {sizes.key_heads} key heads nor is a multiple of them"
+    if sizes.vocab % tp:
+        return f"tp = {tp} does not divide the vocabulary of {sizes.vocab}"
+    for hidden in sizes.hidden:
+        if hidden % tp:
+            return f"tp = {tp} does not divide the {hidden} hidden features of a feed-forward network"
+    if not sizes.experts and ep * etp > 1:
+        return f"ep = {ep} and etp = {etp} lay out experts, and the model has none"
+    if sizes.experts % ep:
+        return f"ep = {ep} does not divide the {sizes.experts} experts"
+    if sizes.expert_hidden % etp:
+        return f"etp = {etp} does not divide the {sizes.expert_hidden} hidden features of an expert"
+    try:
+        context_parallel_kind(context_parallel, layout.cp, tp, sizes.heads, sizes.key_heads)
+        if layout.pp > 1:
+            plan_stages(pipeline or PipelineConfig(), layout.pp, sizes.layers)
+    except LayoutError as error:
+        return str(error)
+    return None
 
-    rule = broken(layout)
-    if rule is None:
+
+def context_parallel_kind(kind: str, cp: int, tp: int, heads: int, key_heads: int) -> ContextParallelKind:
+    """Returns the kind that a configured one resolves to: for `auto`, Ulysses where the `cp` ranks can divide a rank's
+    heads, else all-gather. Raises LayoutError where Ulysses is requested and impossible."""
+    if kind == "allgather" or cp == 1:
+        return "allgather"
+    try:
+        ulysses_repeat(heads // tp, max(1, key_heads // tp), cp)
+    except LayoutError:
+        if kind == "ulysses":
+            raise
+        return "allgather"
+    return "ulysses"
+
+
+def check_options(
+    dims: ArchonParallelDims, cpu_offload: bool, ac_config: ActivationCheckpointConfig, enable_compile: CompileChoice
+) -> None:
+    """Raises ConfigError for options of `parallelize_decoder` that contradict each other or the layout."""
+    if cpu_offload and dims.world_size == 1:
+        raise ConfigError("cpu_offload = true needs sharded parameters, and one process has none; leave it false")
+    if ac_config.mode == "memory_budget" and not compile_enabled(enable_compile, dims.device_type):
+        raise ConfigError(
+            "activation_checkpoint.mode = memory_budget needs torch.compile, which is off; set compile = true, or "
+            "choose full or selective"
+        )
+
+
+def check_config(
+    config: EngineConfig,
+    dims: ArchonParallelDims,
+    has_experts: bool,
+    context_parallel: ContextParallelKind,
+    attends_gathered: bool,
+) -> None:
+    """Raises ConfigError for options of the engine that the layout, the model or one another excludes."""
+    check_options(dims, config.cpu_offload, config.activation_checkpoint, config.compile)
+    if config.router_aux_loss_coef and not has_experts:
+        raise ConfigError(
+            f"router_aux_loss_coef = {config.router_aux_loss_coef:g} balances experts, and this model has none; set it "
+            "to 0"
+        )
+    if dims.cp_enabled and context_parallel == "allgather" and not attends_gathered:
+        raise ConfigError(
+            f"attn_type = {config.attn_type} does not run where context parallelism gathers keys, as it does with "
+            f"context_parallel = {config.context_parallel} here; set attn_type = varlen, or context_parallel = ulysses"
+        )
+    if not dims.pp_enabled:
         return
-    near = nearest_layouts(layout, layout.world_size, fits=lambda other: broken(other) is None)
-    raise LayoutError(
-        f"layout {layout}: {rule}; nearest layouts that this model fits: {', '.join(map(str, near)) or 'none'}"
-    )
+    if config.router_aux_loss_coef:
+        raise ConfigError(
+            "router_aux_loss_coef needs the routers of all layers at once, and a pipeline has them on different "
+            "ranks; use p1, or balance by bias"
+        )
+    if config.gradient_reduction == "per_microbatch":
+        raise ConfigError("a pipeline reduces gradients once a step; set gradient_reduction = per_step")
+    schedule = config.pipeline.schedule
+    if schedule not in SPLIT_BACKWARD:
+        return
+    if config.reshard_after_forward == "always":
+        raise ConfigError(
+            f"pipeline.schedule = {schedule} computes the gradients of weights after those of inputs, and weights "
+            "freed in between get none; set reshard_after_forward = default, or use interleaved_1f1b"
+        )
+    if config.activation_checkpoint.mode != "none" or compile_enabled(config.compile, dims.device_type):
+        raise ConfigError(
+            f"pipeline.schedule = {schedule} splits the backward pass, which recomputed and compiled blocks do not "
+            "allow; set activation_checkpoint.mode = none and compile = false, or use interleaved_1f1b"
+        )

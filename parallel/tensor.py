@@ -1,8 +1,8 @@
 """Tensor parallelism with sequence parallelism (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al.
 2022, arXiv:2205.05198): weights are split by role, and between the split products each rank holds its share of tokens.
 
-A layer declares a role; a plan says what becomes of a role's weight. Activations stay plain tensors: a layer gathers
-its tokens before a column product and scatters the sum after a row product (`archon.parallel.comm`).
+A layer declares a role, and a plan gives the treatment of a role's weight. Activations stay plain tensors: a layer
+gathers its tokens before a column product and scatters the sum after a row product (`archon.parallel.comm`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,15 +19,15 @@ from archon.parallel.comm import Group
 from archon.schema.errors import LayoutError
 
 Treatment = Literal["split_rows", "split_columns", "replicate"]
-"""What becomes of a weight [out, in]: split along out, along in, or whole on every rank. A bias follows `out`."""
+"""A weight [out, in] is split along out, along in, or replicated. A bias follows `out`."""
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Treatment]) -> None:
-    """Split every layer with a role in `plan` over `mesh`, in place, and tell it and its parent about the group.
+    """Split every layer with a role in `plan` over `mesh`, in place, and set `tp` to the group where a module has it.
 
-    A layer whose rows form heads (`heads`) is split between heads; where there are fewer heads than ranks it stays
-    whole, and each rank computes the head it shares with its neighbors. Raises LayoutError for a size that the degree
-    does not divide.
+    A layer whose rows form heads (`heads`) is split between heads; with fewer heads than ranks it is replicated, and
+    each rank computes the head it shares with its neighbors. Raises LayoutError for a size that the degree does not
+    divide.
     """
     group = Group.of(mesh)
     for name, module in model.named_modules():
@@ -55,34 +54,28 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, treatment: Tr
             start = group.rank * heads // group.size * rows
             module.rows = slice(start, start + rows)
         else:
-            raise LayoutError(f"tp = {group.size} does not divide the {units} {_unit(heads)} of {name}")
+            unit = "output features" if heads is None else "heads"
+            raise LayoutError(f"tp = {group.size} does not divide the {units} {unit} of {name}")
     elif treatment == "split_columns":
         if weight.shape[1] % group.size:
             raise LayoutError(f"tp = {group.size} does not divide the {weight.shape[1]} input features of {name}")
         placement = Shard(1)
     # A tied weight is met twice and split once.
     if not isinstance(weight, DTensor):
-        _replace(module, "weight", mesh, placement)
+        shard_parameter(module, "weight", mesh, (placement,))
     if bias is not None:
-        _replace(module, "bias", mesh, placement if placement == Shard(0) else Replicate())
+        shard_parameter(module, "bias", mesh, (placement if placement == Shard(0) else Replicate(),))
 
 
-def _unit(heads: int | None) -> str:
-    return "output features" if heads is None else "heads"
-
-
-def _replace(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Exchange a whole parameter for this rank's part of it, as a DTensor."""
+def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+    """Replace a whole parameter, which every rank holds or which is on the meta device, by a DTensor of this rank's
+    part; nothing is sent."""
     whole = getattr(module, name)
-    setattr(module, name, nn.Parameter(shard(whole.detach(), mesh, (placement,)), requires_grad=whole.requires_grad))
-
-
-def shard(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """Cut this rank's part out of a tensor that every rank holds, or that is on the meta device; nothing is sent."""
-    part = whole
+    part = whole.detach()
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             part = part.chunk(mesh.size(dim), placement.dim)[mesh.get_local_rank(dim)]
-    return DTensor.from_local(
+    sharded = DTensor.from_local(
         part.contiguous(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+    setattr(module, name, nn.Parameter(sharded, requires_grad=whole.requires_grad))

@@ -1,5 +1,4 @@
-"""What archon uses of PyTorch's dispatcher that is private: operators watched as they run, tensors without memory, and
-a process group that sends nothing."""
+"""The private parts of PyTorch that a dry run uses: dispatch modes, fake tensors and the fake process group."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ __all__ = [
 
 
 def join_fake_group(rank: int, world_size: int) -> None:
-    """Make this process one of many in torch's `fake` backend, where a collective is done at once and sends nothing."""
+    """Join torch's `fake` backend, whose collectives return at once and send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

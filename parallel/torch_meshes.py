@@ -1,4 +1,4 @@
-"""What archon asks of device meshes that PyTorch keeps private: one mesh seen as a grid, and grids joined."""
+"""The private parts of PyTorch's device meshes that archon uses: `_unflatten` and `_concatenate`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ require_parts("meshes of ranks", PARTS)
 
 
 def grids_of_world(device_type: str, world_size: int, grids: Mapping[str, Mapping[str, int]]) -> dict[str, DeviceMesh]:
-    """Returns a mesh for each grid {dimension: size}, all of one root, so that a parameter may be sharded over
-    dimensions of either. Makes their process groups: every rank must call it."""
+    """Returns a mesh for each grid {dimension: size}, all of one root, so that a parameter can be sharded over
+    dimensions of several. Makes their process groups: every rank must call it."""
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     return {name: world._unflatten(0, tuple(sizes.values()), tuple(sizes)) for name, sizes in grids.items()}
 

@@ -1,11 +1,9 @@
-"""A check of PyTorch's private parts: a module that uses some lists them as `PARTS`, and where one is gone stops with
-one line that names it."""
+"""Checks that PyTorch still has the private attributes that archon uses; a module lists them as its `PARTS`."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable
-from typing import Any
 
 from archon.schema.errors import ConfigError
 
@@ -26,16 +24,9 @@ def require_parts(area: str, parts: Iterable[str]) -> None:
 
 
 def has_part(name: str) -> bool:
-    """Whether a dotted name leads to something that exists."""
-    head, *attributes = name.split(".")
-    found: Any = importlib.import_module(head)
-    path = head
-    for attribute in attributes:
-        path = f"{path}.{attribute}"
-        if not hasattr(found, attribute):
-            try:  # a submodule that nothing has imported yet
-                importlib.import_module(path)
-            except ImportError:
-                return False
-        found = getattr(found, attribute)
+    """Whether a dotted name of a module or attribute exists."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
     return True

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from archon.bench.bench_record import COMPUTE, Segment
-from archon.parallel.collectives import kind_of
+from archon.parallel.collectives import collective_kind
 
 LABEL = "archon:"
 STEP = "step"
@@ -84,7 +84,7 @@ def _span(event: dict[str, Any]) -> list[Span]:
     space, _, operator = name.partition("::")
     if space == "_c10d_functional" and operator == "wait_tensor":
         return [Span("wait", start, end)]
-    collective = kind_of(space, operator)
+    collective = collective_kind(space, operator)
     return [] if collective is None else [Span(collective, start, end)]
 
 

@@ -155,7 +155,7 @@ class FakeExecution(CollectiveRecorder):
             return None  # it sends nothing, and laying out its thousands of arguments takes longer than all the rest
         if DTensor in types:
             return NotImplemented  # it comes back with its local tensors
-        self.note(func, args)
+        self.record(func, args)
         flat = (x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,)))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -165,8 +165,8 @@ class FakeExecution(CollectiveRecorder):
         if any(x.is_meta for x in tensors) and kwargs.get("device", torch.device("meta")).type != "meta":
             return func(*args, **kwargs)
         with unset_fake_temporarily():
-            if collective_kind(func) is not None:
-                return _mirror(func, args, kwargs)
+            if kind := collective_kind(func.namespace, func._opname):
+                return _mirror(kind, func, args, kwargs)
             return func(*args, **kwargs)
 
     def _run_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ def _is_real(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return not dtype.is_floating_point
 
 
-def _mirror(func: Any, args: Any, kwargs: Any) -> Any:
+def _mirror(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
     """A collective of a real tensor among ranks that all hold the same."""
     if func.namespace == "c10d":
         done = func(*args, **kwargs)  # nothing is sent
@@ -200,7 +200,7 @@ def _mirror(func: Any, args: Any, kwargs: Any) -> Any:
         elif func._opname == "broadcast_" and args[0][0].dtype == torch.uint8:
             args[0][0].copy_(torch.tensor(list(b"{}".ljust(args[0][0].numel()))))  # what another stage tells: no metric
         return done
-    x, size, kind = args[0], collective_group(args).size(), collective_kind(func)
+    x, size = args[0], collective_group(args).size()
     if kind == "all_reduce":
         return x * size if args[1] == "sum" else x.clone()
     if kind == "all_to_all":

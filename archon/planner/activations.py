@@ -15,9 +15,9 @@ import torch
 
 from archon.models.args import BaseModelArgs
 from archon.models.token_scores import tile_shape
-from archon.parallel.constraints import context_parallel_kind
 from archon.parallel.context import ulysses_repeat
 from archon.parallel.layout import ParallelLayout
+from archon.parallel.resolve import context_parallel_kind
 
 INT64 = 8
 

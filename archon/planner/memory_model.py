@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from archon.models.args import BaseModelArgs
 from archon.parallel.layout import ParallelLayout
-from archon.parallel.pipeline import StagePlan, configured_stages
+from archon.parallel.pipeline import StagePlan, plan_stages
 from archon.planner.activations import (
     BlockActivations,
     BlockSizes,
@@ -116,7 +116,7 @@ class MemoryModel:
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
         """Returns the pipeline stages of a layout; None without pipeline parallelism."""
-        return configured_stages(config.pipeline, layout.pp, self.args.n_layers) if layout.pp > 1 else None
+        return plan_stages(config.pipeline, layout.pp, self.args.n_layers) if layout.pp > 1 else None
 
     def estimate_rank(
         self, config: EngineConfig, layout: ParallelLayout, rank: int, tokens: int, micro_batches: int

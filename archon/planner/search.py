@@ -15,10 +15,9 @@ from archon.models.args import BaseModelArgs
 from archon.models.attention.registry import attends_gathered
 from archon.models.flops import Flops
 from archon.models.spec import ModelSpec
-from archon.parallel.constraints import violation
 from archon.parallel.layout import ParallelLayout, parse_layout
 from archon.parallel.pipeline import StagePlan
-from archon.parallel.resolve import resolve_layout
+from archon.parallel.resolve import resolve_layout, violation
 from archon.planner.hardware import Hardware
 from archon.planner.memory_model import (
     WIDTHS,

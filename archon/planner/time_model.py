@@ -17,9 +17,9 @@ from dataclasses import dataclass, fields
 
 from archon.models.args import BaseModelArgs
 from archon.models.flops import MatmulShape
-from archon.parallel.constraints import context_parallel_kind
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
+from archon.parallel.resolve import context_parallel_kind
 from archon.planner.activations import BlockSizes, MicroBatchShard, block_activations
 from archon.planner.hardware import Hardware
 from archon.planner.memory_model import WIDTHS, RankParameters

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import combinations
-from typing import Any
+from typing import Any, get_args
 
-from archon.parallel.constraints import context_parallel_kind
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.layout import parse_layout
-from archon.parallel.pipeline import SCHEDULES, SPLIT_BACKWARD
+from archon.parallel.pipeline import SPLIT_BACKWARD
+from archon.parallel.resolve import context_parallel_kind
+from archon.schema.config import PipelineConfig
 from tests.distributed.cases import MODELS, Case
 
+SCHEDULES: tuple[str, ...] = get_args(PipelineConfig.model_fields["schedule"].annotation)
 FULL: dict[str, Any] = {"mode": "full"}
 BY_OP: dict[str, Any] = {"mode": "selective", "selective": "op"}
 EVERY_SECOND: dict[str, Any] = {"mode": "selective", "selective": 2}

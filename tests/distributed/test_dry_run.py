@@ -20,7 +20,7 @@ from archon.parallel.collectives import CollectiveRecorder, Sum, group_names
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.layout import parse_layout
 from archon.parallel.pipeline import plan_stages
-from archon.schema.config import EngineConfig
+from archon.schema.config import EngineConfig, PipelineConfig
 from archon.schema.errors import LayoutError
 from tests.distributed.cases import write_config
 from tests.distributed.pool import Pool
@@ -126,7 +126,7 @@ def test_real_models_on_4096_ranks(model: str, layout: str, rank: int) -> None:
 
     hf_config = json.loads((CONFIGS / model / "config.json").read_text())
     shapes = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(read_hf_config(path)).native_shapes
-    plan = plan_stages("1f1b", dims.pp, hf_config["num_hidden_layers"], head_weight=1.0)
+    plan = plan_stages(PipelineConfig(), dims.pp, hf_config["num_hidden_layers"])
     stage = rank // (4096 // dims.pp)
     own = total = 0
     for name, shape in shapes.items():

@@ -28,6 +28,7 @@ from archon.parallel.pipeline import StagedModel, StagePlan, plan_stages, prune
 from archon.parallel.pipeline_schedule import Pipeline, _Stage
 from archon.parallel.torch_groups import default_group
 from archon.planner.memory_model import in_flight
+from archon.schema.config import PipelineConfig
 from tests.distributed.cases import LENGTHS, VOCAB, Case, batch, engine_config, loss_of, rows_of
 from tests.distributed.checkpoints import whole_state
 from tests.distributed.pool import Pool
@@ -233,7 +234,8 @@ def most_under_way(schedule: Any, stages_per_rank: int, wanted: int) -> tuple[in
     """Of this rank in a step of the real schedule, stages being one small matrix each, and as the planner has it."""
     world = default_group()
     group = Group(world.group_name, world.size(), world.rank())
-    plan = plan_stages(schedule, group.size, 12, stages_per_rank=stages_per_rank)
+    config = PipelineConfig(schedule=schedule, stages_per_rank=stages_per_rank, head_weight=0.0)
+    plan = plan_stages(config, group.size, 12)
     model = StagedModel(plan, {stage: nn.Linear(4, 4) for stage in plan.stages_of(group.rank)})
     layers, numbers = dict(zip(model.numbers, model.stages, strict=True)), [0]
 

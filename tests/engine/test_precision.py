@@ -225,7 +225,7 @@ def test_selective_by_op_does_not_run_matrix_products_and_attention_again(tmp_pa
 
 
 def test_memory_budget_needs_compile(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"memory_budget is carried out by torch\.compile, which is off"):
+    with pytest.raises(ConfigError, match=r"memory_budget needs torch\.compile, which is off"):
         make_engine(tmp_path, activation_checkpoint={"mode": "memory_budget"})
 
 

@@ -59,8 +59,13 @@ def test_sizes_that_a_degree_does_not_divide(
     ("layout", "hf", "config", "message"),
     [
         ("d1", {}, {"cpu_offload": True}, "cpu_offload = true needs sharded parameters"),
-        ("d2", {}, {"activation_checkpoint": {"mode": "memory_budget"}}, "carried out by torch.compile, which is off"),
-        ("d2", {}, {"router_aux_loss_coef": 0.1}, "router_aux_loss_coef = 0.1 evens the load of experts"),
+        (
+            "d2",
+            {},
+            {"activation_checkpoint": {"mode": "memory_budget"}},
+            "memory_budget needs torch.compile, which is off",
+        ),
+        ("d2", {}, {"router_aux_loss_coef": 0.1}, "router_aux_loss_coef = 0.1 balances experts"),
         ("p2", MOE, {"router_aux_loss_coef": 0.1}, "a pipeline has them on different ranks"),
         ("p2", {}, {"gradient_reduction": "per_microbatch"}, "a pipeline reduces gradients once a step"),
         ("p2", {}, {"pipeline": {"schedule": "zbv"}, "compile": True}, "zbv splits the backward pass"),

@@ -80,5 +80,5 @@ def test_what_is_decided_with_the_layout() -> None:
     assert resolve_layout(config("c3"), DENSE).context_parallel == "allgather"  # 3 does not divide the 8 heads
     assert resolve_layout(config("c4", context_parallel="allgather"), DENSE).context_parallel == "allgather"
     staged = resolve_layout(config("p2"), DENSE, "cuda")
-    assert staged.stages == plan_stages("1f1b", 2, 4, head_weight=PipelineConfig().head_weight)
+    assert staged.stages == plan_stages(PipelineConfig(), 2, 4)
     assert staged.compiled and staged.dims.device_type == "cuda"

@@ -24,7 +24,7 @@ MODULES = (
     "archon.parallel.torch_dispatch",
     "archon.parallel.torch_groups",
     "archon.parallel.torch_meshes",
-    "archon.parallel.torch_recompute",
+    "archon.parallel.activation_checkpoint",
 )
 PARTS = [(module, part) for module in MODULES for part in importlib.import_module(module).PARTS]
 # Operators of kernels, which have a check and a fallback of their own, or a test against plain formulas.
