@@ -34,7 +34,6 @@ from archon.training.loop import (
     require_same_rows,
     run_until_stopped,
     timed,
-    timed_evaluation,
 )
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
@@ -87,7 +86,7 @@ class RLTrainer(BaseTrainer):
             record = self.runner.world.broadcast_json(lambda: newest_record(metrics, self.step))
             if not record or "seconds/evaluate" in record or not self.evaluation_due:
                 return {}
-        measured = timed_evaluation(self.evaluate)
+        measured = self.timed_evaluation()
         if record and measured:
             self.runner.metrics.truncate(self.step - 1)
         return record | measured if measured else {}

@@ -33,9 +33,9 @@ def _run(file: Path | None, overrides: list[str], dry_run: bool) -> int:
         print_check(config, check_bootstrap)
         return 0
     from archon.rl.bootstrap import bootstrap_engine, ensure_checkpoint
-    from archon.training.loop import join
+    from archon.training.loop import join_processes
 
-    config = join(config, bootstrap_engine(config, None, config.path))
+    config = join_processes(config, bootstrap_engine(config, None, config.path))
     assert config.path is not None
     number = ensure_checkpoint(config, config.path)
     return 128 + number if number else 0

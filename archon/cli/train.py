@@ -53,12 +53,12 @@ def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -
         check.print_check(config, getattr(check, f"check_{command}"))
         return 0
     from archon.rl.bootstrap import ensure_checkpoint
-    from archon.training.loop import join
+    from archon.training.loop import join_processes
     from archon.training.runner import Runner
 
-    config = join(config, getattr(config, model))
+    config = join_processes(config, getattr(config, model))
     engine = getattr(config, model)
-    bootstrap = bootstrap and join(bootstrap, engine)
+    bootstrap = bootstrap and join_processes(bootstrap, engine)
     with Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics) as runner:
         if bootstrap and (number := ensure_checkpoint(bootstrap, engine.path, like=engine, log=runner.log)):
             runner.request_stop(number)

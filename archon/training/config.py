@@ -21,7 +21,7 @@ from archon.schema.config import (
 def _is_a_file(value: Any) -> Any:
     if isinstance(value, dict):
         raise ValueError(
-            f"its keys ({', '.join(map(str, value))}) now stand in a file of their own: bootstrap: FILE.yaml; "
+            f"its keys ({', '.join(map(str, value))}) belong in a separate file: bootstrap: FILE.yaml; "
             "`archon bootstrap --help` lists them"
         )
     return value
@@ -31,14 +31,14 @@ BootstrapFile = Annotated[str | None, BeforeValidator(_is_a_file), RELATIVE_TO_C
 
 
 class CheckpointConfig(StrictModel):
-    """When the whole state of training is saved."""
+    """When checkpoints are saved."""
 
     every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end or when stopped")
     keep: int = Field(2, ge=1, description="checkpoints kept")
 
 
 class ResolvedSFT(StrictModel):
-    """The models of a run, each with its whole configuration."""
+    """The complete configuration of each model of a run."""
 
     model: EngineConfig = Field(description="the model")
     ref: EngineConfig | None = Field(None, description="the reference; null where the loss has none")
@@ -88,7 +88,7 @@ class PreferenceConfig(SFTConfig):
     )
 
     def resolve(self) -> ResolvedSFT:
-        """Returns the models as the run uses them: with a value head for loss `reward`, else beside a reference."""
+        """Returns the models as the run uses them: one with a value head for loss `reward`, else also a reference."""
         if self.loss == "reward":
             given = {} if self.model.init_score is None else {"init_score": self.model.init_score}
             return ResolvedSFT(model=derived_critic(self.model, given, "model"))

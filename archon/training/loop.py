@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -26,10 +26,10 @@ Result = TypeVar("Result")
 
 
 class BaseTrainer:
-    """One training run. `run` is the whole of it; a subclass defines a step, what is evaluated and what is saved.
+    """One training run, executed by `run`. A subclass defines a step, the evaluation and what is saved.
 
-    What a subclass opens sets `engine`, `total_steps`, `eval_every` (steps between evaluations; 0: only after the last)
-    and, where there is one, `critic`. `config` has `run_dir`, `resume`, `metrics` and `checkpoint`.
+    A subclass sets `engine`, `total_steps`, `eval_every` (steps between evaluations; 0: only after the last) and, where
+    there is one, `critic` when it is opened. `config` has `run_dir`, `resume`, `metrics` and `checkpoint`.
     """
 
     title: str
@@ -45,25 +45,26 @@ class BaseTrainer:
         self.runner = runner
         self.step = 0
         self._saved_step: int | None = None
-        self._mid_update = False  # while True the weights belong to no step
+        self._mid_update = False  # True while the weights are between two steps
 
     def run(self, model: EngineConfig, opened: AbstractContextManager[Any]) -> dict[str, float]:
-        """Run to the last step, or until a signal asks to stop; returns the newest metrics.
+        """Run to the last step, or until a signal asks to stop. Returns the newest metrics.
 
         Args:
-            model: the trained model's configuration, whose layout fixes how many processes take part.
-            opened: holds open what the steps need; it is entered when the run directory is this run's.
+            model: the trained model's configuration, whose layout determines the number of processes.
+            opened: holds the models and data of the run; entered once the run directory is locked.
         """
         metrics: dict[str, float] = {}
         with ExitStack() as stack:
             if self.runner is None:
-                self.config = config = join(self.config, model)
-                made = Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
-                self.runner = stack.enter_context(made)
+                self.config = config = join_processes(self.config, model)
+                self.runner = stack.enter_context(
+                    Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics)
+                )
             runner = self.runner
             stack.enter_context(suppress(StoppedError))
             stack.enter_context(opened)
-            stack.enter_context(saved_at_the_end(self.save))
+            stack.push(self._save_at_exit)
             with runner.progress(self.title, self.total_steps, start=self.step, columns=self.columns) as progress:
                 metrics = self.before_first_step()
                 if metrics:
@@ -76,15 +77,20 @@ class BaseTrainer:
                     try:
                         metrics |= self.after_step()
                         if self.evaluation_due:
-                            metrics |= timed_evaluation(self.evaluate)
+                            metrics |= self.timed_evaluation()
                     finally:
                         runner.metrics.write(self.step, metrics)
                     progress.update(self.step, metrics)
-                    if due(self.step, self.config.checkpoint.every):
+                    if self._is_due(self.config.checkpoint.every):
                         self.save(asynchronous=True)
             if self.finished:
                 self.finish()
         return metrics
+
+    def _save_at_exit(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Save, also after an error or Ctrl-C; but not after an error of one of several processes, as all must save."""
+        if kind is None or ControlPlane.of_run().size == 1:
+            self.save()
 
     @property
     def finished(self) -> bool:
@@ -93,58 +99,89 @@ class BaseTrainer:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether an evaluation belongs to the step just done."""
-        return self.finished or due(self.step, self.eval_every)
+        """Whether an evaluation follows the current step."""
+        return self.finished or self._is_due(self.eval_every)
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
 
     def train_step(self) -> dict[str, float]:
-        """One step; returns its metrics. Sets `_mid_update` before it first changes a weight."""
+        """Run one step and return its metrics. Sets `_mid_update` before it first changes a weight."""
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
-        """Returns the held-out metrics; {} where there is nothing to measure."""
+        """Returns the held-out metrics; {} where there is no held-out data."""
         raise NotImplementedError
 
+    def timed_evaluation(self) -> dict[str, float]:
+        """Returns the metrics of `evaluate` and `seconds/evaluate`; {} where there is no held-out data."""
+        seconds: dict[str, float] = {}
+        with timed(seconds, "seconds/evaluate"):
+            measured = self.evaluate()
+        return measured | seconds if measured else {}
+
     def before_first_step(self) -> dict[str, float]:
-        """Returns the record of the step that the run begins at, where it has one to write."""
+        """Returns the metrics to record before the first step; {} for none."""
         return {}
 
     def after_step(self) -> dict[str, float]:
-        """Called after each step, before its evaluation; returns further metrics of it."""
+        """Called after each step, before its evaluation. Returns further metrics of the step."""
         return {}
 
     def position(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds besides the engines: where the data stream stands."""
+        """Returns what a checkpoint contains besides the engines: the position in the data."""
         raise NotImplementedError
 
     def load_position(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, which `position` returned."""
+        """Restore the position that `position` returned."""
         raise NotImplementedError
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint where the configuration asks for it and there is one."""
+        """Load the newest checkpoint if the configuration has `resume` and there is one; its layout may differ."""
         if not self.config.resume or self.runner is None:
             return
-        found = load_newest(self.runner, self.engine, self.critic)
-        if found is not None:
-            self.step, state = found
-            self._saved_step = self.step
-            self.load_position(state)
-        # At step 0 all records go: an evaluation before the first step is about to be repeated as well.
+        folder = agree_on_latest(self.runner.directory.checkpoints)
+        if folder is None:
+            self.runner.log(
+                f"resume=true, and {self.runner.directory.path} holds no checkpoint: the run begins at step 0"
+            )
+        else:
+            with open_state(folder, model_fingerprint(self.engine.args)) as (step, state):
+                self.engine.load_state_dict(state.pop("engine"))
+                if self.critic is not None:
+                    if "critic" not in state:
+                        raise CheckpointError(
+                            f"{folder}: the checkpoint has no critic; was algorithm.advantage changed?"
+                        )
+                    self.critic.load_state_dict(state.pop("critic"))
+                position = read_all(state)
+            self.runner.log(f"resuming after step {step}")
+            self.step = self._saved_step = step
+            self.load_position(position)
+        # At step 0 all records are dropped: an evaluation before the first step will be repeated as well.
         self.runner.rewind(self.step or -1)
 
     def save(self, *, asynchronous: bool = False) -> None:
-        """Checkpoint everything a bitwise resume needs; `asynchronous` writes it during the next steps.
+        """Save the complete state for a bitwise resume; every rank calls this. `asynchronous` writes in the background.
 
-        Nothing is written, but what is being written waited for, when this step's checkpoint is there already, or when
-        an error struck inside an update, which leaves weights that belong to no step.
+        Only waits for earlier saves where this step is saved already, or where an error interrupted an update, whose
+        weights are those of no step.
         """
-        assert self.runner is not None
         if self._saved_step == self.step or self._mid_update:
             self.engine.wait_for_saves()
             return
-        keep = self.config.checkpoint.keep
-        state = self.position()
-        save_newest(self.runner, self.engine, self.step, state, keep, critic=self.critic, asynchronous=asynchronous)
+        assert self.runner is not None
+        state = {"engine": self.engine.state_dict(), **self.position()}
+        if self.critic is not None:
+            state["critic"] = self.critic.state_dict()
+        self.engine.saver.save(
+            self.runner.directory.checkpoints,
+            self.step,
+            state,
+            self.config.checkpoint.keep,
+            model_fingerprint(self.engine.args),
+            asynchronous=asynchronous,
+        )
         self._saved_step = self.step
 
     def finish(self) -> None:
@@ -154,9 +191,9 @@ class BaseTrainer:
         self.engine.save(self.runner.directory.export)
 
 
-def join(config: Config, model: EngineConfig) -> Config:
-    """Join the processes that the model's layout needs, and return the main one's configuration: what a file says (the
-    time, an environment variable) may differ between them."""
+def join_processes(config: Config, model: EngineConfig) -> Config:
+    """Join the processes that the model's layout needs. Returns the main process's configuration, because what a
+    file resolves to (the time, an environment variable) may differ between processes."""
     device = resolve_device(model.device)
     join_process_group(parse_layout(model.layout).world_size, device.type, model.timeout_s)
     if ControlPlane.of_run().size == 1:
@@ -164,51 +201,25 @@ def join(config: Config, model: EngineConfig) -> Config:
     return type(config).model_validate(ControlPlane.of_run().broadcast_json(lambda: config.model_dump(mode="json")))
 
 
-@contextmanager
-def saved_at_the_end(save: Callable[[], None]) -> Iterator[None]:
-    """Call `save` after the block, also when an error or Ctrl-C ends it; with several processes not after an error,
-    when the others have no part in it."""
-    try:
-        yield
-    except BaseException:
-        if ControlPlane.of_run().size == 1:
-            save()
-        raise
-    save()
-
-
 def require_same_rows(rows: Sequence[dict[str, Any]], source: str) -> None:
-    """ConfigError, on every rank, unless all have read the same rows from `source`."""
+    """Raise ConfigError on every rank unless all ranks have read the same rows from `source`."""
     ControlPlane.of_run().require_same(source, f"{len(rows)} rows ({RowLoader(rows, 1).fingerprint()})")
-
-
-def due(step: int, every: int) -> bool:
-    """Whether something done every `every` steps is due after `step`; never for 0."""
-    return every > 0 and step % every == 0
 
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Put the wall time of the block into `seconds[name]`."""
+    """Set `seconds[name]` to the wall time of the block."""
     started = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - started
 
 
-def timed_evaluation(evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Returns what `evaluate` measures, and `seconds/evaluate`; {} where there is nothing to measure."""
-    seconds: dict[str, float] = {}
-    with timed(seconds, "evaluate"):
-        measured = evaluate()
-    return measured | {"seconds/evaluate": seconds["evaluate"]} if measured else {}
-
-
 @contextmanager
 def long_lived_objects_frozen() -> Iterator[None]:
-    """Keep what exists now out of garbage collection inside the block.
+    """Exclude all existing objects from garbage collection inside the block.
 
-    A rollout makes thousands of short-lived objects a step. Each full collection they cause would walk over everything
-    that transformers and the data have loaded, which was a tenth of a small rollout's time.
+    A rollout creates thousands of short-lived objects per step. Each full collection they trigger would visit all
+    objects of transformers and the data, which took a tenth of the time of a small rollout.
     """
     gc.collect()
     gc.freeze()
@@ -221,7 +232,7 @@ def long_lived_objects_frozen() -> Iterator[None]:
 def run_until_stopped(
     loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result], runner: Runner | None
 ) -> Result:
-    """Run `work` on the loop to its end, or raise `StoppedError` when a signal asks the runner to stop."""
+    """Returns the result of `work`, run on the loop. Raises StoppedError when a signal asks the runner to stop."""
     task = loop.create_task(work)
 
     def cancel() -> None:
@@ -234,42 +245,3 @@ def run_until_stopped(
             if runner is None or not runner.stop_number:
                 raise
             raise StoppedError from None
-
-
-def load_newest(
-    runner: Runner, engine: ArchonEngine, critic: ArchonEngine | None = None
-) -> tuple[int, dict[str, Any]] | None:
-    """Load the engines from the run's newest checkpoint, and return (step, state); None where nothing has been saved.
-
-    Every rank calls it; the checkpoint may be of another layout.
-    """
-    folder = agree_on_latest(runner.directory.checkpoints)
-    if folder is None:
-        runner.log(f"resume=true, and {runner.directory.path} holds no checkpoint: the run begins at step 0")
-        return None
-    with open_state(folder, model_fingerprint(engine.args)) as (step, state):
-        engine.load_state_dict(state.pop("engine"))
-        if critic is not None:
-            if "critic" not in state:
-                raise CheckpointError(f"{folder}: the checkpoint has no critic; was algorithm.advantage changed?")
-            critic.load_state_dict(state.pop("critic"))
-        runner.log(f"resuming after step {step}")
-        return step, read_all(state)
-
-
-def save_newest(
-    runner: Runner,
-    engine: ArchonEngine,
-    step: int,
-    state: dict[str, Any],
-    keep: int,
-    *,
-    critic: ArchonEngine | None = None,
-    asynchronous: bool = False,
-) -> None:
-    """Save the engines and `state` as the checkpoint of `step`, for `load_newest`; every rank calls it."""
-    fingerprint = model_fingerprint(engine.args)
-    everything = {"engine": engine.state_dict(), **state}
-    if critic is not None:
-        everything["critic"] = critic.state_dict()
-    engine.saver.save(runner.directory.checkpoints, step, everything, keep, fingerprint, asynchronous=asynchronous)

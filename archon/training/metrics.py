@@ -1,7 +1,7 @@
-"""The records of a run: one JSON object a step, and the trajectories it sampled, both as JSON lines.
+"""The records of a run as JSON lines: the metrics of each step, and sampled trajectories.
 
-A record is flushed when it is written, so that a killed run loses at most the line it was writing; such a torn last
-line is tolerated by the reader and removed when the run goes on.
+Records are written unbuffered, so that a killed run loses at most its last line. An incomplete last line is ignored by
+the reader and removed when the run is resumed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from archon.schema.errors import DatasetError
 
@@ -22,21 +21,19 @@ TRAJECTORIES_FILE = "trajectories.jsonl"
 
 
 class JsonlWriter:
-    """Appends JSON objects to a file, one a line, each at once.
+    """Appends JSON objects to a file, one per line, unbuffered.
 
-    Raises `OSError` when the file cannot be opened or written; of a line that did not go in whole nothing stays.
+    Raises OSError when the file cannot be opened or written; a partly written line is removed.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._drop_torn_line()
+        self._drop_incomplete_line()
         self._file = self.path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Write `record`; numbers of torch and numpy become Python's, NaN and infinities `"NaN"` and `"±Infinity"`.
-
-        Returns what was written.
-        """
+        """Write `record` and return what was written: numbers of torch and numpy as Python's, NaN and infinities as
+        `"NaN"`, `"Infinity"` and `"-Infinity"`."""
         plain = _to_json(record)
         line = memoryview(_line(plain))
         end = self._file.seek(0, os.SEEK_END)
@@ -49,10 +46,7 @@ class JsonlWriter:
         return plain
 
     def truncate(self, step: int) -> int:
-        """Drop the records whose `step` is later than `step`; return how many went.
-
-        A resumed run repeats the steps after its checkpoint; without this they would stand in the file twice.
-        """
+        """Remove the records after `step`, which a resumed run writes again. Returns their number."""
         records = read_jsonl(self.path)
         kept = [record for record in records if record["step"] <= step]
         if len(kept) < len(records):
@@ -69,14 +63,8 @@ class JsonlWriter:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def _drop_torn_line(self) -> None:
-        """Cut what follows the last newline: the line a killed run was writing."""
+    def _drop_incomplete_line(self) -> None:
+        """Remove what follows the last newline, which a killed run was writing."""
         if not self.path.exists():
             return
         with self.path.open("rb+") as file:
@@ -86,9 +74,9 @@ class JsonlWriter:
 
 
 class MetricsWriter(JsonlWriter):
-    """`metrics.jsonl`: one object a step with `step`, `time` (seconds since the epoch) and the step's numbers.
+    """Writes `metrics.jsonl`: per step one object with `step`, `time` (seconds since the epoch) and the metrics.
 
-    `on_record` is called with each record once it is on disk.
+    `on_record` is called with each record after it has been written.
     """
 
     def __init__(self, path: str | Path, on_record: Callable[[Mapping[str, Any]], None] | None = None):
@@ -102,10 +90,7 @@ class MetricsWriter(JsonlWriter):
 
 
 class TrajectoryWriter(JsonlWriter):
-    """`trajectories.jsonl`: one object a sampled answer; `archon report` shows the answers to a prompt side by side.
-
-    Where it cannot be written, that is logged once, and the run goes on.
-    """
+    """Writes `trajectories.jsonl`: one object per sampled answer, for `archon report`. The first error is logged."""
 
     def __init__(self, path: str | Path, log: Callable[[str], None] = print):
         super().__init__(path)
@@ -113,15 +98,14 @@ class TrajectoryWriter(JsonlWriter):
         self._failed = False
 
     def write(self, step: int, group: int | str, prompt: str, completion: str, reward: float, **extra: Any) -> bool:
-        """Write one answer; returns False where that could not be done.
+        """Write one answer. Returns False where it cannot be written.
 
-        `group` is what the answers to one prompt share. `extra` may carry anything JSON can hold; the report knows
-        `length` (tokens of the answer), `stop_reason`, `answer` (the expected one), `advantage`, `rewards` (the parts
-        of the reward, by name), `split` (`"train"` or `"eval"`) and `version` (of the weights that answered).
-
-        It colors `tokens` (as the vocabulary spells them) by `logprobs`, one for each: null for a token between two
-        turns, which the model was given. Likewise `turn_ids` and, of an answer that spans updates, `versions`, both -1
-        for a token that was given.
+        Args:
+            group: identifies the prompt, whose answers the report shows side by side.
+            extra: any JSON values. The report shows `length` (tokens of the answer), `stop_reason`, `answer` (the
+                expected one), `advantage`, `rewards` (parts of the reward by name), `split` (`"train"` or `"eval"`) and
+                `version` (of the weights), and the `tokens` (as in the vocabulary) with one each of `logprobs` (null
+                for a token that was not sampled), `turn_ids` and `versions` (-1 for a token that was not sampled).
         """
         answer = {"prompt": prompt, "completion": completion, "reward": reward}
         try:
@@ -135,11 +119,11 @@ class TrajectoryWriter(JsonlWriter):
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Returns the records of a file, without a torn last line.
+    """Returns the records of a file, without an incomplete last line.
 
-    Raises `DatasetError` naming the line when any other line is not a JSON object with a step.
+    Raises DatasetError, with the line's number, when any other line is not a JSON object with a step.
     """
-    # Bytes: a killed run may have torn its last line inside a character.
+    # Bytes, because the last line may end inside a character.
     lines = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
@@ -161,12 +145,12 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    """Returns JSON and a newline in UTF-8; half a surrogate pair, which UTF-8 lacks, as JSON's escape (`\\ud800`)."""
+    """Returns a line of JSON in UTF-8; a lone surrogate, which UTF-8 cannot encode, is escaped (`\\ud800`)."""
     return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _to_json(value: Any) -> Any:
-    """Returns `value` in the types JSON knows."""
+    """Returns `value` with JSON's types alone."""
     if isinstance(value, Mapping):
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

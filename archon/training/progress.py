@@ -1,10 +1,9 @@
-"""Progress of long work: a live table with a bar on a terminal, plain lines otherwise."""
+"""Progress display: a live table and bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -17,10 +16,10 @@ ROWS_SHOWN = 12
 
 
 class Progress:
-    """A context manager that follows a loop of `total` steps.
+    """A context manager that displays a loop of `total` steps.
 
-    On a terminal the last `ROWS_SHOWN` steps stand in a table above a bar with elapsed and remaining time. Elsewhere a
-    step is a line `rl 12/300  loss 0.1234  …`, at most one every `line_seconds`, and always the last.
+    A terminal shows the last `ROWS_SHOWN` steps in a table above a bar with elapsed and remaining time. Otherwise a
+    step is a line `rl 12/300  loss 0.1234  …`: at most one per `line_seconds`, and always the last.
     """
 
     def __init__(
@@ -28,8 +27,8 @@ class Progress:
         title: str,
         total: int,
         *,
-        start: int = 0,
-        columns: Sequence[str] = (),
+        start: int,
+        columns: Sequence[str],
         console: Console,
         line_seconds: float,
     ):
@@ -58,14 +57,14 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
         elif self._unprinted is not None:
             self._print(self._unprinted)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show that `step` of `total` is done, with the numbers named by `columns`, or all when it is empty."""
+        """Show that `step` is done, with the metrics named by `columns`, or all where it is empty."""
         self.step = step
         shown = {name: metrics[name] for name in (self.columns or metrics) if name in metrics}
         if self._live:
@@ -96,7 +95,7 @@ class Progress:
 
 
 def format_number(value: Any) -> str:
-    """Four significant digits, thousands separated; what is not a number as it is."""
+    """Returns a number with four significant digits and thousands separators; anything else as `str`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1e4:

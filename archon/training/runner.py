@@ -1,15 +1,4 @@
-"""The surroundings of a run: its directory, its records, its progress, and the signals that end it early.
-
-A trainer is given a `Runner` and asks it, after each step, whether it should stop:
-
-    with runner.progress("rl", total=steps, start=step) as progress:
-        while step < steps and not runner.stop_requested:
-            metrics = ...
-            step += 1
-            runner.metrics.write(step, metrics)
-            progress.update(step, metrics)
-    checkpoint.save(...)
-"""
+"""The environment of a run: its directory, records, progress display, and the signals that end it early."""
 
 from __future__ import annotations
 
@@ -24,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -47,11 +36,11 @@ PACKAGES_RECORDED = ("torch", "transformers", "safetensors", "numpy", "pydantic"
 
 
 class RunDirectory:
-    """The folder of one run, held by one process at a time.
+    """The folder of one run, locked by one process at a time.
 
-    `config.yaml` (resolved), `versions.json`, `metrics.jsonl`, `trajectories.jsonl`, `checkpoints/`, `export/`,
-    `stacks/` where a step stalled, what sinks keep there, and `.lock`, which the operating system releases however the
-    process ends.
+    Contains `config.yaml` (resolved), `versions.json`, `metrics.jsonl`, `trajectories.jsonl`, `checkpoints/`,
+    `export/`, `stacks/` where a step stalled, the files of sinks, and `.lock`, which the operating system releases when
+    the process ends.
     """
 
     def __init__(self, path: str | Path):
@@ -64,10 +53,10 @@ class RunDirectory:
         self._lock: int | None = None
 
     def acquire(self, config: BaseModel, *, resume: bool) -> None:
-        """Create the folder, lock it, and write down the configuration and the versions.
+        """Create and lock the folder, and write `config.yaml` and `versions.json`.
 
-        Raises `ConfigError` when another process holds it, or when it holds a run already and `resume` is false;
-        `OSError` when it cannot be written.
+        Raises ConfigError when another process has locked it, or when it contains a run and `resume` is false; OSError
+        when it cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -97,7 +86,7 @@ class RunDirectory:
         (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
 
     def holds_a_run(self) -> bool:
-        """Whether a run has left records or checkpoints here."""
+        """Returns whether the folder contains records or checkpoints of a run."""
         return (self.metrics.exists() and self.metrics.stat().st_size > 0) or (
             self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
         )
@@ -109,26 +98,26 @@ class RunDirectory:
 
 
 class StoppedError(Exception):
-    """SIGINT or SIGTERM interrupted something that need not be waited for."""
+    """SIGINT or SIGTERM interrupted a rollout or an evaluation."""
 
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a request the loop honors after its step; the second leaves at once.
+    """Turns the first SIGINT or SIGTERM into a request to stop after the step; the second ends the process.
 
-    Only the main thread may install handlers; in any other thread nothing is installed and nothing is ever requested.
+    Python allows handlers in the main thread only; in other threads signals are not handled.
 
     Args:
-        world: with several processes, one key press reaches each of them twice (from the terminal and from torchrun),
-            so what follows within `ECHO_SECONDS` counts as the same, and only the main rank prints.
+        world: with several processes, Ctrl-C reaches each of them twice (from the terminal and from torchrun), so a
+            second signal within `ECHO_SECONDS` is ignored, and only the main rank prints.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
     ECHO_SECONDS = 2.0
 
-    def __init__(self, world: ControlPlane | None = None) -> None:
+    def __init__(self, world: ControlPlane) -> None:
         self.received: signal.Signals | None = None
         self.on_first: Callable[[], None] | None = None  # called by the handler of the first signal
-        self._world = world or ControlPlane()
+        self._world = world
         self._received_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -137,37 +126,35 @@ class StopSignal:
             self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # os.write, not print: the handler may have interrupted a print, whose buffer cannot be entered twice.
         if self.received is not None:
             if self._world.size > 1 and time.monotonic() - self._received_at < self.ECHO_SECONDS:
                 return
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\narchon: leaving at once, unsaved\n")
+            _write_to_stderr("leaving at once, unsaved")
             os._exit(128 + number)
         self.received, self._received_at = signal.Signals(number), time.monotonic()
         if self.on_first is not None:
             self.on_first()
-        if not self._world.is_main:
-            return
-        message = f"\narchon: {self.received.name}: saving and leaving; once more leaves at once\n"
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())
+        if self._world.is_main:
+            _write_to_stderr(f"{self.received.name}: saving and leaving; once more leaves at once")
+
+
+def _write_to_stderr(message: str) -> None:
+    """Print a line from a signal handler: by `os.write`, because `print` is not reentrant."""
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\narchon: {message}\n".encode())
 
 
 class Runner:
     """One run: `with Runner(run_dir, config, resume=…) as runner:` around everything that trains.
 
-    With several processes all of them enter it, after they have joined; the main one holds the directory, writes and
-    prints, and what the others write goes nowhere.
-
-    Attributes: `directory` (`RunDirectory`), `metrics`, `trajectories` (writers) and `console`.
+    All processes enter it together. The main one locks the directory, writes and prints; the others write to /dev/null.
 
     Args:
-        sinks: where the main process sends the metrics besides; ConfigError on entering where that cannot be.
+        sinks: where else the main process sends the metrics. Entering raises ConfigError where a sink cannot start.
     """
 
     metrics: MetricsWriter
@@ -195,54 +182,44 @@ class Runner:
         self._stopping = 0
 
     def __enter__(self) -> Self:
-        self.world.main_first(self._claim)
-        main = self.world.is_main
-        try:
+        with ExitStack() as stack:
+            self.world.main_first(lambda: self._claim(stack))
+            main = self.world.is_main
             on_record = self._sinks.write if self._sinks else None
             self.metrics = MetricsWriter(self.directory.metrics if main else os.devnull, on_record)
+            stack.callback(self.metrics.close)
             self.trajectories = TrajectoryWriter(self.directory.trajectories if main else os.devnull, self.log)
-        except OSError:
-            if self._sinks is not None:
-                self._sinks.close(failed=True)
-            self.directory.release()
-            raise
-        self._signals.__enter__()
+            stack.callback(self.trajectories.close)
+            stack.enter_context(self._signals)
+            self._exit_stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None:
-            self.world.barrier()  # no rank leaves while another still waits for what it has sent
-        self._signals.__exit__(kind, error, tb)
-        self.metrics.close()
-        self.trajectories.close()
-        if self._sinks is not None:
-            self._sinks.close(failed=kind is not None)
-        self.directory.release()
+            self.world.barrier()  # a rank must not leave while another still receives from it
+        self._exit_stack.__exit__(kind, error, tb)
 
-    def _claim(self) -> None:
-        """On the main process: hold the directory and start the sinks."""
+    def _claim(self, stack: ExitStack) -> None:
+        """Lock the directory and start the sinks, until the stack is closed; called on the main process."""
         wanted = self._metrics_config
         require_sinks(wanted.sinks)
         self.directory.acquire(self.config, resume=self.resume)
+        stack.callback(self.directory.release)
         run = SinkRun(self.directory.path, wanted.project, self.config.model_dump(mode="json"), self.resume)
-        try:
-            self._sinks = Sinks(wanted.sinks, run, self.log)
-        except ConfigError:
-            self.directory.release()
-            raise
+        self._sinks = sinks = Sinks(wanted.sinks, run, self.log)
+        stack.push(lambda kind, *_: sinks.close(failed=kind is not None))
 
     @property
     def stop_requested(self) -> bool:
-        """Whether SIGINT or SIGTERM asked the run to finish its step, save and leave: of any rank, on every rank, which
-        all ask together."""
+        """Whether any rank has received SIGINT or SIGTERM; all ranks read this together."""
         self._stopping = self._stopping or self.world.all_reduce_max(self._signals.received or 0)
         return self._stopping > 0
 
     @contextmanager
     def on_stop_signal(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call `callback`, in a signal handler, when a signal asks to stop within the block, or at once where one has.
+        """Call `callback`, in the signal handler, when a signal asks to stop within the block, or at once if one has.
 
-        Several processes must end such a block together, and none of them calls it.
+        Never called with several processes, which must leave the block together.
         """
         if self.world.size == 1:
             self._signals.on_first = callback
@@ -254,7 +231,7 @@ class Runner:
             self._signals.on_first = None
 
     def request_stop(self, number: int) -> None:
-        """Take the signal of this number as received: a run within this one has answered it already."""
+        """Act as if the signal had been received; called when a nested run has received it."""
         self._signals.received = signal.Signals(number)
 
     @property
@@ -268,23 +245,23 @@ class Runner:
         return 128 + self.stop_number if self.stop_number else 0
 
     def rewind(self, step: int) -> None:
-        """Drop the records later than `step`, the step of the checkpoint a resumed run starts from."""
+        """Remove the records after `step`, the checkpoint's step from which the run is resumed."""
         self.metrics.truncate(step)
         self.trajectories.truncate(step)
 
     def progress(self, title: str, total: int, *, start: int = 0, columns: Sequence[str] = ()) -> Progress:
-        """Returns a display of a loop of `total` steps; `columns` names the metrics to show, all when empty."""
+        """Returns a display of `total` steps; `columns` names the metrics to show, by default all."""
         return Progress(
             title, total, start=start, columns=columns, console=self.console, line_seconds=self._line_seconds
         )
 
     def log(self, message: str) -> None:
-        """Print a line, above the live table where there is one."""
+        """Print a line, above the live table if there is one."""
         self.console.print(message, soft_wrap=True, markup=False, highlight=False)
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions a run depends on: Python, the platform and the packages that compute."""
+    """Returns the versions of archon, Python, the platform and `PACKAGES_RECORDED`."""
     found = {"archon": archon.__version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES_RECORDED:
         try:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the same engine: next-token cross-entropy on the tokens that the loss mask marks."""
+"""Supervised fine-tuning: next-token cross-entropy on the tokens that the loss mask selects."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 Probe = Callable[[ArchonEngine, int], tuple[dict[str, float], bool]]
-"""(engine, steps done) to extra metrics, and whether training has reached what it is for; called after every step, on
-every rank, and one that says so ends the training of all."""
+"""Called with (engine, step) after every step on every rank. Returns further metrics, and whether the target is
+reached, which ends the run of all ranks."""
 
 
 class SFTTrainer(BaseTrainer):
-    """Fine-tunes one model. `SFTTrainer(config).train()` is the whole run.
+    """Fine-tunes one model: `SFTTrainer(config).train()`.
 
     Args:
         config: the run.
-        runner: the run directory and what surrounds it; made, and closed, by `train` when not given.
-        probe: measures something of its own, and may end the run before its last step.
+        runner: the run's environment; by default `train` creates and closes one.
+        probe: measures further metrics, and may end the run before its last step.
     """
 
     kind: DatasetKind = "sft"
@@ -64,22 +64,22 @@ class SFTTrainer(BaseTrainer):
         self._loss = CrossEntropyLoss()
 
     def train(self) -> dict[str, float]:
-        """Run to the last step, or until a signal asks to stop; returns the newest metrics."""
+        """Run to the last step, or until a signal asks to stop. Returns the newest metrics."""
         return self.run(self.config.model, self.opened())
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is done, or the probe has found what it was looking for."""
+        """Whether the last step is done, or the probe's target is reached."""
         return self._target_reached or super().finished
 
     @contextmanager
     def opened(self) -> Iterator[SFTTrainer]:
-        """`open`, as the context of a run."""
+        """Context manager around `open`, for `run`."""
         self.open()
         yield self
 
     def open(self) -> None:
-        """Load tokenizer, rows and model, and go on from the newest checkpoint where the configuration asks for it."""
+        """Load tokenizer, rows and model, and with `resume` the newest checkpoint."""
         config = self.config
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
         rows = load_rows(config.train_data, self.kind, tokenizer)
@@ -109,45 +109,40 @@ class SFTTrainer(BaseTrainer):
         self._target_reached = state["enough"]
 
     def after_step(self) -> dict[str, float]:
-        """Returns what the probe measures."""
+        """Returns the probe's metrics."""
         if self.probe is None:
             return {}
         assert self.runner is not None
         measured, reached = self.probe(self.engine, self.step)
-        # One rank that has seen enough ends the training of all; the others would wait for it in their next step.
+        # All ranks must stop together: the others would wait for this one in their next step.
         self._target_reached = self.runner.world.all_reduce_max(int(reached)) > 0
         return measured
 
     def train_step(self) -> dict[str, float]:
-        """One optimiser step on the next rows."""
+        """Take an optimizer step on the next rows."""
         seconds: dict[str, float] = {}
         self._mid_update = True
-        with timed(seconds, "step"):
+        with timed(seconds, "seconds/step"):
             batch = self._own_batch(self.loader.next_batch())
             metrics = self.engine.train_batch(batch, self._loss, loss_token_count)
             self.engine.step_lr_scheduler()
-        return metrics | {
-            "tokens_per_second": metrics["tokens"] / seconds["step"],
-            "seconds/step": seconds["step"],
-        }
+        return metrics | {"tokens_per_second": metrics["tokens"] / seconds["seconds/step"]} | seconds
 
     def _own_batch(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Returns this rank's documents of the batch `rows`."""
+        """Returns this rank's documents of a batch."""
         own = shard_indices([len(row["input_ids"]) for row in rows], self.engine.ranks.dp)
         return padded_batch([rows[index] for index in own])
 
     def evaluate(self) -> dict[str, float]:
-        """Returns `eval/loss`, over all trained tokens of the held-out rows, and the loss function's metrics.
-
-        {} without held-out rows.
-        """
+        """Returns `eval/loss`, a mean over all trained tokens of the held-out rows, and the loss's metrics; {} without
+        held-out rows."""
         if self.held_out is None:
             return {}
         sums: dict[str, float] = {}
         rows, size = self.held_out, self.config.batch_size
         starts = list(range(0, len(rows), size))
         if len(rows) - starts[-1] < self.engine.ranks.dp.size:
-            starts.pop()  # too few rows for all ranks: they join the batch before
+            starts.pop()  # too few rows for all ranks: merged into the previous batch
         for start, stop in pairwise([*starts, len(rows)]):
             batch = self._own_batch(rows[start:stop])
             measured = self.engine.eval_batch(batch, self._loss, loss_token_count)
@@ -160,7 +155,7 @@ class SFTTrainer(BaseTrainer):
 
 
 def require_room(rows: Sequence[dict[str, Any]], most: int) -> None:
-    """ConfigError, before the first step, for a row of training data that no micro-batch of `most` tokens can hold."""
+    """Raise ConfigError if a row of training data has more tokens than a micro-batch, `most`."""
     columns = ("input_ids", "chosen_ids", "rejected_ids")
     longest = max(len(row[column]) for row in rows for column in columns if column in row)
     if longest > most:

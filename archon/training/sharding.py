@@ -1,4 +1,4 @@
-"""Shards a batch over data-parallel ranks: every process has the whole batch, and computes on its documents of it."""
+"""Shards a batch over data-parallel ranks: every process has the whole batch, and computes on some documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from archon.schema.errors import ConfigError
 
 
 def require_documents(n: int, ranks: int, what: str) -> None:
-    """ConfigError where `n` documents (`what` names the setting) leave a data-parallel rank without one."""
+    """Raise ConfigError if there are fewer documents `n` than data-parallel ranks. `what` names the setting."""
     if n < ranks:
         raise ConfigError(
             f"{what} = {n} leaves some of the {ranks} data-parallel ranks without a document; set it to {ranks} or "
@@ -21,7 +21,7 @@ def require_documents(n: int, ranks: int, what: str) -> None:
 
 
 def shard_indices(lengths: Sequence[int], dp: Group) -> list[int]:
-    """Returns the rows of this rank, in their order: by length every `dp.size`-th, so that ranks have even work."""
+    """Returns this rank's rows, ascending: every `dp.size`-th by length, so that ranks have similar work."""
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
     return sorted(by_length[dp.rank :: dp.size])
 
@@ -33,7 +33,7 @@ def _shard_of(batch: Mapping[str, Tensor], dp: Group) -> list[int]:
 def shard_batch(batch: Mapping[str, Tensor], dp: Group) -> dict[str, Tensor]:
     """Returns this rank's documents of a padded batch [B, S].
 
-    Where there are fewer documents than ranks, a rank without one gets a copy of which no token is trained.
+    A rank without a document gets a copy of the first one, with an all-zero loss mask.
     """
     rows = _shard_of(batch, dp)
     if rows:
@@ -46,9 +46,9 @@ def shard_batch(batch: Mapping[str, Tensor], dp: Group) -> dict[str, Tensor]:
 def score_sharded(
     score: Callable[[dict[str, Tensor]], Tensor], batch: Mapping[str, Tensor], dp: Group, device: torch.device
 ) -> Tensor:
-    """Returns `score` of every document, [B, S] on the CPU of every rank, each computed by the rank that has it.
+    """Returns `score` of every document, [B, S] on the CPU of every rank, each computed on one rank.
 
-    `device` is the engine's, where the group communicates.
+    `device` is the one on which the group communicates.
     """
     own = score(shard_batch(batch, dp))
     if dp.size == 1:

@@ -1,7 +1,6 @@
-"""Sends metrics, as `metrics.jsonl` has them, to TensorBoard, W&B or Trackio too.
+"""Sends the metrics of `metrics.jsonl` to TensorBoard, W&B or Trackio as well.
 
-A package is imported only where a run asks for it, before anything is trained. A sink that fails later costs one
-warning and is left out from then on: the file has everything.
+Packages are imported only if configured, before training starts. A sink that fails later is dropped with a warning.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ from typing import Any, Protocol
 
 from archon.schema.errors import ConfigError
 
-NOT_NUMBERS = frozenset({"step", "time"})
-
 
 @dataclass(frozen=True)
 class SinkRun:
-    """A run, as a sink sees it; with `resume` it goes on where another process stopped."""
+    """What a sink is told about a run; `resume` continues the run of an earlier process."""
 
     folder: Path
     project: str
@@ -33,13 +30,13 @@ class SinkRun:
 
 
 class Sink(Protocol):
-    """Where numbers go. Whatever it raises ends it, and not the run."""
+    """A destination of metrics. An exception disables the sink and does not end the run."""
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        """Take the numbers of `step`; `time` in seconds since the epoch."""
+        """Send the metrics of `step`; `time` is in seconds since the epoch."""
 
     def close(self, failed: bool) -> None:
-        """Send what is left; `failed`: an error ended the run."""
+        """Flush and close; `failed` if an error ended the run."""
 
 
 class TensorBoard:
@@ -53,8 +50,8 @@ class TensorBoard:
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
-            # Opened here, where it is known which steps a resumed run repeats: from this one on what was there is void.
-            self._writer = _imported(type(self)).SummaryWriter(str(self._folder), purge_step=step)
+            # Opened at the first write, because a resumed run repeats steps, and events from `step` on are purged.
+            self._writer = _import(type(self)).SummaryWriter(str(self._folder), purge_step=step)
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step, walltime=time)
         self._writer.flush()
@@ -65,9 +62,9 @@ class TensorBoard:
 
 
 class WandB:
-    """A W&B run named after the run directory, which keeps its id for a resumed run.
+    """A W&B run named after the run directory, which stores its id for a resumed run.
 
-    W&B's own step never goes back, and a resumed run repeats steps: ours is a number of its own, the axis of all.
+    The step is logged as a metric, the axis of all others, because W&B's own step cannot go back when a run is resumed.
     """
 
     module, package = "wandb", "wandb"
@@ -76,7 +73,7 @@ class WandB:
         record = run.folder / "wandb_id"
         if not (run.resume and record.is_file()):
             record.write_text(uuid.uuid4().hex[:16])
-        self._run = _imported(type(self)).init(
+        self._run = _import(type(self)).init(
             project=run.project,
             name=run.name,
             id=record.read_text(),
@@ -100,7 +97,7 @@ class Trackio:
 
     def __init__(self, run: SinkRun) -> None:
         resume = "allow" if run.resume else "never"
-        self._run = _imported(type(self)).init(project=run.project, name=run.name, config=run.config, resume=resume)
+        self._run = _import(type(self)).init(project=run.project, name=run.name, config=run.config, resume=resume)
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
@@ -109,20 +106,17 @@ class Trackio:
         self._run.finish()
 
 
-SINKS: dict[str, type[TensorBoard | WandB | Trackio]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "trackio": Trackio,
-}
+SinkType = type[TensorBoard | WandB | Trackio]
+SINKS: dict[str, SinkType] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 def require_sinks(names: Iterable[str]) -> None:
-    """Import what the sinks need; ConfigError naming what to install where it is missing."""
+    """Import the packages of the sinks. Raises ConfigError, with what to install, where one is missing."""
     for name in names:
-        _imported(SINKS[name])
+        _import(SINKS[name])
 
 
-def _imported(sink: type[TensorBoard | WandB | Trackio]) -> Any:
+def _import(sink: SinkType) -> Any:
     try:
         return importlib.import_module(sink.module)
     except ImportError as error:
@@ -132,14 +126,9 @@ def _imported(sink: type[TensorBoard | WandB | Trackio]) -> Any:
 
 
 class Sinks:
-    """The sinks of a run, which are given each record of `metrics.jsonl`.
+    """The sinks of a run, by their names in `SINKS`; each gets every record of `metrics.jsonl`.
 
-    Args:
-        names: of `SINKS`.
-        run: which run it is.
-        warn: called with one line for a sink that failed.
-
-    Raises `ConfigError` where one cannot be started.
+    `warn` is called with one line for a sink that fails. Raises ConfigError where one cannot be started.
     """
 
     def __init__(self, names: Iterable[str], run: SinkRun, warn: Callable[[str], None]) -> None:
@@ -157,17 +146,18 @@ class Sinks:
                 ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Send the numbers of a record as `metrics.jsonl` has it, NaN and infinities as such."""
+        """Send the numbers of a record of `metrics.jsonl`, including NaN and infinities."""
         numbers = {
             name: float(value)
             for name, value in record.items()
-            if name not in NOT_NUMBERS and (isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"))
+            if name not in {"step", "time"}
+            and (isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"))
         }
         for name in list(self._open):
             self._try(name, lambda sink: sink.write(record["step"], record["time"], numbers))
 
     def close(self, *, failed: bool) -> None:
-        """Close what is still open."""
+        """Close the sinks that have not failed."""
         for name in list(self._open):
             self._try(name, lambda sink: sink.close(failed))
         self._open = {}
@@ -175,7 +165,7 @@ class Sinks:
     def _try(self, name: str, action: Callable[[Sink], None]) -> None:
         try:
             action(self._open[name])
-        except Exception as error:  # noqa: BLE001 (a record kept elsewhere is not worth a run)
+        except Exception as error:  # noqa: BLE001 (a tracker's failure must not end the run)
             del self._open[name]
             self._warn(
                 f"warning: metrics no longer go to {name}, which failed ({_one_line(error)}); metrics.jsonl has them"

@@ -91,7 +91,7 @@ def test_a_bootstrap_that_says_nowhere_and_one_that_is_not_there(archon, sft_ove
         ("gate.limit=0.1", "gate is now logprob_check, and gate.limit logprob_check.max_mismatch"),
         (
             "bootstrap.warmup.total_steps=3",
-            "bootstrap: its keys (warmup) now stand in a file of their own: bootstrap: FILE.yaml",
+            "bootstrap: its keys (warmup) belong in a separate file: bootstrap: FILE.yaml",
         ),
         ("ref.optimiser.lr=1", "ref: unknown key 'optimiser', did you mean 'optimizer'?"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_a_torn_last_line_is_tolerated_and_removed_when_the_run_goes_on(tmp_path
 
 def test_a_record_that_the_disk_does_not_take_is_an_error_that_names_the_file_and_leaves_no_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write(1, {"loss": 1.0})
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
@@ -83,7 +84,7 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path):
 
 
 def test_trajectories_keep_text_as_it_is(tmp_path):
-    with TrajectoryWriter(tmp_path / "trajectories.jsonl") as writer:
+    with closing(TrajectoryWriter(tmp_path / "trajectories.jsonl")) as writer:
         writer.write(7, "p3", "7√3 + «é»\n", "</script>\u2028", 0.5, length=4, stop_reason="stop")
     [record] = read_jsonl(tmp_path / "trajectories.jsonl")
     assert record["prompt"] == "7√3 + «é»\n" and record["completion"] == "</script>\u2028"
@@ -91,7 +92,7 @@ def test_trajectories_keep_text_as_it_is(tmp_path):
 
 
 def test_half_a_surrogate_pair_is_kept_as_an_escape(tmp_path):
-    with TrajectoryWriter(tmp_path / "trajectories.jsonl") as writer:
+    with closing(TrajectoryWriter(tmp_path / "trajectories.jsonl")) as writer:
         writer.write(7, "p3", "7√3 \ud800", "\udcff", 0.5)
         writer.write(8, "p3", "", "", 0.5)
         assert writer.truncate(7) == 1

@@ -14,6 +14,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from archon.report import write_report
@@ -35,7 +36,10 @@ def small_run(folder: Path) -> Path:
     """Six groups of eight: rewards 0 to 7 eighths, one hostile answer, one of two turns and two versions; one of them
     of an evaluation."""
     folder.mkdir()
-    with MetricsWriter(folder / "metrics.jsonl") as metrics, TrajectoryWriter(folder / "trajectories.jsonl") as writer:
+    with (
+        closing(MetricsWriter(folder / "metrics.jsonl")) as metrics,
+        closing(TrajectoryWriter(folder / "trajectories.jsonl")) as writer,
+    ):
         for step in range(1, STEPS + 1):
             metrics.write(step, {"reward": step / STEPS, "seconds/rollout": 1.0, "staleness_max": step % 2})
             for sample in range(PER_GROUP):

@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from contextlib import closing
 
 import pytest
 from PIL import Image
@@ -28,7 +29,7 @@ HOSTILE = '</script><script>alert(1)</script><!-- <img src=x onerror="alert(2)">
 def run_dir(tmp_path):
     folder = tmp_path / "run <b>"
     folder.mkdir()
-    with MetricsWriter(folder / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(folder / "metrics.jsonl")) as writer:
         writer.write(0, {"eval/reward": 0.25})
         for step in range(1, 61):
             writer.write(
@@ -43,7 +44,7 @@ def run_dir(tmp_path):
                     "never_changes": 4,
                 },
             )
-    with TrajectoryWriter(folder / "trajectories.jsonl") as writer:
+    with closing(TrajectoryWriter(folder / "trajectories.jsonl")) as writer:
         for step in (1, 2):
             for sample in range(4):
                 text = HOSTILE if sample == 3 else str(sample)
@@ -78,7 +79,7 @@ def test_the_page_holds_the_recorded_numbers(run_dir):
 
 def test_the_charts_of_troubles_are_shown_once_there_are_any(tmp_path):
     quiet = {"staleness_mean": 0.0, "clip_fraction": 0.0, "rollout/dropped/reward_raised": 0.0, "truncated": 0.0}
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as writer:
         writer.write(1, {"reward": 0.0, "advantage_mean": 0.0, "seconds/rollout": 0.5, "seconds/update": 1.0} | quiet)
         assert [panel.name for panel, _ in load_run(tmp_path).panels()] == ["reward", "advantage", "seconds"]
         writer.write(2, {"staleness_mean": 0.5, "rollout/dropped/reward_raised": 2.0})

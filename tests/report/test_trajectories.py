@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from importlib import resources
 from itertools import pairwise
 
@@ -153,7 +154,7 @@ def test_what_a_group_shares_is_stored_once():
 
 def test_hostile_texts_are_inert_wherever_they_stand(tmp_path):
     MetricsWriter(tmp_path / "metrics.jsonl").write(1, {"reward": 0.0})
-    with TrajectoryWriter(tmp_path / "trajectories.jsonl") as writer:
+    with closing(TrajectoryWriter(tmp_path / "trajectories.jsonl")) as writer:
         extra = {"answer": HOSTILE, "stop_reason": HOSTILE, "split": HOSTILE, "rewards": {HOSTILE: 1.0}}
         writer.write(1, HOSTILE, HOSTILE, HOSTILE, 0.5, tokens=[HOSTILE], logprobs=[-1.0], **extra)
     with (tmp_path / "trajectories.jsonl").open("a") as file:

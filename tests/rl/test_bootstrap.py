@@ -267,7 +267,7 @@ def test_the_file_of_a_bootstrap_is_found_beside_the_configuration_that_names_it
     )
     assert read_bootstrap(load_config(RLConfig, relative, []).bootstrap) == bootstrap()
     assert load_config(RLConfig, relative, ["bootstrap=null"]).bootstrap is None
-    with pytest.raises(ConfigError, match=r"bootstrap: its keys \(model_type, seed\) now stand in a file of their own"):
+    with pytest.raises(ConfigError, match=r"bootstrap: its keys \(model_type, seed\) belong in a separate file"):
         rl_config(bootstrap={"model_type": "qwen3", "seed": 1})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_reward_failures_are_a_series_of_each_kind(batch: RolloutBatch) -> None:
 
 def test_the_dump_has_every_token_behind_the_prompt(batch: RolloutBatch, tokenizer: Any, tmp_path: Path) -> None:
     advantages = torch.ones(2, 9)
-    with TrajectoryWriter(tmp_path / "trajectories.jsonl") as writer:
+    with closing(TrajectoryWriter(tmp_path / "trajectories.jsonl")) as writer:
         write_groups(writer, batch, advantages, 1, step=3, tokenizer=tokenizer)
     long, _ = read_jsonl(tmp_path / "trajectories.jsonl")
     assert (long["step"], long["group"], long["prompt"], long["answer"]) == (3, 9, "7+7=", "14")
@@ -98,7 +99,7 @@ def test_the_dump_has_every_token_behind_the_prompt(batch: RolloutBatch, tokeniz
 
 
 def test_the_dump_of_a_plain_answer_is_what_it_was(batch: RolloutBatch, tokenizer: Any, tmp_path: Path) -> None:
-    with TrajectoryWriter(tmp_path / "trajectories.jsonl") as writer:
+    with closing(TrajectoryWriter(tmp_path / "trajectories.jsonl")) as writer:
         write_groups(writer, batch, torch.ones(2, 9), 1, step=3, tokenizer=tokenizer)
     _, short = read_jsonl(tmp_path / "trajectories.jsonl")
     assert (short["tokens"], short["logprobs"], short["version"]) == (["4"], [-0.25], 6)
