@@ -174,7 +174,7 @@ def megatron_rank(path: str, layout: MegatronLayout, rank: RankCoordinates) -> n
     with open_weights(Path(path), "hf") as weights:
         rows = padded_vocabulary(weights.adapter.args.vocab_size, layout.tp, 1)
         rank_tensors = RankTensors(weights.adapter, replace(layout, vocab_rows=rows))
-        state = {name: made.make() for name, made in rank_state(rank_tensors, rank, weights.tensors).items()}
+        state = {name: lazy.read() for name, lazy in rank_state(rank_tensors, rank, weights.tensors).items()}
     config, arguments = megatron_arguments(rank_tensors.args, rank_tensors.layout)
     config = TransformerConfig(
         **config,

@@ -7,7 +7,7 @@ in memory at a time, and when exporting to Hugging Face one file of weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,9 @@ from archon.checkpoint.hf_reader import CONFIG_FILE, HFCheckpoint, checkpoint_fo
 from archon.checkpoint.megatron.rank_files import is_megatron_folder, open_ranks, write_ranks
 from archon.checkpoint.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest, save_state
-from archon.checkpoint.safetensors_file import Deferred, SafetensorsFile, TensorEntry, fail
-from archon.checkpoint.state_file import StoredTensor, read_region
-from archon.checkpoint.state_tree import LazyTensor, Region, Shard, full_region, region_shape
+from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
+from archon.checkpoint.state_file import lazy_tensor
+from archon.checkpoint.state_tree import Shard
 from archon.models import get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError, ConfigError
@@ -135,48 +135,6 @@ def open_weights(
     return _open_native(folder, assets) if format == "native" else _open_megatron(folder, assets, drop_padding)
 
 
-@dataclass(frozen=True)
-class FileTensor:
-    """A `LazyTensor` of an open safetensors file."""
-
-    file: SafetensorsFile
-    entry: TensorEntry
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.entry.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.entry.shape
-
-    def read(self, region: Region | None = None) -> Tensor:
-        region = full_region(self.shape) if region is None else region
-        out = torch.empty(region_shape(region), dtype=self.dtype)
-        read_region(self.file, self.entry, region, out)
-        return out
-
-
-@dataclass(frozen=True)
-class ExpertRow:
-    """A `LazyTensor` of one expert's matrix in a parameter that stacks the experts."""
-
-    stack: LazyTensor
-    row: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.stack.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stack.shape[1:]
-
-    def read(self, region: Region | None = None) -> Tensor:
-        region = full_region(self.shape) if region is None else region
-        return self.stack.read((slice(self.row, self.row + 1), *region))[0]
-
-
 def _adapter(hf_config: dict[str, Any], assets: Path, *, is_critic: bool = False) -> BaseStateDictAdapter:
     spec = get_model_spec(hf_config["model_type"])
     return spec.state_dict_adapter_class(hf_config, str(assets), is_critic=is_critic)
@@ -190,7 +148,7 @@ def _open_hf(folder: Path) -> Iterator[OpenWeights]:
         with torch.device("meta"):
             model = adapter.model_class(adapter.args)
         match_parameters(checkpoint, model, adapter)
-        tensors = {key: FileTensor(checkpoint.files[key], checkpoint.entries[key]) for key in adapter.hf_shapes()}
+        tensors = {key: lazy_tensor(checkpoint.files[key], checkpoint.entries[key]) for key in adapter.hf_shapes()}
         yield OpenWeights("hf", hf_config, folder, adapter, tensors)
 
 
@@ -211,11 +169,16 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
         for key in adapter.hf_shapes():
             target = adapter.hf_to_native(key)
             stored = model[target.name or ""]
-            tensors[key] = stored if target.index is None else ExpertRow(stored, target.index)
+            tensors[key] = stored if target.index is None else _expert(stored, target.index)
         yield OpenWeights("native", hf_config, assets, adapter, tensors)
 
 
-def _model_tensors(folder: Path, state: Mapping[str, Any], adapter: BaseStateDictAdapter) -> dict[str, StoredTensor]:
+def _expert(stack: LazyTensor, index: int) -> LazyTensor:
+    """Returns the matrix of one expert in a parameter that stacks the experts."""
+    return LazyTensor(stack.dtype, stack.shape[1:], lambda region: stack.read((slice(index, index + 1), *region))[0])
+
+
+def _model_tensors(folder: Path, state: Mapping[str, Any], adapter: BaseStateDictAdapter) -> dict[str, LazyTensor]:
     """Returns the parameters of a state.
 
     Raises CheckpointError unless they are exactly the model's, in name and shape, and all balancing biases, which no
@@ -245,25 +208,25 @@ def _open_megatron(folder: Path, assets: Path, drop_padding: bool) -> Iterator[O
 
 def write_state(root: Path, weights: OpenWeights) -> None:
     """Write a native checkpoint of the weights alone, as step 0 in `root`."""
-    shards = {
-        name: Shard(stacked, stacked.shape, full_region(stacked.shape))
-        for name, stacked in native_tensors(weights.adapter, weights.tensors).items()
-    }
-    save_state(root, 0, {"engine": {"model": shards}}, fingerprint=model_fingerprint(weights.adapter.args))
-
-
-def native_tensors(adapter: BaseStateDictAdapter, tensors: Mapping[str, LazyTensor]) -> dict[str, Deferred]:
-    """Returns every parameter of the model by native name, built from Hugging Face tensors when it is written.
-
-    Raises CheckpointError where the experts of one stacked parameter differ in dtype.
-    """
-    rows: dict[str, list[str]] = {}
+    adapter = weights.adapter
+    keys: dict[str, list[str]] = {}
     for key in adapter.hf_shapes():
-        rows.setdefault(adapter.hf_to_native(key).name or "", []).append(key)
-    return {name: _native(name, adapter.native_shapes[name], keys, tensors) for name, keys in rows.items()}
+        keys.setdefault(adapter.hf_to_native(key).name or "", []).append(key)
+    parameters = {
+        name: _native_parameter(name, adapter.native_shapes[name], names, weights.tensors)
+        for name, names in keys.items()
+    }
+    shards = {name: Shard.of(parameter) for name, parameter in parameters.items()}
+    save_state(root, 0, {"engine": {"model": shards}}, fingerprint=model_fingerprint(adapter.args))
 
 
-def _native(name: str, shape: tuple[int, ...], keys: list[str], tensors: Mapping[str, LazyTensor]) -> Deferred:
+def _native_parameter(
+    name: str, shape: tuple[int, ...], keys: Sequence[str], tensors: Mapping[str, LazyTensor]
+) -> LazyTensor:
+    """Returns a parameter, read from the Hugging Face tensor it equals or from those it stacks.
+
+    Raises CheckpointError where the stacked tensors differ in dtype.
+    """
     dtype = tensors[keys[0]].dtype
     for key in keys:
         if tensors[key].dtype != dtype:
@@ -271,16 +234,16 @@ def _native(name: str, shape: tuple[int, ...], keys: list[str], tensors: Mapping
                 f"{keys[0]!r} is {dtype} and {key!r} {tensors[key].dtype}, but both are part of parameter {name!r}; "
                 "convert them to one dtype"
             )
+    if tensors[keys[0]].shape == shape:
+        return tensors[keys[0]]
 
-    def make() -> Tensor:
-        if tensors[keys[0]].shape == shape:
-            return tensors[keys[0]].read()
+    def load(region: Region) -> Tensor:
         out = torch.empty(shape, dtype=dtype)
         for row, key in enumerate(keys):
             out[row] = tensors[key].read()
-        return out
+        return out[region]
 
-    return Deferred(dtype, shape, make)
+    return LazyTensor(dtype, shape, load)
 
 
 def _write_megatron(folder: Path, weights: OpenWeights, rank_tensors: RankTensors) -> None:

@@ -42,7 +42,7 @@ from archon.checkpoint.atomic import (
     write_json,
     write_synced,
 )
-from archon.checkpoint.safetensors_file import Deferred, fail
+from archon.checkpoint.safetensors_file import LazyTensor, fail
 from archon.checkpoint.state_file import (
     INDEX_FILE,
     StateFiles,
@@ -172,8 +172,8 @@ def prepare_save(
     return write
 
 
-def _copy_to_cpu(data: Tensor | Deferred) -> Tensor:
-    return data.make() if isinstance(data, Deferred) else data.detach().to("cpu", copy=True)
+def _copy_to_cpu(data: Tensor | LazyTensor) -> Tensor:
+    return data.read() if isinstance(data, LazyTensor) else data.detach().to("cpu", copy=True)
 
 
 def _paths(written: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
@@ -270,7 +270,7 @@ def load_state(
 def open_state(
     path: str | os.PathLike[str], fingerprint: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, state) as `load_state` returns it, but with `StoredTensor`s, which can be read within the block.
+    """Yield (step, state) as `load_state` returns it, but with `LazyTensor`s, which can be read within the block.
 
     Every file's SHA-256 is checked first, the files being divided among the ranks.
     """

@@ -63,13 +63,33 @@ class TensorEntry:
     end: int
 
 
+Region = tuple[slice, ...]
+"""A rectangular region of a tensor: one slice per dimension."""
+
+
+def full_region(shape: tuple[int, ...] | torch.Size) -> Region:
+    return tuple(slice(0, size) for size in shape)
+
+
+def region_shape(region: Region) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in region)
+
+
 @dataclass(frozen=True)
-class Deferred:
-    """A tensor that is computed when it is written, so that only one of many is in memory at a time."""
+class LazyTensor:
+    """A tensor whose data is read or computed on demand, so that only one of many is in memory at a time.
+
+    Attributes:
+        load: returns the data of a region on the CPU.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    make: Callable[[], Tensor]
+    load: Callable[[Region], Tensor]
+
+    def read(self, region: Region | None = None) -> Tensor:
+        """Returns the data of `region`; by default of the full tensor."""
+        return self.load(full_region(self.shape) if region is None else region)
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -239,12 +259,12 @@ def chunks(tensor: Tensor, itemsize: int, limit: int = CHUNK_BYTES) -> Iterator[
             yield first * row, part
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Deferred], kill_at_tensor: str) -> str:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor], kill_at_tensor: str) -> str:
     """Write tensors of any device and layout and wait until they are on disk. Returns the file's SHA-256.
 
     Tensors of wider dtypes come first, so that every tensor is aligned to its item size. `kill_at_tensor` is the kill
     point between the first and second half of a chunk. Extra memory is one chunk of a tensor that is not a contiguous
-    CPU tensor, and one deferred tensor.
+    CPU tensor, and one lazy tensor.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header, offset = {"__metadata__": {"format": "pt"}}, 0
@@ -266,7 +286,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Deferred], kill
 
         write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            data = tensor.make() if isinstance(tensor, Deferred) else tensor.detach()
+            data = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach()
             assert (data.dtype, tuple(data.shape)) == (tensor.dtype, tuple(tensor.shape))
             for _, chunk in chunks(data, tensor.dtype.itemsize):
                 view = bytes_of(chunk.cpu().contiguous())

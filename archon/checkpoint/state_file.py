@@ -11,11 +11,11 @@ one of them; the writers are spread evenly. The regions of a tensor do not overl
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,17 @@ from archon.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     DTYPE_NAMES,
     DTYPES,
+    LazyTensor,
+    Region,
     SafetensorsFile,
     TensorEntry,
     bytes_of,
     fail,
+    full_region,
+    region_shape,
     write_safetensors,
 )
-from archon.checkpoint.state_tree import Region, Shard, full_region, map_leaves, region_shape
+from archon.checkpoint.state_tree import Shard, map_leaves
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
@@ -111,13 +115,6 @@ def build_index(written: list[dict[str, Any]]) -> dict[str, Any]:
     return index
 
 
-@dataclass(frozen=True)
-class _StoredRegion:
-    file: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 class StateFiles:
     """The tensors of a checkpoint folder by name, readable until `close`.
 
@@ -130,20 +127,39 @@ class StateFiles:
         self.folder = folder
         self._names = names
         self._open: dict[str, SafetensorsFile] = {}
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, LazyTensor] = {}
         if INDEX_FILE not in names:
-            for name, entry in self.file(TENSORS_FILE).entries.items():
-                region = _StoredRegion(TENSORS_FILE, (0,) * len(entry.shape), entry.shape)
-                self.tensors[name] = StoredTensor(self, name, entry.dtype, entry.shape, (region,))
+            file = self._file(TENSORS_FILE)
+            self.tensors |= {name: lazy_tensor(file, entry) for name, entry in file.entries.items()}
             return
         for name, item in json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).items():
-            regions = tuple(
-                _StoredRegion(region["file"], tuple(region["start"]), tuple(region["shape"]))
-                for region in item["boxes"]
-            )
-            self.tensors[name] = StoredTensor(self, name, DTYPES[item["dtype"]], tuple(item["shape"]), regions)
+            dtype, shape = DTYPES[item["dtype"]], tuple(item["shape"])
+            load = functools.partial(self._load, name, dtype, item["boxes"])
+            self.tensors[name] = LazyTensor(dtype, shape, load)
 
-    def file(self, name: str) -> SafetensorsFile:
+    def _load(self, name: str, dtype: torch.dtype, stored: list[dict[str, Any]], wanted: Region) -> Tensor:
+        """Returns a region of a tensor, reading only the stored regions that overlap it."""
+        out = torch.empty(region_shape(wanted), dtype=dtype)
+        filled = 0
+        for box in stored:
+            bounds = [
+                (max(want.start, first), min(want.stop, first + size))
+                for want, first, size in zip(wanted, box["start"], box["shape"], strict=True)
+            ]
+            if any(start >= stop for start, stop in bounds):
+                continue
+            there = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, box["start"], strict=True))
+            here = tuple(slice(a - want.start, b - want.start) for (a, b), want in zip(bounds, wanted, strict=True))
+            file = self._file(box["file"])
+            entry = file.entries.get(name)
+            if entry is None or (entry.dtype, entry.shape) != (dtype, tuple(box["shape"])):
+                fail(file.path, f"key {name!r} is not {dtype} {box['shape']}, as {INDEX_FILE} says")
+            filled += read_region(file, entry, there, out[here]).numel()
+        if filled != out.numel():
+            fail(self.folder / INDEX_FILE, f"the regions it lists for tensor {name!r} do not cover it")
+        return out
+
+    def _file(self, name: str) -> SafetensorsFile:
         if name not in self._names:
             fail(self.folder / INDEX_FILE, f"it names the file {name!r}, which the checkpoint's manifest does not list")
         if name not in self._open:
@@ -153,70 +169,36 @@ class StateFiles:
     def close(self) -> None:
         for file in self._open.values():
             file.close()
-        self._open.clear()
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of an open checkpoint; `read` reads only the stored regions that overlap the requested one."""
-
-    files: StateFiles
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    regions: tuple[_StoredRegion, ...]
-
-    def read(self, region: Region | None = None) -> Tensor:
-        wanted = full_region(self.shape) if region is None else region
-        out = torch.empty(region_shape(wanted), dtype=self.dtype)
-        filled = 0
-        for stored in self.regions:
-            bounds = [
-                (max(want.start, first), min(want.stop, first + size))
-                for want, first, size in zip(wanted, stored.start, stored.shape, strict=True)
-            ]
-            if any(start >= stop for start, stop in bounds):
-                continue
-            there = tuple(slice(a - first, b - first) for (a, b), first in zip(bounds, stored.start, strict=True))
-            here = tuple(slice(a - w.start, b - w.start) for (a, b), w in zip(bounds, wanted, strict=True))
-            overlap = out[here]
-            read_region(self.files.file(stored.file), self._entry(stored), there, overlap)
-            filled += overlap.numel()
-        if filled != out.numel():
-            fail(self.files.folder / INDEX_FILE, f"the regions it lists for tensor {self.name!r} do not cover it")
-        return out
-
-    def _entry(self, region: _StoredRegion) -> TensorEntry:
-        file = self.files.file(region.file)
-        entry = file.entries.get(self.name)
-        if entry is None or (entry.dtype, entry.shape) != (self.dtype, region.shape):
-            fail(file.path, f"key {self.name!r} is not {self.dtype} {list(region.shape)}, as {INDEX_FILE} says")
-        return entry
 
 
 def read_all(state: Any) -> Any:
-    """Returns a copy of a state in which every `StoredTensor` has been read in full."""
-    return map_leaves(state, lambda leaf: leaf.read() if isinstance(leaf, StoredTensor) else leaf)
+    """Returns a copy of a state in which every `LazyTensor` has been read in full."""
+    return map_leaves(state, lambda leaf: leaf.read() if isinstance(leaf, LazyTensor) else leaf)
 
 
-def read_region(file: SafetensorsFile, entry: TensorEntry, region: Region, out: Tensor) -> None:
-    """Fill `out` with a region of a tensor in a file.
+def lazy_tensor(file: SafetensorsFile, entry: TensorEntry) -> LazyTensor:
+    """Returns a tensor of an open file."""
+    return LazyTensor(entry.dtype, entry.shape, functools.partial(read_region, file, entry))
+
+
+def read_region(file: SafetensorsFile, entry: TensorEntry, region: Region, out: Tensor | None = None) -> Tensor:
+    """Returns a region of a tensor in a file, read into `out` where it is given.
 
     A contiguous region is read in place. Otherwise whole rows are read, because the bytes between them are in the same
     pages of the file anyway.
     """
-    what = f"key {entry.name!r}"
+    out = torch.empty(region_shape(region), dtype=entry.dtype) if out is None else out
+    what, row = f"key {entry.name!r}", math.prod(entry.shape[1:]) * entry.dtype.itemsize
     if not region or (region[1:] == full_region(entry.shape[1:]) and out.is_contiguous()):
-        row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
         file.read_into(bytes_of(out), entry.start + (region[0].start * row if region else 0), what)
-        return
-    row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+        return out
     step = max(1, CHUNK_BYTES // row)
     for start in range(0, out.shape[0], step):
         rows = min(step, out.shape[0] - start)
         piece = torch.empty(rows, *entry.shape[1:], dtype=entry.dtype)
         file.read_into(bytes_of(piece), entry.start + (region[0].start + start) * row, what)
         out[start : start + rows] = piece[(slice(None), *region[1:])]
+    return out
 
 
 def file_digest(path: Path) -> str:

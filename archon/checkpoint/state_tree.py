@@ -8,30 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from archon.checkpoint.safetensors_file import Deferred
+from archon.checkpoint.safetensors_file import LazyTensor, Region, full_region
 from archon.schema.errors import CheckpointError
 
-Region = tuple[slice, ...]
-"""A rectangular region of a tensor: one slice per dimension."""
 KeyPath = tuple[str, ...]
 """The dictionary keys that lead to a leaf from the root."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a tensor of `shape`: `data` is its `region`. For saving, `data` may be deferred."""
+    """One rank's part of a tensor of `shape`: `data` is its `region`. For saving, `data` may be lazy."""
 
-    data: Tensor | Deferred
+    data: Tensor | LazyTensor
     shape: tuple[int, ...]
     region: Region
 
     @classmethod
-    def of(cls, value: Tensor | Shard) -> Shard:
+    def of(cls, value: Tensor | LazyTensor | Shard) -> Shard:
         """Returns a shard unchanged, and a tensor as a shard that covers all of it."""
         return value if isinstance(value, Shard) else cls(value, tuple(value.shape), full_region(value.shape))
 
@@ -41,27 +38,6 @@ class PerRank:
     """A value that differs by rank. When saving, `values` holds this rank's alone; after loading, every rank's."""
 
     values: tuple[Any, ...]
-
-
-class LazyTensor(Protocol):
-    """A tensor of an open checkpoint, whose data is read on demand."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read(self, region: Region | None = None) -> Tensor:
-        """Returns the data of `region` on the CPU; by default of the full tensor."""
-
-
-def full_region(shape: tuple[int, ...] | torch.Size) -> Region:
-    return tuple(slice(0, size) for size in shape)
-
-
-def region_shape(region: Region) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in region)
 
 
 class Encoder:

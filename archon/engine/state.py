@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from archon.checkpoint.state_tree import LazyTensor, PerRank, Shard, full_region, select_region
+from archon.checkpoint.safetensors_file import LazyTensor, full_region
+from archon.checkpoint.state_tree import PerRank, Shard, select_region
 from archon.models.layers.moe import expert_biases
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.pipeline import StagedModel

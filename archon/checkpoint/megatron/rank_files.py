@@ -38,9 +38,16 @@ from archon.checkpoint.megatron.sharding import (
     TensorSlice,
     fused_shape,
 )
-from archon.checkpoint.safetensors_file import Deferred, SafetensorsFile, fail, write_safetensors
+from archon.checkpoint.safetensors_file import (
+    LazyTensor,
+    Region,
+    SafetensorsFile,
+    fail,
+    full_region,
+    region_shape,
+    write_safetensors,
+)
 from archon.checkpoint.state_file import file_digest, read_region
-from archon.checkpoint.state_tree import LazyTensor, Region, full_region, region_shape
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
 
@@ -64,7 +71,7 @@ def is_megatron_folder(path: Path) -> bool:
 
 def rank_state(
     rank_tensors: RankTensors, rank: RankCoordinates, tensors: Mapping[str, LazyTensor]
-) -> dict[str, Deferred]:
+) -> dict[str, LazyTensor]:
     """Returns the state dict of a rank, whose tensors are read from `tensors` (by Hugging Face key) when written.
 
     Raises CheckpointError where tensors to be fused differ in dtype.
@@ -72,7 +79,7 @@ def rank_state(
     return {name: _fused(name, slices, tensors) for name, slices in rank_tensors.tensors(rank).items()}
 
 
-def _fused(name: str, slices: FusedTensor, tensors: Mapping[str, LazyTensor]) -> Deferred:
+def _fused(name: str, slices: FusedTensor, tensors: Mapping[str, LazyTensor]) -> LazyTensor:
     dtypes = {tensors[part.key].dtype: part.key for part in slices}
     if len(dtypes) > 1:
         kinds = ", ".join(f"{key!r} is {dtype}" for dtype, key in dtypes.items())
@@ -84,10 +91,10 @@ def _fused(name: str, slices: FusedTensor, tensors: Mapping[str, LazyTensor]) ->
             return torch.zeros(region_shape(part.region), dtype=dtype)
         return tensors[part.key].read(part.region)
 
-    def make() -> Tensor:
-        return read(slices[0]) if len(slices) == 1 else torch.cat([read(part) for part in slices])
+    def load(region: Region) -> Tensor:
+        return (read(slices[0]) if len(slices) == 1 else torch.cat([read(part) for part in slices]))[region]
 
-    return Deferred(dtype, fused_shape(slices), make)
+    return LazyTensor(dtype, fused_shape(slices), load)
 
 
 def write_ranks(folder: Path, rank_tensors: RankTensors, tensors: Mapping[str, LazyTensor]) -> None:
@@ -114,45 +121,13 @@ class _StoredPart:
 
     def read(self) -> Tensor:
         entry = self.file.entries[self.name]
-        part = (self.rows, *full_region(entry.shape[1:]))
-        out = torch.empty(region_shape(part), dtype=entry.dtype)
-        read_region(self.file, entry, part, out)
-        return out
-
-
-@dataclass(frozen=True)
-class JoinedTensor:
-    """A Hugging Face tensor, assembled from the ranks' files when it is read.
-
-    `read` raises CheckpointError where replicas on several ranks are not bitwise equal.
-    """
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stored_parts: tuple[_StoredPart, ...]
-
-    def read(self, region: Region | None = None) -> Tensor:
-        out = torch.empty(self.shape, dtype=self.dtype)
-        seen: dict[str, _StoredPart] = {}
-        for stored in self.stored_parts:
-            part = stored.read()
-            first = seen.setdefault(str(stored.region), stored)
-            if first is stored:
-                out[stored.region] = part
-            elif not torch.equal(part.view(torch.uint8), out[stored.region].contiguous().view(torch.uint8)):
-                fail(
-                    stored.file.path,
-                    f"key {stored.name!r} differs from {first.name!r} in {first.file.path}; expected them to be equal, "
-                    f"since both hold {self.key!r}",
-                )
-        return out if region is None else out[region]
+        return read_region(self.file, entry, (self.rows, *full_region(entry.shape[1:])))
 
 
 @contextmanager
 def open_ranks(
     path: Path, adapter: BaseStateDictAdapter, *, drop_padding: bool = False
-) -> Iterator[tuple[MegatronLayout, dict[str, JoinedTensor]]]:
+) -> Iterator[tuple[MegatronLayout, dict[str, LazyTensor]]]:
     """Yield the layout of a folder and its tensors by Hugging Face key, which can be read within the block.
 
     Args:
@@ -189,14 +164,35 @@ def open_ranks(
         yield layout, {key: _joined(key, rank_tensors.shapes[key], found) for key, found in stored_parts.items()}
 
 
-def _joined(key: str, shape: tuple[int, ...], stored_parts: list[_StoredPart]) -> JoinedTensor:
+def _joined(key: str, shape: tuple[int, ...], stored_parts: list[_StoredPart]) -> LazyTensor:
+    """Returns a Hugging Face tensor that is assembled from the ranks' files.
+
+    Reading it raises CheckpointError where replicas on several ranks are not bitwise equal.
+    """
     dtype = stored_parts[0].file.entries[stored_parts[0].name].dtype
     for stored in stored_parts:
         entry = stored.file.entries[stored.name]
         if entry.dtype != dtype:
             first = stored_parts[0].file.path
             fail(stored.file.path, f"key {stored.name!r} is {entry.dtype}, but {dtype} in {first}; expected one dtype")
-    return JoinedTensor(key, dtype, shape, tuple(stored_parts))
+
+    def load(region: Region) -> Tensor:
+        out = torch.empty(shape, dtype=dtype)
+        seen: dict[str, _StoredPart] = {}
+        for stored in stored_parts:
+            part = stored.read()
+            first = seen.setdefault(str(stored.region), stored)
+            if first is stored:
+                out[stored.region] = part
+            elif not torch.equal(part.view(torch.uint8), out[stored.region].contiguous().view(torch.uint8)):
+                fail(
+                    stored.file.path,
+                    f"key {stored.name!r} differs from {first.name!r} in {first.file.path}; expected them to be equal, "
+                    f"since both hold {key!r}",
+                )
+        return out[region]
+
+    return LazyTensor(dtype, shape, load)
 
 
 def _rank_names(path: Path) -> list[str]:

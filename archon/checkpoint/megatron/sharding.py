@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from archon.checkpoint.state_tree import Region, full_region, region_shape
+from archon.checkpoint.safetensors_file import Region, full_region, region_shape
 from archon.models.args import BaseModelArgs
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError, LayoutError
