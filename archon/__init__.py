@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "engine": ("ArchonEngine",),
         "schema.config": ("EngineConfig",),
-        "checkpoint": ("load_model", "save_model"),
+        "checkpoint.hf_io": ("load_model", "save_model"),
         "models": ("get_model_spec",),
         "parallel": ("ArchonParallelDims",),
     },

@@ -47,7 +47,7 @@ class Foretold(NamedTuple):
 
 def foretold(options: dict[str, Any]) -> Foretold:
     """The planner's figures of archon's step, eager and on one GPU, from the checkpoint's config alone."""
-    from archon.checkpoint.hf_io import read_hf_config
+    from archon.checkpoint.hf_reader import read_hf_config
     from archon.models import get_model_spec
     from archon.parallel.layout import ParallelLayout
     from archon.planner.hardware import read_hardware

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from archon.checkpoint.hf_io import read_hf_config
+from archon.checkpoint.hf_reader import read_hf_config
 from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
 from archon.models.qwen2 import Qwen2ModelArgs

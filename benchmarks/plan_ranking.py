@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from archon.bench import SweepConfig, run_sweep
 from archon.bench.origin import origin
-from archon.checkpoint.hf_io import read_hf_config
+from archon.checkpoint.hf_reader import read_hf_config
 from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
 from archon.planner.hardware import Hardware, read_hardware

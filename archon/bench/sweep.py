@@ -92,7 +92,7 @@ def _notes(measured: Measurement) -> list[str]:
 
 
 def _setup(config: SweepConfig) -> dict[str, object]:
-    from archon.checkpoint.hf_io import read_hf_config
+    from archon.checkpoint.hf_reader import read_hf_config
     from archon.models import get_model_spec
 
     hf_config = read_hf_config(str(config.folder))

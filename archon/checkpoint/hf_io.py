@@ -22,25 +22,12 @@ from archon.checkpoint.hf_export import (
     VOCABULARY_FILES,
     require_zero_expert_biases,
     save_hf,
-    save_hf_distributed,
 )
 from archon.checkpoint.hf_reader import WEIGHT_DTYPES, HFCheckpoint, load_hf_weights, read_hf_config
 from archon.models import get_model_spec
 from archon.models.base import BaseArchonModel
 from archon.parallel.gather import whole_tensors
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
-
-__all__ = [
-    "HFCheckpoint",
-    "load_hf_weights",
-    "load_model",
-    "load_tokenizer",
-    "read_hf_config",
-    "require_zero_expert_biases",
-    "save_hf",
-    "save_hf_distributed",
-    "save_model",
-]
 
 
 def load_model(

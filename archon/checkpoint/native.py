@@ -31,7 +31,6 @@ from torch import Tensor
 
 import archon
 from archon.checkpoint.atomic import (
-    KILL_POINTS,
     hide,
     kill_point,
     remove_leftovers,
@@ -56,17 +55,6 @@ from archon.checkpoint.state_tree import Encoder, decode, merge_ranks
 from archon.models.args import BaseModelArgs
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
-
-__all__ = [
-    "KILL_POINTS",
-    "kill_point",
-    "load_latest",
-    "load_state",
-    "model_fingerprint",
-    "open_state",
-    "prepare_save",
-    "save_state",
-]
 
 # The manifest's format number of a checkpoint written by one process, and by several.
 FORMATS = (1, 2)
@@ -118,10 +106,10 @@ def prepare_save(
     *,
     snapshot: bool = False,
 ) -> Callable[[], Path]:
-    """The first half of `save_state`: encodes the state. Returns a function that writes it, the second half.
+    """Encode the state, the first half of `save_state`. Returns a function that writes it, the second half.
 
-    With `snapshot`, this rank's shards are copied to the CPU, so that training may continue before the second half is
-    called, and the second half may run in another thread.
+    With `snapshot`, this rank's shards are copied to the CPU, so that training may continue before and while the second
+    half runs, in any thread.
     """
     if step < 0 or (keep is not None and keep < 1):
         raise CheckpointError(f"{root}: expected step of at least 0 and keep of at least 1, got {step=}, {keep=}")
@@ -131,7 +119,7 @@ def prepare_save(
     shards = assign_shards(encoder.shards, plane)
     if snapshot:
         shards = {name: replace(shard, data=_copy_to_cpu(shard.data)) for name, shard in shards.items()}
-    paths = {name: encoder.paths[name] for name in shards if name in encoder.paths}
+    own_paths = {name: encoder.paths[name] for name in shards if name in encoder.paths}
     per_rank = json.dumps(encoder.per_rank, allow_nan=False)
     target = Path(root)
 
@@ -139,11 +127,11 @@ def prepare_save(
         kill_point("save.begin")
         with ExitStack() as stack:
 
-            def stage() -> Path:
+            def stage() -> str:
                 with write_errors(target):
                     target.mkdir(parents=True, exist_ok=True)
                     remove_leftovers(target)
-                    return stack.enter_context(staged_folder(target / _free_name(target, step)))
+                    return stack.enter_context(staged_folder(target / _free_name(target, step))).name
 
             def write_own() -> dict[str, Any]:
                 with write_errors(folder):
@@ -151,21 +139,21 @@ def prepare_save(
 
             def publish() -> str:
                 with write_errors(target):
+                    paths = {name: tuple(path) for entry in written for name, path in entry["paths"].items()}
                     values = [entry["per_rank"] for entry in written]
-                    text = json.dumps(merge_ranks(json.loads(tree), _paths(written), values))
+                    text = json.dumps(merge_ranks(json.loads(tree), paths, values))
                     return _publish(folder, step, text, written, keep, fingerprint, plane.size)
 
-            first = plane.rank == 0
-            folder = plane.run_on_all(stage if first else lambda: target)
-            folder = target / plane.broadcast_json(lambda: folder.name)
+            staged = plane.run_on_all(stage if plane.is_main else str)
+            folder = target / plane.broadcast_json(lambda: staged)
             kill_point("save.staged")
             mine = plane.run_on_all(write_own)
             kill_point("save.tensors_written")
-            mine |= {"paths": paths, "per_rank": json.loads(per_rank)}
+            mine |= {"paths": own_paths, "per_rank": json.loads(per_rank)}
             written = [json.loads(text) for text in plane.gather(json.dumps(mine).encode())]
             kill_point("save.all_written")
-            name = plane.run_on_all(publish if first else str)
-            name = plane.broadcast_json(lambda: name)
+            published = plane.run_on_all(publish if plane.is_main else str)
+            name = plane.broadcast_json(lambda: published)
         kill_point("save.end")
         return target / name
 
@@ -174,10 +162,6 @@ def prepare_save(
 
 def _copy_to_cpu(data: Tensor | LazyTensor) -> Tensor:
     return data.read() if isinstance(data, LazyTensor) else data.detach().to("cpu", copy=True)
-
-
-def _paths(written: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
-    return {name: tuple(path) for entry in written for name, path in entry["paths"].items()}
 
 
 def _publish(

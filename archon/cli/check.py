@@ -151,8 +151,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     are not read."""
     import torch
 
-    from archon.checkpoint.hf_io import read_hf_config
-    from archon.checkpoint.hf_reader import HFCheckpoint
+    from archon.checkpoint.hf_reader import HFCheckpoint, read_hf_config
     from archon.engine.build import resolve_device
     from archon.engine.optim import check_schedule
     from archon.models.attention.registry import attends_gathered, resolve_backend

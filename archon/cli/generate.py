@@ -54,7 +54,8 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
     """Load the checkpoint, answer every prompt, print what comes."""
     import torch
 
-    from archon.checkpoint.hf_io import load_model, load_tokenizer, read_hf_config
+    from archon.checkpoint.hf_io import load_model, load_tokenizer
+    from archon.checkpoint.hf_reader import read_hf_config
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
 

@@ -24,7 +24,7 @@ def command(
         int, typer.Option("--seq-len", metavar="TOKENS", min=1, help="document length for FLOPs")
     ] = 4096,
 ) -> None:
-    from archon.checkpoint.hf_io import read_hf_config
+    from archon.checkpoint.hf_reader import read_hf_config
     from archon.planner.inspection import inspect_checkpoint
     from archon.schema.errors import ConfigError
 

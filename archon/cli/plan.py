@@ -46,7 +46,7 @@ def command(
         return
     import yaml
 
-    from archon.checkpoint.hf_io import read_hf_config
+    from archon.checkpoint.hf_reader import read_hf_config
     from archon.models import get_model_spec
     from archon.planner.describe import as_json as plan_as_json
     from archon.planner.describe import describe, explain_no_plan, run_config

@@ -49,7 +49,8 @@ def make_server(path: Path, config: ServeConfig, token: str | None) -> AgentServ
     """Load the checkpoint. Returns a server over it, which does not listen yet."""
     import torch
 
-    from archon.checkpoint.hf_io import load_model, load_tokenizer, read_hf_config
+    from archon.checkpoint.hf_io import load_model, load_tokenizer
+    from archon.checkpoint.hf_reader import read_hf_config
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters

@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 
-from archon.checkpoint import hf_io
+from archon.checkpoint.hf_io import materialize
+from archon.checkpoint.hf_reader import load_hf_weights
 from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.spec import ModelSpec
@@ -61,7 +62,7 @@ class Build:
             enable_compile=config.compile,
         )
         # FSDP wants the parameters that it offloads on the CPU from the start.
-        hf_io.materialize(model, "cpu" if config.cpu_offload else self.device)
+        materialize(model, "cpu" if config.cpu_offload else self.device)
         model.tie_weights()
         model.init_buffers(self.device)
         return model
@@ -85,7 +86,7 @@ class Build:
                 torch.manual_seed(self.config.seed)
                 self._init_weights(model, adapter.is_tied)
         if not self.config.init_from_scratch:
-            hf_io.load_hf_weights(model, adapter, self.config.path)
+            load_hf_weights(model, adapter, self.config.path)
 
     @torch.no_grad()
     def _init_weights(self, model: BaseArchonModel | StagedModel, tied: bool) -> None:

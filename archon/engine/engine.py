@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from archon.checkpoint import hf_io
+from archon.checkpoint.hf_export import require_zero_expert_biases, save_hf_distributed
+from archon.checkpoint.hf_io import checkpoint_digest
+from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state
 from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_file import read_all
@@ -112,7 +114,7 @@ class ArchonEngine:
         """
         config = self.config
         self.device = resolve_device(config.device)
-        hf_config = hf_io.read_hf_config(config.path)
+        hf_config = read_hf_config(config.path)
         spec = get_model_spec(hf_config["model_type"])
         args = spec.model_args_class.from_hf_config(
             hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config, spec)
@@ -154,7 +156,7 @@ class ArchonEngine:
         if dims.world_size > 1:
             limit_collectives(config.timeout_s)
             if not config.init_from_scratch:
-                ControlPlane.of_run().require_same(config.path, hf_io.checkpoint_digest(config.path))
+                ControlPlane.of_run().require_same(config.path, checkpoint_digest(config.path))
         build.load_weights(self.model, self.adapter)
         self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
@@ -292,7 +294,7 @@ class ArchonEngine:
 
         CheckpointError, on every rank, where a balancing bias is not 0.
         """
-        hf_io.require_zero_expert_biases(self.model, self.ranks.pp)
+        require_zero_expert_biases(self.model, self.ranks.pp)
         for name, tensor in self.weights(bucket_bytes=0):
             if name in self.adapter.native_shapes:
                 yield from self.adapter.convert_single_to_hf(name, tensor)
@@ -326,7 +328,7 @@ class ArchonEngine:
             raise ConfigError(
                 "asynchronous saves belong to format='native'; an 'hf' export is written before save returns"
             )
-        hf_io.save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype)
+        save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype)
 
     def wait_for_saves(self) -> None:
         """Until the newest asynchronous save is on disk; raises what went wrong."""
@@ -340,7 +342,7 @@ class ArchonEngine:
         """
         folder = find_checkpoint(path)
         if folder is None:
-            hf_io.load_hf_weights(self.model, self.adapter, path)
+            load_hf_weights(self.model, self.adapter, path)
             for bias in expert_biases(self.model).values():
                 bias.zero_()
             return

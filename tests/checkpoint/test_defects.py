@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from archon.checkpoint.hf_io import load_hf_weights, read_hf_config
-from archon.checkpoint.hf_reader import HFCheckpoint, match_parameters
+from archon.checkpoint.hf_reader import HFCheckpoint, load_hf_weights, match_parameters, read_hf_config
 from archon.models import get_model_spec
 from archon.schema.errors import CheckpointError
 from tests.checkpoint.tiny_checkpoints import MOE, config_with, edit_header, make_checkpoint, write_checkpoint

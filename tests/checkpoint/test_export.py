@@ -16,7 +16,9 @@ from torch import Tensor
 
 import archon
 from archon.checkpoint import atomic
-from archon.checkpoint.hf_io import load_tokenizer, read_hf_config, save_hf
+from archon.checkpoint.hf_export import save_hf
+from archon.checkpoint.hf_io import load_tokenizer
+from archon.checkpoint.hf_reader import read_hf_config
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError, UnknownModelError
 from tests.checkpoint.tiny_checkpoints import (
     QWEN2,

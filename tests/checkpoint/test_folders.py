@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import archon
-from archon.checkpoint.hf_io import read_hf_config
-from archon.checkpoint.hf_reader import HFCheckpoint, match_parameters
+from archon.checkpoint.hf_reader import HFCheckpoint, match_parameters, read_hf_config
 from archon.models import get_model_spec
 from archon.schema.errors import CheckpointError, ConfigError, UnknownModelError, UserError
 from tests.checkpoint.tiny_checkpoints import config_with, make_checkpoint, write_checkpoint

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.checkpoint.native import KILL_POINTS
+from archon.checkpoint.atomic import KILL_POINTS
 from tests.checkpoint import killing
 from tests.checkpoint.tiny_checkpoints import make_checkpoint
 from tests.conftest import Kills

@@ -23,7 +23,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from archon.checkpoint.hf_io import load_hf_weights, load_model, read_hf_config
+from archon.checkpoint.hf_io import load_model
+from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
 from archon.models import get_model_spec
 
 def resident(field):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import archon
-from archon.checkpoint.hf_io import load_hf_weights
+from archon.checkpoint.hf_reader import load_hf_weights
 from archon.checkpoint.safetensors_file import CHUNK_BYTES, chunks
 from archon.models import get_model_spec
 from archon.schema.errors import CheckpointError

@@ -226,7 +226,7 @@ def test_message_of_several_lines_is_one_line(archon, monkeypatch):
     def refuse(*_):
         raise UserError("first\nsecond")
 
-    monkeypatch.setattr("archon.checkpoint.hf_io.read_hf_config", refuse)
+    monkeypatch.setattr("archon.checkpoint.hf_reader.read_hf_config", refuse)
     assert archon("inspect", "anywhere").complaint == "archon: first second"
 
 

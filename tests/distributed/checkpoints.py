@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from archon.checkpoint.hf_io import save_hf
+from archon.checkpoint.hf_export import save_hf
 from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
 from archon.checkpoint.safetensors_file import write_safetensors
 from archon.checkpoint.state_file import write_shards

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from archon.checkpoint.hf_io import read_hf_config
+from archon.checkpoint.hf_reader import read_hf_config
 from archon.engine.dry_run import RankReport, documents, dry_run, rank_report
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count

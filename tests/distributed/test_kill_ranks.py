@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.checkpoint.native import KILL_POINTS
+from archon.checkpoint.atomic import KILL_POINTS
 from tests.checkpoint.killing import AFTER_LATEST, assert_checkpoints_whole
 from tests.conftest import Kills
 from tests.distributed.cases import write_config

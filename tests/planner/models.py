@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from archon.checkpoint.hf_io import read_hf_config
+from archon.checkpoint.hf_reader import read_hf_config
 from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
 from archon.planner.memory_model import MemoryEstimate, MemoryModel

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from archon.checkpoint.hf_io import read_hf_config
+from archon.checkpoint.hf_reader import read_hf_config
 from archon.models import get_model_spec, get_supported_model_types
 from archon.parallel.layout import parse_layout
 from archon.parallel.resolve import resolve_layout
