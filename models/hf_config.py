@@ -27,7 +27,7 @@ class Field:
         default: Hugging Face's default; REQUIRED for a field without one.
         optional: whether null is accepted (and read as the default).
         least: the smallest integer accepted; floats must not be negative.
-        most: the largest integer accepted.
+        most: the largest integer accepted; PyTorch counts the bytes of a tensor in 64 bits.
     """
 
     native: str
@@ -35,7 +35,7 @@ class Field:
     default: Any = REQUIRED
     optional: bool = False
     least: int = 1
-    most: int | None = None
+    most: int = 2**40
 
 
 # No real model has more layers, and lists with one entry per layer would fill the memory.
@@ -50,7 +50,7 @@ DENSE_FIELDS: dict[str, Field] = {
     "intermediate_size": Field("hidden_dim", int),
     "vocab_size": Field("vocab_size", int),
     "rms_norm_eps": Field("norm_eps", float, 1e-6),
-    "max_position_embeddings": Field("max_seq_len", int, 32768),
+    "max_position_embeddings": Field("max_seq_len", int, 32768, most=2**63 - 1),
     "hidden_act": Field("hidden_act", str, "silu"),
     "tie_word_embeddings": Field("tie_word_embeddings", bool, False),
     "initializer_range": Field("initializer_range", float, 0.02),
@@ -182,7 +182,7 @@ def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
         reject_field(name, value, "expected a list of integers, none negative")
     if field.kind is int and value < field.least:
         reject_field(name, value, f"expected at least {field.least}")
-    if field.kind is int and field.most is not None and value > field.most:
+    if field.kind is int and value > field.most:
         reject_field(name, value, f"expected at most {field.most}")
     if field.kind is float and value < 0:
         reject_field(name, value, "expected no negative number")

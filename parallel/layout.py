@@ -12,6 +12,7 @@ from archon.parallel.dims import ArchonParallelDims
 from archon.schema.errors import LayoutError
 
 _LETTERS = {"d": "dp_shard", "r": "dp_replicate", "p": "pp", "t": "tp", "c": "cp", "e": "ep"}
+MAX_DIGITS = 9  # of a degree
 _SHAPE = (
     "expected letters d (data), r (replicas), p (pipeline), t (tensor), c (context), e (experts), "
     "each with a degree: d4p2t2"
@@ -132,6 +133,8 @@ def _degrees(text: str, body: str, letters: str) -> dict[str, int]:
             raise LayoutError(f"layout {text!r}: {letter!r} is not one of {', '.join(letters)} here; {_SHAPE}")
         if _LETTERS[letter] in found:
             raise LayoutError(f"layout {text!r} gives {letter!r} twice")
+        if len(degree) > MAX_DIGITS:
+            raise LayoutError(f"layout {text[:40]!r}: a degree has {len(degree)} digits, expected at most {MAX_DIGITS}")
         if int(degree) < 1:
             raise LayoutError(f"layout {text!r}: {letter}{degree} is below 1; leave the letter out or give 1")
         found[_LETTERS[letter]] = int(degree)

@@ -18,8 +18,12 @@ from archon.schema.errors import LayoutError
 
 
 def started_processes() -> int:
-    """Returns the number of processes that torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns the number of processes that torchrun has started; 1 without it. Raises LayoutError where WORLD_SIZE is
+    not a number."""
+    given = os.environ.get("WORLD_SIZE", "1")
+    if not given.isdecimal():
+        raise LayoutError(f"the environment has WORLD_SIZE={given!r}, expected a number: leave it to torchrun")
+    return int(given)
 
 
 def require_processes(world_size: int) -> None:
@@ -35,17 +39,24 @@ def require_processes(world_size: int) -> None:
 
 def join_process_group(world_size: int, device_type: str, timeout_s: float) -> None:
     """Join the process group that torchrun has prepared, and exit when one of its ranks fails. Raises LayoutError for
-    a group of another size or none."""
+    a group of another size or none, and where the other processes do not join in time."""
     require_processes(world_size)
     if world_size == 1 or dist.is_initialized():
         return
-    rank = int(os.environ["RANK"])
+    rank = os.environ.get("RANK", "")
     logging.basicConfig(format=f"archon: rank {rank}: %(message)s", level=logging.WARNING)
     failure = Failure.connect()
     if failure is not None:
         failure.watch()
         atexit.register(failure.done)
-    init_process_group(device_type, timeout=timedelta(seconds=timeout_s))
+    try:
+        init_process_group(device_type, timeout=timedelta(seconds=timeout_s))
+    except (ValueError, dist.DistStoreError, dist.DistNetworkError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise LayoutError(
+            f"process {rank or '?'} of {world_size} cannot join the others within {timeout_s:g} s ({reason}); start "
+            "all of them with torchrun"
+        ) from error
 
 
 def limit_collectives(timeout_s: float) -> None:

@@ -189,7 +189,8 @@ class BenchRecord(StrictModel):
         rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in data.pop("rows"))
         head = json.dumps(data, indent=1, ensure_ascii=False).removesuffix("\n}")
         partial = Path(path).with_name(f".{Path(path).name}.new")
-        partial.write_text(f'{head},\n "rows": [\n{rows}\n]}}\n', encoding="utf-8")
+        # A folder name may hold bytes that are not valid text.
+        partial.write_text(f'{head},\n "rows": [\n{rows}\n]}}\n', encoding="utf-8", errors="replace")
         partial.replace(path)
 
 

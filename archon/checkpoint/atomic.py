@@ -163,8 +163,8 @@ def undo_replacement(target: Path) -> None:
 
 
 def write_synced(path: Path, content: str) -> None:
-    """Write a text file and wait until it is on disk."""
-    with path.open("w", encoding="utf-8") as file:
+    """Write a text file and wait until it is on disk; a lone surrogate becomes an escape, as in JSON."""
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

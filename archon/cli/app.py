@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -91,14 +91,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     See `errors_told` for what is written of an error.
     """
-    # A reward or a workflow of the user's own is looked for where they stand, as by `python -m archon`.
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # The name of a file, or a text of its JSON, may hold what no encoding writes.
             stream.reconfigure(errors="backslashreplace")
     with errors_told():
+        # The user's own rewards and workflows are imported from the current folder, as with `python -m archon`.
+        with suppress(FileNotFoundError):  # the current folder was removed
+            if "" not in sys.path and os.getcwd() not in sys.path:
+                sys.path.append(os.getcwd())
         sys.exit(app(args=arguments, prog_name="archon", standalone_mode=False))
 
 
@@ -118,7 +119,7 @@ def errors_told() -> Iterator[None]:
         if message is not None:
             # What a library or a user's function said may have lines of its own.
             message = " ".join(message.splitlines())
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
             from archon.parallel.failure import Failure, end_rank
 
             failure = Failure.connect()

@@ -55,7 +55,8 @@ def command(
         Experts | None, typer.Option(help="megatron: a module an expert, or Transformer Engine's one [sequential]")
     ] = None,
     vocab_multiple: Annotated[
-        int | None, typer.Option(min=1, help="megatron: pad the vocabulary to a multiple of this times tp [128]")
+        int | None,
+        typer.Option(min=1, max=2**20, help="megatron: pad the vocabulary to a multiple of this times tp [128]"),
     ] = None,
     dtype: Annotated[Dtypes | None, typer.Option(help="hf: dtype to convert to; left out, none is converted")] = None,
     drop_padding: Annotated[

@@ -26,8 +26,8 @@ def command(
     path: Annotated[Path, typer.Argument(help="checkpoint folder, or one that holds only config.json")],
     layout: Annotated[str, typer.Option(metavar="LAYOUT", help="such as d4t2")] = "d1",
     rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="predict this rank, without others")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens of a micro-batch")] = 4096,
-    micro_batches: Annotated[int, typer.Option(min=1, help="micro-batches of the step")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=2**30, help="tokens of a micro-batch")] = 4096,
+    micro_batches: Annotated[int, typer.Option(min=1, max=2**16, help="micro-batches of the step")] = 1,
     dtype: Annotated[str, typer.Option(help="compute dtype: float32 | bfloat16 | float64")] = "bfloat16",
     fresh: Annotated[bool, typer.Option("--fresh", help="fresh weights in place of the checkpoint's")] = False,
     stall_seconds: Annotated[

@@ -20,4 +20,4 @@ class GenerateConfig(GenerationHyperparameters):
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the checkpoint's")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field("float32", description="of the weights and the key-value cache")
-    max_slots: int = Field(32, ge=1, description="answers decoded together")
+    max_slots: int = Field(32, ge=1, le=2**20, description="answers decoded together")

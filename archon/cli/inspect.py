@@ -21,7 +21,7 @@ GIB = 2**30
 def command(
     path: Annotated[Path, typer.Argument(help="checkpoint folder, or one that holds only config.json")],
     seq_len: Annotated[
-        int, typer.Option("--seq-len", metavar="TOKENS", min=1, help="document length for FLOPs")
+        int, typer.Option("--seq-len", metavar="TOKENS", min=1, max=2**40, help="document length for FLOPs")
     ] = 4096,
 ) -> None:
     from archon.checkpoint.hf_reader import read_hf_config

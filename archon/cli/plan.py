@@ -18,12 +18,14 @@ SETTINGS: dict[str, Any] = {
 
 def command(
     model: Annotated[Path | None, typer.Argument(help="checkpoint folder, or one that holds only config.json")] = None,
-    gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, help="GPUs in all")] = 8,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, max=2**20, help="GPUs in all")] = 8,
     gpu: Annotated[str, typer.Option("--gpu", help="a100-80gb | h100-80gb | h200 | a FILE.yaml of your own")] = (
         "h100-80gb"
     ),
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="tokens of an optimizer step")] = 1 << 20,
-    seq: Annotated[int, typer.Option("--seq", metavar="N", min=2, help="tokens of a document")] = 4096,
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", min=1, max=2**50, help="tokens of an optimizer step")
+    ] = 1 << 20,
+    seq: Annotated[int, typer.Option("--seq", metavar="N", min=2, max=2**40, help="tokens of a document")] = 4096,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option("--dtype", help="of the computation")] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="the plan as JSON")] = False,
     output: Annotated[
@@ -76,7 +78,7 @@ def command(
     if config is None:
         raise LayoutError(explain_no_plan(plan))
     if output is not None:
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
 
 
 def _calibrate(gpu: str, dtype: str, file: Path) -> None:
@@ -92,5 +94,5 @@ def _calibrate(gpu: str, dtype: str, file: Path) -> None:
     join_process_group(started_processes(), device.type, timeout_s=600.0)
     found = calibrate(gpu, device, getattr(torch, dtype))
     if os.environ.get("RANK", "0") == "0":
-        file.write_text(found.to_yaml())
+        file.write_text(found.to_yaml(), encoding="utf-8")
         print(f"{file}: {found.to_yaml()}", end="")

@@ -14,7 +14,7 @@ class ServeConfig(StrictModel):
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the checkpoint's")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field("float32", description="of the weights and the key-value cache")
-    max_slots: int = Field(32, ge=1, description="answers decoded together")
+    max_slots: int = Field(32, ge=1, le=2**20, description="answers decoded together")
     max_tokens: int | None = Field(None, ge=2, description="prompt and answer together; null: the model's limit")
     max_new_tokens: int = Field(1024, ge=1, description="of an answer whose request sets no limit, in tokens")
     seed: int = Field(0, ge=0, lt=2**63, description="random stream of requests that bring none")

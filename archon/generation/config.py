@@ -12,8 +12,8 @@ from archon.schema.config import (
 class GeneratorConfig(StrictModel):
     """The in-process inference engine."""
 
-    max_slots: int = Field(256, ge=1, description="answers decoded together")
-    page_size: int = Field(32, ge=1, description="tokens in a page of the key-value cache")
+    max_slots: int = Field(256, ge=1, le=2**20, description="answers decoded together")
+    page_size: int = Field(32, ge=1, le=2**20, description="tokens in a page of the key-value cache")
     memory_gib: float | None = Field(
         None,
         gt=0,

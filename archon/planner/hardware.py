@@ -74,7 +74,7 @@ def known_hardware() -> list[str]:
 def read_hardware(name: str) -> Hardware:
     """Returns the hardware of a known name, or of a YAML file with every field. Raises ConfigError otherwise."""
     if name in known_hardware():
-        return Hardware.parse(_mapping((_data() / f"{name}.yaml").read_text(), name), name)
+        return Hardware.parse(_mapping((_data() / f"{name}.yaml").read_text(encoding="utf-8"), name), name)
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"gpu is {name!r}; expected one of {', '.join(known_hardware())}, or a .yaml file")

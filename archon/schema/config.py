@@ -59,6 +59,15 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
                     raise ValueError(f"unknown key {key!r}{nearest(str(key), list(cls.model_fields))}")
         return data
 
+    @model_validator(mode="after")
+    def _integers_fit_64_bits(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for number in value if isinstance(value, list) else (value,):
+                if isinstance(number, int) and not -(2**63) <= number < 2**63:
+                    raise ValueError(f"{name}: got {_shown(number)}, expected an integer of at most 64 bits")
+        return self
+
     @classmethod
     def parse(cls, data: dict[str, Any], source: str = "config") -> Self:
         """Validate `data`; raise `ConfigError` with one line naming the dotted key, the value and what was expected."""

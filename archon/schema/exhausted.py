@@ -15,6 +15,7 @@ OF_MEMORY = (
     "could not create a primitive",
     "could not create a memory",
     "failed to map segment from shared object",
+    "storage size calculation overflowed",
 )
 OF_FILES = "too many open files"
 OF_THREADS = ("can't start new thread", "resource temporarily unavailable")

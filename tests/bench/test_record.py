@@ -32,6 +32,13 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
         read_record(tmp_path / "b.json")
 
 
+def test_a_record_of_a_folder_whose_name_is_no_text_is_written_and_read(tmp_path: Path) -> None:
+    made = record(row("d1", [1.0]))
+    made.command += " \udcff"
+    made.write(tmp_path / "a.json")
+    assert read_record(tmp_path / "a.json").command == made.command.replace("\udcff", "?")
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [

@@ -48,7 +48,14 @@ def test_unsupported_field(archon, checkpoint, sft_overrides):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"hidden_size": "32"}, {"num_attention_heads": [4]}, {"num_hidden_layers": 10**9}, {"layer_types": [["x"], {}]}],
+    [
+        {"hidden_size": "32"},
+        {"num_attention_heads": [4]},
+        {"num_hidden_layers": 10**9},
+        {"vocab_size": 10**400},
+        {"intermediate_size": 2**62},
+        {"layer_types": [["x"], {}]},
+    ],
 )
 def test_inspect_refuses_a_value_of_the_wrong_kind(archon, checkpoint, changes):
     change_config(checkpoint, **changes)
@@ -192,6 +199,12 @@ def test_checkpoint_whose_json_holds_half_a_surrogate_pair(archon, checkpoint, w
     assert "\\ud800" in archon("convert", checkpoint, tmp_path / "out", "--to", "native").complaint
 
 
+def test_a_name_that_is_no_text_moves_with_the_checkpoint(archon, checkpoint, tmp_path):
+    change_config(checkpoint, architectures=["\ud800"])
+    assert archon("convert", checkpoint, tmp_path / "out", "--to", "hf", "--dtype", "bfloat16").code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["\ud800"]
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -248,6 +261,12 @@ def test_value_of_the_wrong_type(archon, sft_overrides):
         ("actor.optimizer.lr=inf", "actor.optimizer.lr: got 'inf', input should be a finite number"),
         ("generator.memory_gib=inf", "generator.memory_gib: got 'inf', input should be a finite number"),
         ("logprob_check.max_mismatch=inf", "logprob_check.max_mismatch: got 'inf', input should be a finite number"),
+        (
+            "total_steps=1000000000000000000000000",
+            "total_steps: got 1000000000000000000000000, expected an integer of at most 64",
+        ),
+        ("actor.layout=d" + "9" * 5000, "a degree has 5000 digits, expected at most 9"),
+        ("generator.max_slots=1099511627776", "got 1099511627776, input should be less than or equal to 1048576"),
         ("actor.timeout_s=1e308", "actor.timeout_s: got 1e+308, input should be less than or equal to 1000000000"),
         ("actor.timeout_s=nan", "actor.timeout_s: got 'nan', input should be a finite number"),
         ("actor.stall_s=1e308", "actor.stall_s: got 1e+308, input should be less than or equal to 1000000000"),
