@@ -8,7 +8,6 @@ assuming that every expert is chosen equally often.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,8 +23,11 @@ INT64 = 8
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a block: `saved` if autograd keeps it, `is_op` if it is the result of a matrix product or attention,
-    which recompute policy `selective: op` keeps."""
+    """A tensor of a block.
+
+    `saved`: autograd keeps it. `is_op`: it is the result of a matrix product or of attention, which the recompute
+    policy `selective: op` keeps.
+    """
 
     name: str
     bytes: int
@@ -84,89 +86,55 @@ class MicroBatchShard:
         return max(self.bytes, 4)
 
 
-@dataclass(frozen=True)
-class BlockSizes:
-    """The model sizes that determine its activations."""
-
-    dim: int
-    heads: int
-    key_heads: int
-    head_dim: int
-    hidden: int
-    qk_norm: bool
-    experts: int
-    chosen: int
-    expert_hidden: int
-    normalized: bool
-    shared_hidden: int
-
-    @classmethod
-    def of(cls, args: Any) -> BlockSizes:
-        return cls(
-            args.dim,
-            args.n_heads,
-            args.n_kv_heads,
-            args.head_dim,
-            args.hidden_dim,
-            args.qk_norm,
-            getattr(args, "n_experts", 0),
-            getattr(args, "n_experts_per_token", 0),
-            getattr(args, "moe_hidden_dim", 0),
-            getattr(args, "norm_topk_prob", False),
-            getattr(args, "shared_hidden_dim", 0),
-        )
-
-
-@lru_cache(maxsize=16384)
 def block_activations(
-    sizes: BlockSizes, sparse: bool, shard: MicroBatchShard, context_parallel: str
+    args: BaseModelArgs, sparse: bool, shard: MicroBatchShard, context_parallel: str
 ) -> BlockActivations:
     """Returns the tensors of a dense layer, or of one with experts (`sparse`)."""
     b, wide, rows = shard.bytes, shard.wide, shard.rows
-    hidden = rows * sizes.dim * b
+    hidden = rows * args.dim * b
     attention = [
         SavedTensor("input [r, dim]", hidden),
         SavedTensor("attention_norm: 1/rms [r]", rows * wide),
-        SavedTensor("normed [T, dim]", shard.tokens * sizes.dim * b),
-        *_attention(sizes, shard, context_parallel),
-        SavedTensor("wo's result [T, dim]", shard.tokens * sizes.dim * b, saved=False, is_op=True),
+        SavedTensor("normed [T, dim]", shard.tokens * args.dim * b),
+        *_attention(args, shard, context_parallel),
+        SavedTensor("wo's result [T, dim]", shard.tokens * args.dim * b, saved=False, is_op=True),
         SavedTensor("after attention [r, dim]", hidden),
         SavedTensor("ffn_norm: 1/rms [r]", rows * wide),
     ]
-    network, working = _experts(sizes, shard) if sparse else _dense(sizes, shard, sizes.hidden)
-    # The gradient of the block's output, in the residual stream, is alive besides the network's working memory.
+    network, working = _experts(args, shard) if sparse else _dense(args, shard)
+    # The gradient of the block's output is alive at the same time as the network's working memory.
     return BlockActivations((*attention, *network), working + hidden)
 
 
-def _attention(s: BlockSizes, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+def _attention(args: BaseModelArgs, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
     layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
-    H, G, D = s.heads // layout.tp, max(1, s.key_heads // layout.tp), s.head_dim
+    H, G, D = args.n_heads // layout.tp, max(1, args.n_kv_heads // layout.tp), args.head_dim
     q, k = T * H * D * b, T * G * D * b
-    kind = context_parallel_kind(context_parallel, layout.cp, layout.tp, s.heads, s.key_heads)
-    found = []
-    if s.qk_norm:
-        found += [SavedTensor("q_norm, k_norm: 1/rms [T, H + G]", T * (H + G) * wide)]
-    found += [SavedTensor("wq's, wk's results [T, H + G, D]", q + k, saved=s.qk_norm, is_op=True)]
+    kind = context_parallel_kind(context_parallel, layout.cp, layout.tp, args.n_heads, args.n_kv_heads)
+    projected = [SavedTensor("wq's, wk's results [T, H + G, D]", q + k, saved=args.qk_norm, is_op=True)]
+    if args.qk_norm:
+        projected.append(SavedTensor("q_norm, k_norm: 1/rms [T, H + G]", T * (H + G) * wide))
     out = [
         SavedTensor("attention's result [T, H, D]", q, is_op=True),
         SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
     ]
     if layout.cp == 1:
         return [
-            *found,
-            SavedTensor("turned q, k [T, H + G, D]", q + k),
+            *projected,
+            SavedTensor("rotated q, k [T, H + G, D]", q + k),
             SavedTensor("v [T, G, D]", k, is_op=True),
             *out,
         ]
-    found.append(SavedTensor("wv's result [T, G, D]", k, saved=False, is_op=True))
+    projected.append(SavedTensor("wv's result [T, G, D]", k, saved=False, is_op=True))
     if kind == "ulysses":
         keys = k * ulysses_repeat(H, G, layout.cp)
-        # The all-to-all exchanges tokens for heads and keeps sizes. wo's input is a copy, after the second all-to-all.
-        return [*found, SavedTensor("exchanged q, k, v", q + 2 * keys), *out, SavedTensor("wo's input [T, H, D]", q)]
-    # Each chunk's queries attend to the keys before them: a rank's two chunks of a document to all tokens and a chunk.
+        # The all-to-all trades tokens for heads, with equal sizes. wo's input is a copy after the second all-to-all.
+        exchanged = SavedTensor("exchanged q, k, v", q + 2 * keys)
+        return [*projected, exchanged, *out, SavedTensor("wo's input [T, H, D]", q)]
+    # Queries attend to the keys before them: the two chunks of a rank to all tokens and one more chunk together.
     attended = shard.layout.cp * T + T // 2
     return [
-        *found,
+        *projected,
         SavedTensor("rotated q [T, H, D]", q),
         SavedTensor("gathered keys and values [T·c + T/2, 2 G, D]", 2 * attended * G * D * b),
         SavedTensor("their indices", attended * INT64),
@@ -174,46 +142,43 @@ def _attention(s: BlockSizes, shard: MicroBatchShard, context_parallel: str) -> 
     ]
 
 
-def _dense(s: BlockSizes, shard: MicroBatchShard, hidden: int) -> tuple[list[SavedTensor], int]:
+def _dense(args: BaseModelArgs, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
     T, b = shard.tokens, shard.bytes
-    inner = T * hidden // shard.layout.tp * b
+    inner, outer = T * args.hidden_dim // shard.layout.tp * b, T * args.dim * b
     tensors = [
-        SavedTensor("normed [T, dim]", T * s.dim * b),
+        SavedTensor("normed [T, dim]", outer),
         SavedTensor("gate, up [T, 2 F]", 2 * inner, is_op=True),
         SavedTensor("act(gate) · up [T, F]", inner),
-        SavedTensor("w2's result [T, dim]", T * s.dim * b, saved=False, is_op=True),
+        SavedTensor("w2's result [T, dim]", outer, saved=False, is_op=True),
     ]
-    # The peak is the gradients of gate, up and their product with the temporaries of the second, less the product,
-    # which is freed; or, in a narrow network, the two gradients of the network's input, by way of gate and of up.
-    return tensors, max(3 * inner, 2 * T * s.dim * b - inner)
+    # The peak is the gradients of gate, up and their product, with the temporaries of up less the freed product; or, in
+    # a narrow network, the two gradients of its input: one through gate, one through up.
+    return tensors, max(3 * inner, 2 * outer - inner)
 
 
-def _experts(s: BlockSizes, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
+def _experts(args: Any, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
     layout, rows, b, wide = shard.layout, shard.rows, shard.bytes, shard.wide
-    n = rows * layout.etp * s.chosen
-    inner, outer = n * s.expert_hidden // layout.etp * b, n * s.dim * b
-    weights = rows * layout.etp * s.chosen
+    chosen, gathered = args.n_experts_per_token, rows * layout.etp
+    n = gathered * chosen
+    inner, outer = n * args.moe_hidden_dim // layout.etp * b, n * args.dim * b
     tensors = [
-        SavedTensor("normed [r, dim]", rows * s.dim * b),
-        SavedTensor("router's logits [r, E]", rows * s.experts * b, saved=False, is_op=True),
-        SavedTensor("probabilities [r, E]", rows * s.experts * wide),
-        SavedTensor("experts chosen [r, k]", rows * s.chosen * INT64),
-        SavedTensor("weights [r, k]", weights * b + (rows * s.chosen * wide if s.normalized else 0)),
-        SavedTensor("order, places [n]", (4 if layout.ep > 1 else 2) * n * INT64),
-        SavedTensor("rows of experts [n, dim]", outer),
+        SavedTensor("normed [r, dim]", rows * args.dim * b),
+        SavedTensor("router's logits [r, E]", rows * args.n_experts * b, saved=False, is_op=True),
+        SavedTensor("probabilities [r, E]", rows * args.n_experts * wide),
+        SavedTensor("chosen experts [r, k]", rows * chosen * INT64),
+        SavedTensor("weights [r, k]", n * b + (rows * chosen * wide if args.norm_topk_prob else 0)),
+        SavedTensor("permutation and its inverse [n]", (4 if layout.ep > 1 else 2) * n * INT64),
+        SavedTensor("rows in expert order [n, dim]", outer),
         SavedTensor("gate, up [n, 2 F]", 2 * inner, is_op=True),
         SavedTensor("act(gate) · up [n, F]", inner),
         SavedTensor("w2's result [n, dim]", outer, saved=False, is_op=True),
-        SavedTensor("results in tokens' order [n, dim]", outer),
+        SavedTensor("results in token order [n, dim]", outer),
     ]
     if layout.etp > 1:
-        tensors.append(SavedTensor("gathered tokens [T, dim]", rows * layout.etp * s.dim * b))
-    # Forward: the experts' results in expert order, before and after the all-to-all; backward: as many gradients, or
-    # those within the experts as in a dense network.
+        tensors.append(SavedTensor("gathered tokens [T, dim]", gathered * args.dim * b))
+    # The forward holds the experts' results before and after the all-to-all; the backward as many gradients, or those
+    # inside the experts, as in a dense network.
     working = max((2 if layout.ep > 1 else 1) * outer, 3 * inner - outer)
-    if s.shared_hidden:
-        shared, more = _dense(s, shard, s.shared_hidden)
-        return tensors + shared, working + more
     return tensors, working
 
 

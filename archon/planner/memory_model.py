@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
 
 from archon.models.args import BaseModelArgs
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan, plan_stages
 from archon.planner.activations import (
     BlockActivations,
-    BlockSizes,
     HeadMemory,
     MicroBatchShard,
     block_activations,
     head_memory,
 )
-from archon.planner.weight_shards import LayerWeights, ModelWeights, ParameterCounts, count_parameters
+from archon.planner.weight_shards import ModelWeights, count_parameters
 from archon.schema.config import EngineConfig
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -55,37 +55,33 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameter counts of a rank by pipeline stage: of each layer, and of the parameters outside layers."""
+    """Elements of a rank's parameters.
 
-    layers: tuple[tuple[ParameterCounts, ...], ...]
-    rest: tuple[ParameterCounts, ...]
+    `own` are of its shards, `gathered` of all its layers after FSDP's all-gather. Parts of the latter are those of
+    `experts`, of the `largest_layer`, and of the `rest` outside layers.
+    """
 
-    @property
-    def own(self) -> int:
-        return sum(n.own for stage in self.layers for n in stage) + sum(n.own for n in self.rest)
-
-    @property
-    def gathered(self) -> int:
-        return sum(n.gathered for stage in self.layers for n in stage) + sum(n.gathered for n in self.rest)
-
-    @property
-    def experts(self) -> int:
-        return sum(n.experts for stage in self.layers for n in stage)
+    own: int = 0
+    gathered: int = 0
+    experts: int = 0
+    largest_layer: int = 0
+    rest: int = 0
 
 
 def rank_parameters(weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int) -> RankParameters:
     """Returns the parameter counts of `rank`; masters, gradients and each moment have as many elements."""
     stages = [0] if plan is None else plan.stages_of(rank // (layout.world_size // layout.pp))
     parts = [weights.stage(plan, stage) for stage in stages]
-    counts = {layer: _layer_parameters(layer, layout, rank) for layer in weights.kinds}
+    distinct = [count_parameters(layer, layout, rank) for layer in weights.distinct_layers]
+    layers = [distinct[index] for indices, _ in parts for index in indices]
+    rest = [count_parameters(root, layout, rank) for _, root in parts]
     return RankParameters(
-        tuple(tuple(counts[layer] for layer in layers) for layers, _ in parts),
-        tuple(count_parameters(rest, layout, rank) for _, rest in parts),
+        own=sum(count.own for count in (*layers, *rest)),
+        gathered=sum(count.gathered for count in (*layers, *rest)),
+        experts=sum(count.experts for count in layers),
+        largest_layer=max((count.gathered for count in layers), default=0),
+        rest=sum(count.gathered for count in rest),
     )
-
-
-def _layer_parameters(layer: LayerWeights, layout: ParallelLayout, rank: int) -> ParameterCounts:
-    return count_parameters(layer.dense, layout, rank) + count_parameters(layer.experts, layout, rank)
 
 
 def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
@@ -110,8 +106,9 @@ class MemoryModel:
 
     def __init__(self, args: BaseModelArgs, weights: ModelWeights, device_type: str = "cuda") -> None:
         self.args, self.weights, self.device_type = args, weights, device_type
-        self._sizes = BlockSizes.of(args)
-        self.sparse = [bool(layer.experts) for layer in weights.layers]
+        self.block = lru_cache(maxsize=16384)(partial(block_activations, args))
+        sparse = [any(weight.role == "experts" for weight in layer) for layer in weights.distinct_layers]
+        self.sparse = [sparse[index] for index in weights.layers]
         """By layer, whether it has experts; layers differ in nothing else."""
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
@@ -131,16 +128,12 @@ class MemoryModel:
     ) -> MemoryEstimate:
         """Returns the peak memory of the rank that needs most."""
         ranks = candidate_ranks(layout, self.plan(config, layout))
-        found = (self.estimate_rank(config, layout, rank, tokens, micro_batches) for rank in ranks)
-        return max(found, key=lambda memory: memory.total)
-
-    def block(self, sparse: bool, shard: MicroBatchShard, context_parallel: str) -> BlockActivations:
-        """Returns the tensors of a layer with or without experts."""
-        return block_activations(self._sizes, sparse, shard, context_parallel)
+        estimates = (self.estimate_rank(config, layout, rank, tokens, micro_batches) for rank in ranks)
+        return max(estimates, key=lambda memory: memory.total)
 
 
 def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]:
-    """Returns ranks of which one needs the most memory: of the first and the last stage, and of that with most layers.
+    """Returns ranks of which one needs the most memory: in the first and last stage, and in the one with most layers.
 
     Within a stage the first rank has the largest shards.
     """
@@ -175,15 +168,15 @@ class _Step:
         self.stages = [0] if plan is None else plan.stages_of(self.pp_rank)
         self.n_stages = 1 if plan is None else plan.n_stages
         self.sharded = layout.world_size > 1 or self.shard.bytes < self.shard.wide
-        self.layer = max((n.gathered for stage in self.counts.layers for n in stage), default=0)
-        self.rest = sum(n.gathered for n in self.counts.rest)
+        self.layer, self.rest = self.counts.largest_layer, self.counts.rest
+        self.first_stage_layers = max(len(self._layers(self.stages[0])), 1)
         masters = self.counts.own * self.shard.wide
         self.base = MemoryEstimate(masters, 2 * masters, 0, 0, 0, 0, 0)
 
     def estimates(self) -> list[MemoryEstimate]:
         """Returns the memory at each point of the step where it can peak."""
-        found = [self.at_start_of_backward(second_block) for second_block in (False, True)] + [self.at_end()]
-        return [*found, self.in_head()] if self.has_head else found
+        estimates = [self.at_start_of_backward(second_block) for second_block in (False, True)] + [self.at_end()]
+        return [*estimates, self.in_head()] if self.has_head else estimates
 
     @property
     def has_head(self) -> bool:
@@ -202,12 +195,18 @@ class _Step:
 
     def saved(self, stage: int) -> int:
         """Returns the bytes that a stage saves for the backward of one micro-batch."""
-        layers = range(self.model.args.n_layers) if self.plan is None else range(*self.plan.layers[stage])
-        counts = Counter((self.model.sparse[layer], self._mode(at)) for at, layer in enumerate(layers, start=1))
-        total = sum(count * self._saved(self._block(sparse), mode) for (sparse, mode), count in counts.items())
+        layers = enumerate(self._layers(stage), start=1)
+        counts = Counter((self.model.sparse[layer], self._mode(position)) for position, layer in layers)
+        total = 0
+        for (sparse, mode), count in counts.items():
+            block = self._block(sparse)
+            total += count * {"none": block.saved, "full": block.input, "op": block.kept_by_op}[mode]
         # Cosines and sines [T, D / 2], and integers per token: ids, positions, labels, indices.
         total += self.shard.tokens * (self.model.args.head_dim * self.shard.bytes + 64)
         return total + (self._hidden if stage < self.n_stages - 1 else 0)
+
+    def _layers(self, stage: int) -> range:
+        return range(self.model.args.n_layers) if self.plan is None else range(*self.plan.layers[stage])
 
     @property
     def _hidden(self) -> int:
@@ -223,10 +222,6 @@ class _Step:
             return "op"
         return "full" if position % ac.selective == 0 else "none"
 
-    @staticmethod
-    def _saved(block: BlockActivations, mode: str) -> int:
-        return {"none": block.saved, "full": block.input, "op": block.kept_by_op}[mode]
-
     def _block(self, sparse: bool) -> BlockActivations:
         return self.model.block(sparse, self.shard, self.config.context_parallel)
 
@@ -235,7 +230,7 @@ class _Step:
         peak = 0
         for sparse in set(self.model.sparse):
             block = self._block(sparse)
-            for mode in {self._mode(at) for at in range(1, self.model.args.n_layers + 1)}:
+            for mode in {self._mode(position) for position in range(1, self.model.args.n_layers + 1)}:
                 recomputed = {"none": 0, "full": block.saved - block.input, "op": block.recomputed_by_op}[mode]
                 peak = max(peak, recomputed + block.working)
         return peak
@@ -261,26 +256,26 @@ class _Step:
     # Points of the step at which memory can peak
 
     def in_head(self) -> MemoryEstimate:
-        head = self.head
+        """Returns memory in the forward of the head."""
         return replace(
             self.base,
             gradients=self._accumulated_gradients,
             gathered=self._gathered(self.layer),
             unreduced=self._unreduced_gradients,
             activations=self.activations,
-            head=head.forward,
+            head=self.head.forward,
         )
 
     def at_start_of_backward(self, second_block: bool) -> MemoryEstimate:
-        """Returns memory in the backward of the last block, or of the one before it, while the former is reduced."""
+        """Returns memory in the backward of the last block, or of the one before it while the last one is reduced."""
         gradients, unreduced = self._accumulated_gradients, self._unreduced_gradients
-        if not self.sharded:
-            unreduced += self.layer * self.shard.wide if not self.accumulates else 0
-        else:
+        if self.sharded:
             unreduced += self.layer * self.shard.bytes // 3
+        elif not self.accumulates:
+            unreduced += self.layer * self.shard.wide
         freed = 0
         if second_block:
-            freed = min(self.saved(stage) // max(len(self.counts.layers[0]), 1) for stage in self.stages)
+            freed = min(self.saved(stage) // self.first_stage_layers for stage in self.stages)
             if self.sharded and not self.accumulates:
                 unreduced += self.layer * self.shard.wide
                 gradients = max(gradients, self._gradient_shards // self.model.args.n_layers)
@@ -295,17 +290,16 @@ class _Step:
 
     def at_end(self) -> MemoryEstimate:
         """Returns memory while the gradients of embedding and head, the last ones, are reduced."""
-        wide = self.shard.wide
-        first = self.model.sparse[0]
-        unreduced = self.rest * (self.shard.bytes + wide) if self.sharded else 0
-        if self.accumulates and self.sharded:
-            unreduced = (self.rest + self.layer) * wide
+        wide, unreduced = self.shard.wide, 0
+        if self.sharded:
+            unreduced = (self.rest + self.layer) * wide if self.accumulates else self.rest * (self.shard.bytes + wide)
+        input_bytes = self._block(self.model.sparse[0]).input
         return replace(
             self.base,
             gradients=self._gradient_shards,
             gathered=self._gathered(0),
             unreduced=unreduced,
-            activations=self.saved(self.stages[0]) // max(len(self.counts.layers[0]), 1) + self._block(first).input,
+            activations=self.saved(self.stages[0]) // self.first_stage_layers + input_bytes,
         )
 
     @property

@@ -82,9 +82,8 @@ def product_efficiency(draft: Hardware, dtype: torch.dtype) -> float:
     The time of everything else is taken to be what the time model predicts for `draft`.
     """
     args, name = Qwen3ModelArgs(**SMALL), str(dtype).removeprefix("torch.")
-    config, no_parameters = EngineConfig(path="probe", dtype=name), RankParameters((), ())
-    model = TimeModel(args, draft, SMALL_TOKENS)
-    predicted = model.step(config, ParallelLayout(), None, no_parameters, SMALL_TOKENS, 1)
+    config, model = EngineConfig(path="probe", dtype=name), TimeModel(args, draft, SMALL_TOKENS)
+    predicted = model.step(config, ParallelLayout(), None, RankParameters(), SMALL_TOKENS, 1)
     products = predicted.products + predicted.attention
     measured = _pass_seconds(args, SMALL_TOKENS, dtype) - (predicted.total - products)
     return min(1.0, products / measured) if measured > 0 else 1.0

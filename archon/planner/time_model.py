@@ -20,7 +20,7 @@ from archon.models.flops import MatmulShape
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
 from archon.parallel.resolve import context_parallel_kind
-from archon.planner.activations import BlockSizes, MicroBatchShard, block_activations
+from archon.planner.activations import MicroBatchShard, block_activations
 from archon.planner.hardware import Hardware
 from archon.planner.memory_model import WIDTHS, RankParameters
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
@@ -123,7 +123,6 @@ class TimeModel:
         self.flops = MatmulShape.from_args(args).per_token(seq)
         width = args.n_heads * args.head_dim
         self._attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
-        self._sizes = BlockSizes.of(args)
         networks = [args.feed_forward_parameters(layer) for layer in range(args.n_layers)]
         windows = (min(seq, window or seq) for window in args.layer_windows)
         causal = [12 * width * (window - window * window / (2 * seq)) for window in windows]
@@ -203,7 +202,7 @@ class TimeModel:
             held = total / (tp if total == active else layout.ep * layout.etp)
             products += times * (dense + max(6 * T * active / tp / peak, 3 * held * b / self._memory))
             attention += times * T * causal / tp / (peak * ATTENTION)
-            block = block_activations(self._sizes, active != total, shard, config.context_parallel)
+            block = block_activations(args, active != total, shard, config.context_parallel)
             elementwise += times * PASSES * block.saved / self._memory
         recompute = self._recompute(config, products, attention, elementwise)
         if last:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -19,7 +19,7 @@ from archon.parallel.pipeline import StagePlan
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A parameter: its full shape, the role of its layer, and the number of heads that its rows form, if any."""
+    """A parameter: its full shape, the role of its layer, and the number of heads that share its rows, if any."""
 
     shape: tuple[int, ...]
     role: str
@@ -65,15 +65,9 @@ class ParameterCounts:
     `experts` are the gathered elements of experts, which have an FSDP group of their own.
     """
 
-    own: int = 0
-    gathered: int = 0
-    experts: int = 0
-
-    def __add__(self, other: ParameterCounts) -> ParameterCounts:
-        return ParameterCounts(self.own + other.own, self.gathered + other.gathered, self.experts + other.experts)
-
-    def __mul__(self, times: int) -> ParameterCounts:
-        return ParameterCounts(self.own * times, self.gathered * times, self.experts * times)
+    own: int
+    gathered: int
+    experts: int
 
 
 @lru_cache(maxsize=65536)
@@ -88,56 +82,38 @@ def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One block's weights; experts are separate, since FSDP gathers them separately. Layers of one `kind` are equal."""
-
-    dense: tuple[ParameterShape, ...] = field(compare=False)
-    experts: tuple[ParameterShape, ...] = field(compare=False)
-    kind: int
-
-
-@dataclass(frozen=True)
 class ModelWeights:
-    """A model's weights. `tied`: the head is the embedding, of which a pipeline's last stage has a copy."""
+    """A model's weights. `tied`: the head is the embedding, of which a pipeline's last stage has a copy.
 
-    layers: tuple[LayerWeights, ...]
+    `layers` has, by layer, the index of its weights in `distinct_layers`.
+    """
+
+    layers: tuple[int, ...]
+    distinct_layers: tuple[tuple[ParameterShape, ...], ...]
     embedding: tuple[ParameterShape, ...]
     head: tuple[ParameterShape, ...]
     tied: bool
-
-    @property
-    def kinds(self) -> set[LayerWeights]:
-        """The distinct layers."""
-        return set(self.layers)
 
     @classmethod
     def of(cls, spec: ModelSpec, args: BaseModelArgs) -> ModelWeights:
         """Returns the weights of the family's model, built on the meta device."""
         with torch.device("meta"):
             model = spec.model_class(args)
-        tied = args.tie_word_embeddings and not args.is_critic
         outside = {name: tuple(_weights(part)) for name, part in model.named_children() if name != "layers"}
         head = tuple(w for name in ("norm", "output", "score") for w in outside.get(name, ()))
         layers = [tuple(_weights(block)) for block in model.layers.values()]
-        kinds = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
-        split = [
-            LayerWeights(
-                tuple(w for w in layer if w.role != "experts"),
-                tuple(w for w in layer if w.role == "experts"),
-                kinds[layer],
-            )
-            for layer in layers
-        ]
-        return cls(tuple(split), outside["tok_embeddings"], head, tied)
+        distinct = tuple(dict.fromkeys(layers))
+        tied = args.tie_word_embeddings and not args.is_critic
+        return cls(tuple(map(distinct.index, layers)), distinct, outside["tok_embeddings"], head, tied)
 
     def root(self, first: bool, last: bool) -> tuple[ParameterShape, ...]:
         """Returns a stage's weights outside layers: embedding, final norm and head; a tied head only once."""
-        held = self.embedding if first else ()
+        weights = self.embedding if first else ()
         if last:
-            held += tuple(w for w in self.head if not (first and self.tied and w.role == "head"))
-        return held
+            weights += tuple(w for w in self.head if not (first and self.tied and w.role == "head"))
+        return weights
 
-    def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[LayerWeights, ...], tuple[ParameterShape, ...]]:
+    def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:
         """Returns the layers and the other weights of a pipeline stage, or of the whole model without a pipeline."""
         if plan is None:
             return self.layers, self.root(True, True)

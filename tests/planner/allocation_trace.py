@@ -1,7 +1,4 @@
-"""Traces every allocation of a training step run by `archon.engine.dry_run`, from its operator to its release.
-
-Tests compare the formulas of `archon.planner.memory_model` with it.
-"""
+"""Traces every allocation of a training step run by `archon.engine.dry_run`, from its operator to its release."""
 
 from __future__ import annotations
 
