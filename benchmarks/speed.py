@@ -70,9 +70,9 @@ def nothing_kept(engine: Any) -> None:
 
 def kernel_for_long_documents(engine: Any) -> None:
     """torch's attention kernel whatever the length."""
-    from archon.models.attention import batched
+    from archon.models.attention import blockwise
 
-    batched.BLOCKWISE_FROM = 1 << 60
+    blockwise.BLOCKWISE_FROM = 1 << 60
 
 
 def plain_layers(engine: Any) -> None:

@@ -172,7 +172,7 @@ class BaseArchonModel(nn.Module):
         Returns [T, dim], or [N, dim] of the tokens that `attention.gather_index` [N] names.
         """
         hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        attention.begin(hidden)
+        attention.prepare(hidden)
         lengths = attention.document_lengths(positions) if self.args.rope_scaling.depends_on_length else None
         cos, sin = self.rope(positions, hidden.dtype, lengths)
         self.router_stats = []

@@ -37,11 +37,11 @@ class ResolvedLayout:
 
 
 def resolve_layout(
-    config: EngineConfig, sizes: ModelSizes, device_type: str = "cpu", *, attends_gathered: bool = True
+    config: EngineConfig, sizes: ModelSizes, device_type: str = "cpu", *, supports_gathered: bool = True
 ) -> ResolvedLayout:
     """Returns `config.layout` for a model of `sizes`, before any process group is made.
 
-    `attends_gathered` says whether the attention backend can attend to keys gathered from other ranks.
+    `supports_gathered` says whether the attention backend can attend to keys gathered from other ranks.
 
     Raises LayoutError, with the nearest layouts that the model fits, for a string that cannot be read and for sizes
     that a degree does not divide; ConfigError for options that the layout or one another excludes.
@@ -58,7 +58,7 @@ def resolve_layout(
         )
     dims = layout.dims(device_type)
     kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, sizes.heads, sizes.key_heads)
-    check_config(config, dims, sizes.experts > 0, kind, attends_gathered)
+    check_config(config, dims, sizes.experts > 0, kind, supports_gathered)
     if dims.cp_enabled and config.context_parallel == "auto":
         logger.info("context parallelism over %d ranks: %s", layout.cp, kind)
     stages = plan_stages(config.pipeline, layout.pp, sizes.layers) if dims.pp_enabled else None
@@ -132,7 +132,7 @@ def check_config(
     dims: ArchonParallelDims,
     has_experts: bool,
     context_parallel: ContextParallelKind,
-    attends_gathered: bool,
+    supports_gathered: bool,
 ) -> None:
     """Raises ConfigError for options of the engine that the layout, the model or one another excludes."""
     check_options(dims, config.cpu_offload, config.activation_checkpoint, config.compile)
@@ -141,7 +141,7 @@ def check_config(
             f"router_aux_loss_coef = {config.router_aux_loss_coef:g} balances experts, and this model has none; set it "
             "to 0"
         )
-    if dims.cp_enabled and context_parallel == "allgather" and not attends_gathered:
+    if dims.cp_enabled and context_parallel == "allgather" and not supports_gathered:
         raise ConfigError(
             f"attn_type = {config.attn_type} does not run where context parallelism gathers keys, as it does with "
             f"context_parallel = {config.context_parallel} here; set attn_type = varlen, or context_parallel = ulysses"

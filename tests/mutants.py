@@ -158,8 +158,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a prompt read in parts sees one key more than its window",
         "models/attention/paged.py",
-        "visible &= columns > rows - window",
-        "visible &= columns >= rows - window",
+        "batched_attention(*document, window=spec.window, scale=spec.scale)[0]",
+        "batched_attention(*document, window=spec.window and spec.window + 1, scale=spec.scale)[0]",
         ("tests/generation/test_paged_attention.py",),
     ),
     Mutant(

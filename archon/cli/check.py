@@ -154,7 +154,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     from archon.checkpoint.hf_reader import HFCheckpoint, read_hf_config
     from archon.engine.build import resolve_device
     from archon.engine.optim import check_schedule
-    from archon.models.attention.registry import attends_gathered, resolve_backend
+    from archon.models.attention.registry import resolve_backend, supports_gathered
     from archon.parallel.process_group import require_processes, started_processes
     from archon.parallel.resolve import resolve_layout
     from archon.planner.inspection import inspect_checkpoint
@@ -167,8 +167,8 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     if found.refused:
         raise ConfigError(f"{config.path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
     assert found.args is not None  # as nothing was refused
-    gathered = attends_gathered(config.attn_type)
-    layout = resolve_layout(config, found.args.sizes, device.type, attends_gathered=gathered).layout
+    gathered = supports_gathered(config.attn_type)
+    layout = resolve_layout(config, found.args.sizes, device.type, supports_gathered=gathered).layout
     if config.path not in made and not config.init_from_scratch:
         HFCheckpoint(config.path).close()
     # A dry run by itself speaks for the run of all ranks; among others it must be one of so many.

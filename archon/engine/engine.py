@@ -40,7 +40,7 @@ from archon.engine.train_step import Batch, MicroBatchRunner, micro_batches, tot
 from archon.engine.watchdog import stall_watch
 from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
-from archon.models.attention.registry import attends_gathered, resolve_backend
+from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
 from archon.models.state_dict import BaseStateDictAdapter
@@ -120,7 +120,7 @@ class ArchonEngine:
             hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config, spec)
         )
         self.layout = resolve_layout(
-            config, args.sizes, self.device.type, attends_gathered=attends_gathered(config.attn_type)
+            config, args.sizes, self.device.type, supports_gathered=supports_gathered(config.attn_type)
         )
         dims = self.parallel_dims
         build = Build(config, spec, args, self.layout, self.device)
@@ -137,10 +137,10 @@ class ArchonEngine:
         tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type)
         self.spec, self.args = spec, args
         # Routers count every token, and some frequencies depend on the length of a token's document.
-        alike = backend.attends_prefixed and not args.sizes.experts and not args.rope_scaling.depends_on_length
+        alike = backend.supports_prefixed and not args.sizes.experts and not args.rope_scaling.depends_on_length
         alone = dims.cp * dims.tp * dims.pp == 1 and not self.layout.compiled
         self._share_prefixes = config.share_prefixes and alike and alone
-        self._sort_documents = backend.batches_equal_lengths
+        self._sort_documents = backend.prefers_equal_lengths
         self._failed_mid_step = False
         self._runner: MicroBatchRunner | PipelineRunner
         if dims.pp_enabled:

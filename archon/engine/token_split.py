@@ -38,6 +38,6 @@ class TokenSplit:
         if self.ranks.cp.size > 1:
             attention = GatheredAttention if self.kind == "allgather" else UlyssesAttention
             return attention(share, self.attn_type)
-        packed = PackedAttention.of_lengths(share.plan.lengths, share.index.device, self.attn_type)
+        packed = PackedAttention.from_lengths(share.plan.lengths, share.index.device, self.attn_type)
         packed.valid_mask = share.valid_mask
         return packed

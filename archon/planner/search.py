@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from archon.models.args import BaseModelArgs
-from archon.models.attention.registry import attends_gathered
+from archon.models.attention.registry import supports_gathered
 from archon.models.flops import Flops
 from archon.models.spec import ModelSpec
 from archon.parallel.layout import ParallelLayout, parse_layout
@@ -243,7 +243,7 @@ class Planner:
         """Returns the error with which the engine would reject a candidate; an empty string where it accepts it."""
         config = self.config(request, candidate)
         try:
-            resolve_layout(config, self.args.sizes, "cuda", attends_gathered=attends_gathered(config.attn_type))
+            resolve_layout(config, self.args.sizes, "cuda", supports_gathered=supports_gathered(config.attn_type))
         except UserError as error:
             return str(error)
         return ""

@@ -1,1 +1,1 @@
-"""What attention does with queries, keys and values: packed documents, a paged cache, by one backend or another."""
+"""Attention of queries, keys and values: packed documents, shared prefixes, a paged cache, and the backends."""

@@ -1,4 +1,4 @@
-"""Attention over a pack whose tokens several ranks hold: by swapping tokens for heads, or by gathering keys."""
+"""Attention under context parallelism: each rank holds some of a pack's tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from archon.parallel.context import SequenceShare, ulysses_repeat
 
 
 class ContextParallelAttention(AttentionMeta):
-    """What both ways have in common: the documents of the whole pack, this rank's share of their tokens."""
+    """Base class: `share` has the documents of the full pack, and which of their tokens this rank holds."""
 
     def __init__(self, share: SequenceShare, attn_type: str) -> None:
         self.share, self.attn_type, self.valid_mask = share, attn_type, share.valid_mask
@@ -26,32 +26,31 @@ class ContextParallelAttention(AttentionMeta):
 
 
 class UlyssesAttention(ContextParallelAttention):
-    """Each rank attends over the whole pack with its share of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+    """Each rank attends over the full pack with some of the heads (Jacobs et al. 2023, arXiv:2309.14509).
 
-    Key heads fewer than ranks are repeated. The share must be a contiguous one.
+    If there are fewer key heads than ranks, they are repeated. `share` must be contiguous.
     """
 
     def __init__(self, share: SequenceShare, attn_type: str) -> None:
         super().__init__(share, attn_type)
-        self.whole = PackedAttention.of_lengths(share.plan.lengths, share.index.device, attn_type)
+        self.packed = PackedAttention.from_lengths(share.plan.lengths, share.index.device, attn_type)
 
-    def begin(self, hidden: Tensor) -> None:
-        self.whole.begin(hidden)
+    def prepare(self, hidden: Tensor) -> None:
+        self.packed.prepare(hidden)
 
     @torch.compiler.disable
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         spec.require({"window", "soft_cap"}, "Ulysses, which gives each rank some of the heads,")
         group = self.share.cp
-        heads, key_heads = q.shape[1], k.shape[1]
-        repeat = ulysses_repeat(heads, key_heads, group.size)
+        repeat = ulysses_repeat(q.shape[1], k.shape[1], group.size)
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         q, k, v = (_tokens_to_heads(x, group) for x in (q, k, v))
-        return _heads_to_tokens(self.whole.attend(layer, q, k, v, spec), group)
+        return _heads_to_tokens(self.packed.attend(layer, q, k, v, spec), group)
 
 
 def _tokens_to_heads(x: Tensor, group: Group) -> Tensor:
-    """[T / cp, H, D] of own tokens to [T, H / cp, D] of own heads."""
+    """Returns x [T / cp, H, D], all heads of this rank's tokens, as [T, H / cp, D], this rank's heads of all tokens."""
     by_rank = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
     return all_to_all(by_rank.flatten(0, 1), group)
 
@@ -62,14 +61,11 @@ def _heads_to_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class GatheredAttention(ContextParallelAttention):
-    """Each rank gathers all keys and values and attends with its own queries: any number of ranks, whatever the heads.
+    """Each rank gathers all keys and values and attends with its own queries, for any number of heads and ranks."""
 
-    A rank's tokens are chunks of documents; a chunk's queries meet the keys of its document up to its end.
-    """
-
-    def begin(self, hidden: Tensor) -> None:
+    def prepare(self, hidden: Tensor) -> None:
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
-        assert self.backend.attends_gathered, "the layout's check refuses it"
+        assert self.backend.supports_gathered, "checked when the layout is resolved"
         self.keys = GatheredKeys(self.share)
         self.backend.prepare_gathered(self.keys)
 

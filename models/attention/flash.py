@@ -1,6 +1,6 @@
-"""Attention by the flash-attn package (Dao 2023, arXiv:2307.08691), where it is installed.
+"""The flash-attn package (Dao 2023, arXiv:2307.08691), an optional dependency.
 
-Contract-tested against a reference of flash-attn's interface; unverified on a GPU until a record says otherwise.
+Tested against a reference of flash-attn's interface; not yet verified on a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from archon.models.attention.backend import AttentionBackend, half_precision_on_cuda
+from archon.models.attention.backend import AttentionBackend, flash_unsupported_reason
 from archon.models.attention.documents import PackedDocuments
 from archon.models.attention.spec import AttentionSpec
 
@@ -21,8 +21,8 @@ class FlashAttention(AttentionBackend):
     name = "flash"
     saved_ops = frozenset({"flash_attn::_flash_attn_varlen_forward"})
 
-    def obstacle(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        reason = half_precision_on_cuda(device, dtype)
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        reason = flash_unsupported_reason(device, dtype)
         if reason is None and importlib.util.find_spec("flash_attn") is None:
             return "flash-attn is not installed (pip install 'archon-engine[flash]')"
         return reason
@@ -41,6 +41,6 @@ class FlashAttention(AttentionBackend):
             dropout_p=0.0,
             softmax_scale=spec.scale,
             causal=True,
-            # (left, right) neighbours a token sees besides itself; -1 is without bound.
+            # (left, right): neighbors that a token sees besides itself; -1 for all.
             window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
         )

@@ -1,6 +1,6 @@
-"""What a forward knows of its documents: the one thing attention modules talk to.
+"""How the tokens of a forward attend, as attention modules see it.
 
-Training passes `PackedAttention`; decoding passes a paged cache. The modules are the same.
+Training passes `PackedAttention`, decoding `archon.models.attention.paged.PagedAttention`; the modules are the same.
 """
 
 from __future__ import annotations
@@ -18,31 +18,28 @@ from archon.models.attention.spec import AttentionSpec
 
 
 class AttentionMeta(abc.ABC):
-    """Says how the tokens of one forward attend to each other and to what was cached.
+    """How the tokens of one forward attend to each other and to cached tokens.
 
     Attributes:
-        valid_mask: bool [T], the tokens that are no padding, on each rank those it holds between layers; None for all.
-        gather_index: int64 [N], which of the T computed hidden states each of the N tokens asked for has; None where
-            these are the computed ones.
+        valid_mask: bool [T], False for padding, for the tokens that this rank holds between layers; None: no padding.
+        gather_index: int64 [N], the index of each of the N requested hidden states among the T computed ones; None if
+            they are the computed ones.
     """
 
     valid_mask: Tensor | None = None
     gather_index: Tensor | None = None
 
-    def begin(self, hidden: Tensor) -> None:  # noqa: B027 - a cache has nothing to prepare
-        """Called once a forward with the first layer's input [T, dim]: device and compute dtype are known now."""
+    def prepare(self, hidden: Tensor) -> None:  # noqa: B027 - a cache has nothing to prepare
+        """Called once per forward with the first layer's input [T, dim], which has the compute device and dtype."""
 
     @abc.abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """Causal attention of one layer.
+        """Returns causal attention [T, H, D] of one layer.
 
         Args:
             layer: index of the layer, for caches.
-            q: [T, H, D]; k, v: [T, G, D] with H a multiple of G. Positions are already in q and k.
-            spec: what the layer asks for; ConfigError for an option that is not computed.
-
-        Returns:
-            [T, H, D]
+            q: [T, H, D], rotated; k, v: [T, G, D] with H a multiple of G.
+            spec: the layer's options; ConfigError for one that is not supported.
         """
 
     def document_lengths(self, positions: Tensor) -> Tensor | None:
@@ -70,44 +67,39 @@ class PackedAttention(AttentionMeta):
         self.backend: AttentionBackend | None = None
 
     @classmethod
-    def of_lengths(cls, lengths: tuple[int, ...], device: torch.device, attn_type: str) -> PackedAttention:
-        """Documents of these lengths, their boundaries on `device`."""
+    def from_lengths(cls, lengths: tuple[int, ...], device: torch.device, attn_type: str) -> PackedAttention:
+        """Returns attention of documents of these lengths, with boundaries on `device`."""
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         return cls(bounds, max(lengths), attn_type, lengths)
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Of each document, on the host."""
-        return self.documents.lengths
-
-    def begin(self, hidden: Tensor) -> None:
+    def prepare(self, hidden: Tensor) -> None:
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
         self.backend.prepare_packed(self.documents)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         if self.backend is None:
-            self.begin(q)
+            self.prepare(q)
         assert self.backend is not None
         self.backend.require(spec)
         return self.backend.packed(q, k, v, self.documents, spec)
 
     def document_lengths(self, positions: Tensor) -> Tensor:
-        check_lengths(sum(self.lengths), positions.numel())
+        check_lengths(sum(self.documents.lengths), positions.numel())
         lengths = self.documents.cu_seqlens.diff().to(torch.int64)
         return torch.repeat_interleave(lengths, lengths, output_size=positions.numel())
 
 
 class PrefixAttention(AttentionMeta):
-    """Documents of which each shared beginning stands once (see `archon.models.attention.prefix`).
+    """Documents whose shared prefixes are computed once (see `archon.models.attention.prefix`).
 
-    The model is given the `shared.rows` of the pack's tokens and returns hidden states of all of them.
+    The model takes the pack's tokens at `shared.rows` and returns the hidden states of all its tokens.
     """
 
     def __init__(self, shared: SharedPrefixes, attn_type: str = "auto") -> None:
         self.shared, self.attn_type = shared, attn_type
         self.gather_index = shared.gather_index
 
-    def begin(self, hidden: Tensor) -> None:
+    def prepare(self, hidden: Tensor) -> None:
         check_lengths(self.shared.rows.numel(), hidden.shape[0])
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
 

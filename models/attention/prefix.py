@@ -1,8 +1,8 @@
-"""Documents that begin alike: what they begin with is computed once.
+"""Shared prefixes: tokens that several documents start with are computed once.
 
-The answers to one prompt, or examples behind one system prompt, repeat it token by token. Under causal attention the
-hidden states of equal beginnings are equal, so that the layers need only one copy of each and, of every document, the
-rest. (For reinforcement: Prefix Grouper, Liu et al. 2025, arXiv:2506.05433.)
+The answers to one prompt, or examples after one system prompt, repeat it token by token. Under causal attention equal
+prefixes have equal hidden states, so the layers need one copy of each prefix, and the rest of every document (for
+reinforcement learning: Prefix Grouper, Liu et al. 2025, arXiv:2506.05433).
 """
 
 from __future__ import annotations
@@ -15,194 +15,159 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archon.models.attention.batched import batched_attention
-from archon.models.attention.tree import MAX_TREE_TOKENS, Tree, Trees, by_size, tree_attention
+from archon.models.attention.blockwise import batched_attention
+from archon.models.attention.tree import MAX_TREE_TOKENS, Trees, group_by_size, tree_attention, tree_paths
 
 MIN_SAVED_FRACTION = 0.1
-"""The part of a pack's tokens that sharing must save."""
+"""Minimum fraction of a pack's tokens that sharing must save."""
 
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Which of a pack's T tokens are computed, U of them: first those of the trees, then the shared beginnings, the
-    shortest first, then what follows them in each document, by the length of the beginning and then by its own.
+    """Which U of a pack's T tokens are computed, and which hidden state each token uses.
 
-    Args:
-        rows: int64 [U], the computed tokens among those of the pack.
-        gather_index: int64 [T], where each token of the pack finds its hidden state among the computed.
-        trees: short documents that begin alike, branching wherever they differ.
-        prefixes: (length, how many) of the beginnings of all others.
-        endings: (length of the beginning, own length, int64 [n] which of the beginnings of that length) of the rest; a
-            document that shares nothing has a beginning of length 0.
+    Computed are the tokens of trees, then the shared prefixes, shortest first, then the suffix of each document, by the
+    length of its prefix and its own.
+
+    Attributes:
+        rows: int64 [U], the computed tokens as indices into the pack.
+        gather_index: int64 [T], the index of each token's hidden state among the computed ones.
+        trees: groups of short documents with common prefixes, which branch wherever they differ.
+        prefixes: (length, count) of the shared prefixes of all other documents.
+        suffixes: (length of the prefix, own length, int64 [n] index of the prefix among those of its length) of the
+            other documents' suffixes; a document that shares nothing has a prefix of length 0.
     """
 
     rows: Tensor
     gather_index: Tensor
     trees: tuple[Trees, ...]
     prefixes: tuple[tuple[int, int], ...]
-    endings: tuple[tuple[int, int, Tensor], ...]
+    suffixes: tuple[tuple[int, int, Tensor], ...]
 
     def to(self, device: torch.device) -> SharedPrefixes:
-        """The same with its indices on `device`."""
-        endings = tuple((prefix, own, numbers.to(device)) for prefix, own, numbers in self.endings)
+        """Returns a copy whose indices are on `device`."""
+        suffixes = tuple((prefix, own, indices.to(device)) for prefix, own, indices in self.suffixes)
         trees = tuple(tree.to(device) for tree in self.trees)
-        return SharedPrefixes(self.rows.to(device), self.gather_index.to(device), trees, self.prefixes, endings)
+        return SharedPrefixes(self.rows.to(device), self.gather_index.to(device), trees, self.prefixes, suffixes)
 
 
 @dataclass
 class _Group:
-    """Documents, by number, that begin with the same `prefix` tokens; a document alone has a beginning of 0. `common`:
-    how many each shares with the one before it, the first none."""
+    """Documents, by index, whose first `prefix` tokens are equal; 0 for a document that shares nothing.
+
+    `common[i]` is the number of tokens that document i of the group shares with the one before it; 0 for the first.
+    """
 
     prefix: int
-    members: list[int]
+    documents: list[int]
     common: list[int]
 
-    def tree(self, lengths: Sequence[int]) -> Tree:
-        """The documents as one tree, and nothing else."""
-        tree, path = Tree(), list[int]()
-        for document, common in zip(self.members, self.common, strict=True):
-            path = tree.add(common, lengths[document], path)
-        return tree
-
     def tree_tokens(self, lengths: Sequence[int]) -> int:
-        """How many tokens that tree has."""
-        return sum(lengths[d] - common for d, common in zip(self.members, self.common, strict=True))
-
-
-class _Layout:
-    """Where computed tokens come from and where those of the pack find them, as it fills up."""
-
-    def __init__(self, starts: np.ndarray) -> None:
-        self._starts = starts
-        self.gather_index = np.empty(starts[-1], dtype=np.int64)
-        self._rows: list[np.ndarray] = []
-        self._at = 0
-
-    @property
-    def rows(self) -> np.ndarray:
-        return np.concatenate(self._rows)
-
-    def emit(self, document: int, first: int, stop: int) -> None:
-        """The next computed tokens are first ... stop - 1 of this document."""
-        place = self._starts[document]
-        self.alias_rows(document, first, stop, self._at)
-        self._rows.append(np.arange(place + first, place + stop))
-        self._at += stop - first
-
-    def alias_rows(self, document: int, first: int, stop: int, at: int) -> None:
-        """These tokens of a document are computed from `at` on."""
-        place = self._starts[document]
-        self.gather_index[place + first : place + stop] = np.arange(at, at + stop - first)
-
-    def emit_tree(self, group: _Group, lengths: Sequence[int]) -> None:
-        """Every token of a group's tree."""
-        before = 0
-        for document, common in zip(group.members, group.common, strict=True):
-            if common:
-                seen = self.gather_index[self._starts[before] : self._starts[before] + common]
-                self.gather_index[self._starts[document] : self._starts[document] + common] = seen
-            self.emit(document, common, lengths[document])
-            before = document
-
-    def emit_prefix(self, group: _Group) -> None:
-        """The common beginning of a group."""
-        at = self._at
-        self.emit(group.members[0], 0, group.prefix)
-        for document in group.members[1:]:
-            self.alias_rows(document, 0, group.prefix, at)
+        """Returns the number of tokens of the group as a tree."""
+        return sum(lengths[document] for document in self.documents) - sum(self.common)
 
 
 def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | None:
-    """What the documents of a pack begin alike with; None where that would save less than `MIN_SAVED_FRACTION` of it.
+    """Returns the shared prefixes of a pack's documents; None if they save less than `MIN_SAVED_FRACTION` of it.
 
     Args:
         tokens: int64 [T] on the CPU.
-        lengths: of the documents, T in all.
+        lengths: lengths of the documents, with sum T.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    groups, short = list[_Group](), list[_Group]()
-    for group in _groups(tokens.numpy(), lengths, starts):
-        (short if group.tree_tokens(lengths) <= MAX_TREE_TOKENS else groups).append(group)
-    saved = sum(group.prefix * (len(group.members) - 1) for group in groups)
-    saved += sum(sum(group.common) for group in short)
-    if saved < MIN_SAVED_FRACTION * tokens.numel():
-        return None
-    layout = _Layout(starts)
-    short.sort(key=lambda group: group.tree_tokens(lengths))
-    for group in short:
-        layout.emit_tree(group, lengths)
-    trees = tuple(Trees.of(alike) for alike in by_size([group.tree(lengths) for group in short]))
+    trees, groups = list[_Group](), list[_Group]()
+    for group in _group_documents(tokens.numpy(), lengths, starts):
+        (trees if group.tree_tokens(lengths) <= MAX_TREE_TOKENS else groups).append(group)
+    trees.sort(key=lambda group: group.tree_tokens(lengths))
     groups.sort(key=lambda group: group.prefix)
+
+    source = np.arange(tokens.numel())  # the computed token whose hidden state each token uses
+    rows: list[np.ndarray] = []
+    for group in trees:
+        previous = 0
+        for document, common in zip(group.documents, group.common, strict=True):
+            start = starts[document]
+            source[start : start + common] = source[previous : previous + common]
+            rows.append(np.arange(start + common, starts[document + 1]))
+            previous = start
     counts = dict[int, int]()
-    documents: list[tuple[int, int, int, int]] = []  # beginning, own length, number of the beginning, document
+    suffixes: list[tuple[int, int, int, int]] = []  # length of the prefix, own length, index of the prefix, document
     for group in groups:
-        number = counts.get(group.prefix, 0)
-        counts[group.prefix] = number + 1
-        documents += [(group.prefix, lengths[d] - group.prefix, number, d) for d in group.members]
-        layout.emit_prefix(group)
-    documents = sorted(entry for entry in documents if entry[1])
-    for prefix, own, _, document in documents:
-        layout.emit(document, prefix, prefix + own)
-    endings = []
-    for (prefix, own), alike in groupby(documents, key=lambda entry: entry[:2]):
-        endings.append((prefix, own, torch.tensor([number for _, _, number, _ in alike])))
-    prefixes = tuple((prefix, count) for prefix, count in counts.items() if prefix)
+        prefix, first = group.prefix, starts[group.documents[0]]
+        index = counts.get(prefix, 0)
+        counts[prefix] = index + 1
+        rows.append(np.arange(first, first + prefix))
+        for document in group.documents:
+            source[starts[document] : starts[document] + prefix] = source[first : first + prefix]
+            if lengths[document] > prefix:
+                suffixes.append((prefix, lengths[document] - prefix, index, document))
+    suffixes.sort()
+    rows += [np.arange(starts[document] + prefix, starts[document + 1]) for prefix, _, _, document in suffixes]
+    computed = np.concatenate(rows)
+    if len(source) - len(computed) < MIN_SAVED_FRACTION * len(source):
+        return None
+    position = np.empty_like(source)
+    position[computed] = np.arange(len(computed))
+
+    paths = [tree_paths([lengths[document] for document in group.documents], group.common) for group in trees]
+    by_shape = groupby(suffixes, key=lambda suffix: suffix[:2])
     return SharedPrefixes(
-        torch.from_numpy(layout.rows), torch.from_numpy(layout.gather_index), trees, prefixes, tuple(endings)
+        torch.from_numpy(computed),
+        torch.from_numpy(position[source]),
+        tuple(Trees.from_paths(batch) for batch in group_by_size(paths)),
+        tuple((prefix, count) for prefix, count in counts.items() if prefix),
+        tuple((*shape, torch.tensor([index for _, _, index, _ in batch])) for shape, batch in by_shape),
     )
 
 
-def _groups(tokens: np.ndarray, lengths: Sequence[int], starts: np.ndarray) -> list[_Group]:
-    """Documents by their common beginnings.
+def _group_documents(tokens: np.ndarray, lengths: Sequence[int], starts: np.ndarray) -> list[_Group]:
+    """Returns the documents in groups with common prefixes.
 
-    They are sorted, which puts those that begin alike side by side, and a group grows as long as that saves more.
+    Sorting puts documents with common prefixes next to each other; a group grows as long as that saves more tokens.
     """
-    documents = [tokens[starts[d] : starts[d + 1]] for d in range(len(lengths))]
-    order = sorted(range(len(lengths)), key=lambda d: documents[d].tobytes())
+    documents = [tokens[starts[i] : starts[i + 1]] for i in range(len(lengths))]
+    order = sorted(range(len(lengths)), key=lambda i: documents[i].tobytes())
     groups = [_Group(0, order[:1], [0])]
-    for before, document in pairwise(order):
+    for previous, document in pairwise(order):
         group = groups[-1]
-        common = _common(documents[before], documents[document])
-        shorter = common if len(group.members) == 1 else min(group.prefix, common)
-        if shorter * len(group.members) > group.prefix * (len(group.members) - 1):
-            group.prefix = shorter
-            group.members.append(document)
+        common = _common_length(documents[previous], documents[document])
+        prefix = common if len(group.documents) == 1 else min(group.prefix, common)
+        if prefix * len(group.documents) > group.prefix * (len(group.documents) - 1):
+            group.prefix = prefix
+            group.documents.append(document)
             group.common.append(common)
         else:
             groups.append(_Group(0, [document], [0]))
     return groups
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    n = min(len(one), len(other))
-    differ = one[:n] != other[:n]
-    return int(differ.argmax()) if differ.any() else n
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 @torch.compiler.disable
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, *, window: int | None, scale: float
 ) -> Tensor:
-    """Causal attention of the computed tokens: q [U, H, D], k and v [U, G, D] to [U, H, D]."""
-    sizes = [trees.n_tokens for trees in shared.trees]
+    """Returns causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
+    sizes = [trees.gather_index.numel() for trees in shared.trees]
     sizes += [length * count for length, count in shared.prefixes]
-    sizes += [own * len(numbers) for _, own, numbers in shared.endings]
+    sizes += [own * len(indices) for _, own, indices in shared.suffixes]
     parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
     outs: list[Tensor] = []
-    beginnings: dict[int, tuple[Tensor, Tensor]] = {}
+    prefix_kv: dict[int, tuple[Tensor, Tensor]] = {}
     for trees, (qs, ks, vs) in zip(shared.trees, parts, strict=False):
         outs.append(tree_attention(qs, ks, vs, trees, window=window, scale=scale))
-    for (length, count), (qs, ks, vs) in zip(shared.prefixes, parts, strict=False):
-        qs, ks, vs = (x.unflatten(0, (count, length)) for x in (qs, ks, vs))
-        beginnings[length] = ks, vs
+    for (length, count), part in zip(shared.prefixes, parts, strict=False):
+        qs, ks, vs = (x.unflatten(0, (count, length)) for x in part)
+        prefix_kv[length] = ks, vs
         outs.append(batched_attention(qs, ks, vs, window=window, scale=scale).flatten(0, 1))
-    for (prefix, own, numbers), (qs, ks, vs) in zip(shared.endings, parts, strict=True):
-        qs, ks, vs = (x.unflatten(0, (len(numbers), own)) for x in (qs, ks, vs))
+    for (prefix, own, indices), part in zip(shared.suffixes, parts, strict=True):
+        qs, ks, vs = (x.unflatten(0, (len(indices), own)) for x in part)
         if prefix:
-            ks, vs = (
-                torch.cat([x.index_select(0, numbers), y], dim=1)
-                for x, y in zip(beginnings[prefix], (ks, vs), strict=True)
-            )
+            prefix_keys, prefix_values = (x.index_select(0, indices) for x in prefix_kv[prefix])
+            ks, vs = torch.cat((prefix_keys, ks), dim=1), torch.cat((prefix_values, vs), dim=1)
         outs.append(batched_attention(qs, ks, vs, window=window, scale=scale).flatten(0, 1))
     return torch.cat(outs)

@@ -1,4 +1,4 @@
-"""The attention backends by name, and the choice among them: explicit, and checked against machine and dtype."""
+"""The attention backends by name; the choice is explicit, and checked against device and dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from archon.models.attention.varlen import VarlenAttention
 from archon.schema.errors import ConfigError
 
 AUTO_ORDER = ("varlen", "sdpa")
-"""`auto` takes the first of these that can run."""
+"""`auto` chooses the first of these that can run."""
 
 _BACKENDS: dict[str, AttentionBackend] = {}
 
@@ -34,7 +34,7 @@ register_attention_backend(FlashAttention())
 
 
 def candidates(attn_type: str) -> tuple[AttentionBackend, ...]:
-    """Returns the backends that `attn_type` may mean: one, or those that `auto` chooses from.
+    """Returns the backends that `attn_type` can resolve to: one, or those that `auto` chooses from.
 
     Raises ConfigError for an unknown name, listing the known ones.
     """
@@ -44,9 +44,9 @@ def candidates(attn_type: str) -> tuple[AttentionBackend, ...]:
     return tuple(_BACKENDS[name] for name in names)
 
 
-def attends_gathered(attn_type: str) -> bool:
-    """Returns whether `attn_type` can attend to keys that context parallelism has gathered."""
-    return all(backend.attends_gathered for backend in candidates(attn_type))
+def supports_gathered(attn_type: str) -> bool:
+    """Returns whether `attn_type` supports keys gathered by context parallelism."""
+    return all(backend.supports_gathered for backend in candidates(attn_type))
 
 
 def saved_ops(attn_type: str) -> frozenset[str]:
@@ -60,12 +60,10 @@ def resolve_backend(attn_type: str, device: torch.device, dtype: torch.dtype) ->
 
     Raises ConfigError for an unknown name and for a backend that cannot run here.
     """
-    found = candidates(attn_type)
-    if attn_type == "auto":
-        chosen = next(backend for backend in found if backend.obstacle(device, dtype) is None)
-        logger.info("attention backend: %s (auto, %s, %s)", chosen.name, device.type, dtype)
-        return chosen
-    reason = found[0].obstacle(device, dtype)
-    if reason is not None:
-        raise ConfigError(f"attn_type {attn_type!r} is impossible here: {reason}; choose sdpa or auto")
-    return found[0]
+    for backend in candidates(attn_type):
+        reason = backend.unsupported_reason(device, dtype)
+        if reason is None:
+            if attn_type == "auto":
+                logger.info("attention backend: %s (auto, %s, %s)", backend.name, device.type, dtype)
+            return backend
+    raise ConfigError(f"attn_type {attn_type!r} cannot run here: {reason}; choose sdpa or auto")

@@ -1,6 +1,6 @@
-"""Attention document by document: no mask ever spans the pack. CPU and GPU, any floating dtype.
+"""Attention document by document, without a mask over the pack: any device and floating dtype.
 
-Neighbouring documents of one length are one batch of the kernel (see `archon.models.attention.batched`).
+Adjacent documents of equal length are one batch (see `archon.models.attention.blockwise.batched_attention`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.backend import AttentionBackend
-from archon.models.attention.batched import batched_attention
-from archon.models.attention.blockwise import blockwise_attention
+from archon.models.attention.blockwise import batched_attention, blockwise_attention
 from archon.models.attention.documents import GatheredKeys, PackedDocuments, check_lengths
 from archon.models.attention.prefix import SharedPrefixes, prefix_attention
 from archon.models.attention.spec import AttentionSpec
 
 
 class ScaledDotProductAttention(AttentionBackend):
-    """`scaled_dot_product_attention`, and blocks of plain products where they are faster."""
+    """`scaled_dot_product_attention`, or blocks of plain products where they are faster."""
 
     name = "sdpa"
     saved_ops = frozenset(
@@ -31,7 +30,7 @@ class ScaledDotProductAttention(AttentionBackend):
             "archon::packed_sdpa",
         }
     )
-    batches_equal_lengths = True
+    prefers_equal_lengths = True
 
     def prepare_packed(self, documents: PackedDocuments) -> None:
         _ = documents.length_tensor
@@ -42,13 +41,13 @@ class ScaledDotProductAttention(AttentionBackend):
         return sdpa_attention(q, k, v, documents.lengths, window=spec.window, scale=spec.scale)
 
     def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
-        """Neighbouring chunks of one shape at a time."""
-        pack, outs, row = keys.of_pack(kv), list[Tensor](), 0
-        shapes = zip(keys.queries, keys.keys, strict=True)
-        for (length, stop), same in groupby(shapes, key=lambda shape: (shape[0], shape[1][1])):
-            firsts = [first for _, (first, _) in same]
+        """Computes adjacent chunks of equal shape together."""
+        pack, outs, row = keys.in_pack_order(kv), list[Tensor](), 0
+        chunks = zip(keys.query_lengths, keys.key_spans, strict=True)
+        for (length, count), batch in groupby(chunks, key=lambda chunk: (chunk[0], chunk[1][1])):
+            firsts = [first for _, (first, _) in batch]
             rows = q[row : row + length * len(firsts)].unflatten(0, (len(firsts), length))
-            k, v = (torch.stack([x[first : first + stop] for first in firsts]) for x in pack)
+            k, v = (torch.stack([x[first : first + count] for first in firsts]) for x in pack)
             outs.append(blockwise_attention(rows, k, v, window=spec.window, scale=spec.scale).flatten(0, 1))
             row += length * len(firsts)
         return torch.cat(outs)
@@ -61,9 +60,9 @@ class ScaledDotProductAttention(AttentionBackend):
 def sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, window: int | None, scale: float
 ) -> Tensor:
-    """Causal attention of packed documents: q [T, H, D], k and v [T, G, D], lengths of sum T to [T, H, D].
+    """Returns causal attention [T, H, D] of documents of `lengths`, with sum T: q [T, H, D], k and v [T, G, D].
 
-    Eager under `torch.compile`, which would otherwise compile anew for every set of lengths.
+    Eager under `torch.compile`, which would otherwise recompile for each set of lengths.
     """
     check_lengths(sum(lengths), q.shape[0])
     runs = [(length, len(list(same))) for length, same in groupby(length for length in lengths if length)]
@@ -75,10 +74,9 @@ def sdpa_attention(
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-# What compiled code calls: one operator that torch.compile does not look into. Traced, the loop over documents would be
-# unrolled for their lengths, and every ragged batch would be compiled anew. The lengths come in a CPU tensor, int64
-# [B], and a window of 0 stands for none. The backward attends once more to find what it needs; eager mode does not pay
-# for that.
+# Compiled code calls one operator, which torch.compile does not trace: it would unroll the loop over documents and
+# recompile for each set of lengths. The lengths are a CPU tensor, int64 [B]; a window of 0 means none. The backward
+# runs the forward again for what it needs; eager mode does not.
 
 
 @torch.library.custom_op("archon::packed_sdpa", mutates_args=())
@@ -92,8 +90,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: floa
     return q.new_empty(q.shape)
 
 
-# Defined by schema and not by `custom_op`, whose kernels run with autograd switched off, and this one is autograd's
-# work.
+# Defined by schema, because the kernels of `custom_op` run with autograd disabled, and this one uses it.
 torch.library.define(
     "archon::packed_sdpa_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lengths, int window, float scale) -> (Tensor, Tensor, Tensor)",
@@ -101,7 +98,7 @@ torch.library.define(
 
 
 @torch.library.impl("archon::packed_sdpa_backward", ("cpu", "cuda"))
-def _backward(
+def _packed_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.enable_grad():
@@ -118,14 +115,14 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, lengths, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, lengths)
 
 
-def _differentiate(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     q, k, v, lengths = ctx.saved_tensors
     return *torch.ops.archon.packed_sdpa_backward(grad, q, k, v, lengths, ctx.window, ctx.scale), None, None, None
 
 
-_packed_operator.register_autograd(_differentiate, setup_context=_save)
+_packed_operator.register_autograd(_backward, setup_context=_setup_context)

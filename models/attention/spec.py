@@ -1,4 +1,4 @@
-"""What a layer asks of attention, whoever computes it."""
+"""A layer's attention options, for any backend."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ class AttentionSpec:
     Args:
         scale: factor on the scores before the softmax.
         window: each token sees itself and the window - 1 tokens before it in its document; None for all.
-        soft_cap: bounds the scaled scores to soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118); None for
-            unbounded ones.
-        sinks: [H], a score of each head that joins the denominator of the softmax and has no value (Xiao et al. 2023,
-            arXiv:2309.17453); None for none.
+        soft_cap: replaces scaled scores by soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118).
+        sinks: [H], one score per head that is added to the softmax and has no value (Xiao et al. 2023,
+            arXiv:2309.17453).
     """
 
     scale: float
@@ -28,9 +27,11 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: Tensor | None = None
 
-    def require(self, features: Collection[str], who: str) -> None:
-        """Raises ConfigError where `who` computes only `features` of `window`, `soft_cap`, `sinks` and more is set."""
+    def require(self, features: Collection[str], backend: str) -> None:
+        """Raises ConfigError, naming `backend`, if `window`, `soft_cap` or `sinks` is set and not in `features`."""
         for name in ("window", "soft_cap", "sinks"):
             if getattr(self, name) is not None and name not in features:
-                known = ", ".join(sorted(features)) or "none of the options"
-                raise ConfigError(f"{who} does not compute {name}, which a layer of this model sets; it knows {known}")
+                supported = ", ".join(sorted(features)) or "none of these options"
+                raise ConfigError(
+                    f"{backend} does not support {name}, which a layer of this model sets; it supports {supported}"
+                )

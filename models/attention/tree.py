@@ -1,48 +1,48 @@
-"""Documents that branch: every token that begins alike with another's document stands once, and sees its own path.
+"""Attention over trees of documents: tokens with equal prefixes are computed once, and each sees its own path.
 
-Short answers to one prompt are often the same, or the same but for their end. Laid out as a tree, a token for each
-distinct beginning, they go through attention as one small document with a mask of who stands on whose path.
+Short answers to one prompt are often the same, or differ only near the end. As a tree with one token per distinct
+prefix they are one small document, with a mask of which tokens are on the path of which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from archon.models.attention.blockwise import grouped, ungrouped
+from archon.models.attention.blockwise import group_heads, ungroup_heads
 
 MAX_TREE_TOKENS = 128
-"""Of one tree: its attention computes all pairs of tokens, which is cheaper than many small calls only up to here."""
+"""Maximum tokens of a tree: all pairs are computed, which is cheaper than many small kernel calls only up to here."""
+
+TreePaths = list[list[int]]
+"""A tree as the path of each of its tokens: the tokens from the root to this one, which is last."""
 
 
-@dataclass
-class Tree:
-    """What documents make of a tree: of each token its depth and, from the root to itself, its path."""
-
-    paths: list[list[int]] = field(default_factory=list)
-
-    def add(self, common: int, length: int, before: Sequence[int]) -> list[int]:
-        """The tokens of one more document, which shares `common` tokens with the document `before`."""
-        path = list(before[:common])
+def tree_paths(lengths: Sequence[int], shared: Sequence[int]) -> TreePaths:
+    """Returns the tree of documents of these lengths; document i starts with shared[i] tokens of document i - 1."""
+    paths: TreePaths = []
+    path: list[int] = []
+    for length, common in zip(lengths, shared, strict=True):
+        path = path[:common]
         for _ in range(length - common):
-            path.append(len(self.paths))
-            self.paths.append(path.copy())
-        return path
+            path = [*path, len(paths)]
+            paths.append(path)
+    return paths
 
 
 @dataclass(frozen=True)
 class Trees:
-    """N trees of at most L tokens, of the same order of size; their U tokens stand one tree after the other.
+    """N trees of at most L tokens, padded to L; their U tokens are stored one tree after another.
 
-    Args:
-        rows: int64 [N, L], each place's token among the U; padding repeats one of them.
-        gather_index: int64 [U], each token's place among the N * L.
-        distance: int16 [N, L, L], how many tokens before place i place j stands on its path; -1 where it does not. A
-            padded place sees itself alone.
+    Attributes:
+        rows: int64 [N, L], index of each token among the U; padding repeats one of them.
+        gather_index: int64 [U], index of each token among the N * L.
+        distance: int16 [N, L, L], how many tokens before token i token j is on its path, or -1 if it is not on it.
+            Padding sees only itself.
     """
 
     rows: Tensor
@@ -50,53 +50,45 @@ class Trees:
     distance: Tensor
 
     @classmethod
-    def of(cls, trees: Sequence[Tree]) -> Trees:
-        """Trees side by side, padded to the largest."""
-        size = max(len(tree.paths) for tree in trees)
-        counts = torch.tensor([len(tree.paths) for tree in trees])
-        real = torch.arange(size) < counts.unsqueeze(1)
-        rows = torch.where(real, (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(size), 0)
-        # (place of the token that sees, place of the one it sees, distance), as lists: one assignment for them all.
-        seers, seen, distances = list[int](), list[int](), list[int]()
-        for number, tree in enumerate(trees):
-            for place, path in enumerate(tree.paths):
-                seers += [number * size + place] * len(path)
-                seen += path
+    def from_paths(cls, trees: Sequence[TreePaths]) -> Trees:
+        """Returns the batch of these trees, padded to the largest."""
+        size = max(map(len, trees))
+        counts = torch.tensor([len(paths) for paths in trees])
+        valid = torch.arange(size) < counts.unsqueeze(1)
+        rows = torch.where(valid, (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(size), 0)
+        # Lists of (query, key, distance) entries, which are assigned at once.
+        queries, keys, distances = list[int](), list[int](), list[int]()
+        for index, paths in enumerate(trees):
+            for token, path in enumerate(paths):
+                queries += [index * size + token] * len(path)
+                keys += path
                 distances += range(len(path) - 1, -1, -1)
         distance = torch.full((len(trees) * size, size), -1, dtype=torch.int16)
-        distance[torch.tensor(seers), torch.tensor(seen)] = torch.tensor(distances, dtype=torch.int16)
+        distance[torch.tensor(queries), torch.tensor(keys)] = torch.tensor(distances, dtype=torch.int16)
         distance = distance.unflatten(0, (len(trees), size))
         distance.diagonal(dim1=1, dim2=2).zero_()
-        return cls(rows, real.flatten().nonzero().flatten(), distance)
-
-    @property
-    def n_tokens(self) -> int:
-        """U."""
-        return self.gather_index.numel()
+        return cls(rows, valid.flatten().nonzero().flatten(), distance)
 
     def to(self, device: torch.device) -> Trees:
-        """The same on `device`."""
+        """Returns a copy on `device`."""
         return Trees(self.rows.to(device), self.gather_index.to(device), self.distance.to(device))
 
 
-def by_size(trees: Sequence[Tree]) -> list[list[Tree]]:
-    """Trees, given smallest first, in runs that may be padded to their largest: none is less than half of it, or all of
-    them are tiny."""
-
-    def step(tree: Tree) -> int:
-        return max(len(tree.paths) - 1, 15).bit_length()
-
-    return [list(alike) for _, alike in groupby(trees, key=step)]
+def group_by_size(trees: Sequence[TreePaths]) -> list[list[TreePaths]]:
+    """Returns trees, given smallest first, in groups to be padded together: sizes differ at most by a factor of 2, or
+    are at most 16."""
+    groups = groupby(trees, key=lambda paths: max(len(paths) - 1, 15).bit_length())
+    return [list(group) for _, group in groups]
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, *, window: int | None, scale: float) -> Tensor:
-    """Attention along paths, by plain products in at least float32: q [U, H, D], k and v [U, G, D] to [U, H, D]."""
+    """Returns attention along paths [U, H, D] for q [U, H, D], k and v [U, G, D], computed in at least float32."""
     batch, size = trees.rows.shape
-    heads = k.shape[1]
+    groups = k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
-    places = trees.rows.flatten()
+    rows = trees.rows.flatten()
     q_NRSD, k_NRSD, v_NRSD = (
-        grouped(x.index_select(0, places).unflatten(0, (batch, size)), heads, wide) for x in (q, k, v)
+        group_heads(x.index_select(0, rows).unflatten(0, (batch, size)), groups, wide) for x in (q, k, v)
     )
     hidden = trees.distance < 0
     if window is not None:
@@ -105,4 +97,4 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, *, window: int
     scores = torch.bmm((q_NRSD * scale).flatten(1, 2), k_NRSD.flatten(1, 2).transpose(1, 2))
     scores = scores.view(batch, -1, size, size) + bias.unsqueeze(1)
     out = torch.bmm(scores.softmax(-1).view(len(q_NRSD), -1, size), v_NRSD.flatten(1, 2)).view(q_NRSD.shape)
-    return ungrouped(out, batch, q.dtype).flatten(0, 1).index_select(0, trees.gather_index)
+    return ungroup_heads(out, batch, q.dtype).flatten(0, 1).index_select(0, trees.gather_index)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archon.models.attention.backend import AttentionBackend, half_precision_on_cuda
+from archon.models.attention.backend import AttentionBackend, flash_unsupported_reason
 from archon.models.attention.documents import GatheredKeys, PackedDocuments
 from archon.models.attention.spec import AttentionSpec
 
@@ -20,19 +20,19 @@ class VarlenAttention(AttentionBackend):
     name = "varlen"
     saved_ops = frozenset({"torch_attn::_varlen_attn"})
 
-    def obstacle(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return half_precision_on_cuda(device, dtype)
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return flash_unsupported_reason(device, dtype)
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
-        bounds, longest = documents.cu_seqlens, documents.max_seqlen
-        return _varlen(q, k, v, bounds, bounds, longest, longest, spec)
+        cu_seqlens, max_seqlen = documents.cu_seqlens, documents.max_seqlen
+        return _varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, spec)
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:
-        _ = keys.rows_of_chunks, keys.cu_queries, keys.cu_keys
+        _ = keys.chunk_rows, keys.cu_queries, keys.cu_keys
 
     def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
-        # A document's last query meets its last key, so a chunk's queries are the end of the keys it is given.
-        k, v = keys.of_chunks(kv)
+        # The kernel aligns the last query with the last key, so a chunk's queries are the last of its keys.
+        k, v = keys.by_chunk(kv)
         return _varlen(q, k, v, keys.cu_queries, keys.cu_keys, keys.max_queries, keys.max_keys, spec)
 
 
@@ -41,8 +41,8 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    gqa: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _asks_for_gqa() else {}
-    # (left, right): neighbours a token sees besides itself; -1 is without bound.
+    gqa: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _has_enable_gqa() else {}
+    # (left, right): neighbors that a token sees besides itself; -1 for all.
     window = (-1 if spec.window is None else spec.window - 1, 0)
     out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=spec.scale, window_size=window, **gqa)
     assert isinstance(out, Tensor)
@@ -50,8 +50,8 @@ def _varlen(
 
 
 @functools.cache
-def _asks_for_gqa() -> bool:
-    """Whether this torch wants to be told of fewer key heads than query heads, as 2.13 does."""
+def _has_enable_gqa() -> bool:
+    """Returns whether this torch needs `enable_gqa` for fewer key heads than query heads, as 2.13 does."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -196,7 +196,7 @@ def test_a_dry_run_of_a_bootstrap_by_itself_makes_nothing(archon, tmp_path):
         ("workflow=no.such.Workflow", "workflow 'no.such.Workflow' cannot be imported"),
         ("actor.layout=t3", "tp = 3 does not divide the 4 attention heads; nearest layouts that this model fits: c3"),
         ("run_dir=/dev/null/run", "/dev/null is not a folder"),
-        ("actor.attn_type=varlen", "attn_type 'varlen' is impossible here"),
+        ("actor.attn_type=varlen", "attn_type 'varlen' cannot run here"),
         ("actor.scheduler={kind: cosine, warmup_steps: 100000}", "scheduler.warmup_steps = 100000 leaves none"),
     ],
 )

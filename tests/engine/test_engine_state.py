@@ -262,7 +262,7 @@ def test_hf_weights_are_every_parameter_by_its_hugging_face_name(tmp_path: Path)
         ({"layout": "d2c2"}, LayoutError, "the layout needs 4 processes, but 1 are running"),
         ({"layout": "q2"}, LayoutError, "'q' is not one of"),
         ({"scheduler": {"kind": "cosine"}}, ConfigError, "cosine needs total_steps"),
-        ({"attn_type": "varlen", "device": "cpu"}, ConfigError, "attn_type 'varlen' is impossible here"),
+        ({"attn_type": "varlen", "device": "cpu"}, ConfigError, "attn_type 'varlen' cannot run here"),
         ({"init_score": True}, ValueError, "set is_critic = true as well"),
     ],
 )

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk, continue_attention
+from archon.models.attention.blockwise import batched_attention
+from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
 from archon.models.attention.sdpa import sdpa_attention
 from archon.models.attention.spec import AttentionSpec
 from tests.tolerances import PAGED_FP64
@@ -92,7 +93,7 @@ def test_sequences_that_share_pages(count: int, window: int | None) -> None:
 def test_a_chunk_after_a_cached_prefix(start: int, length: int, window: int | None) -> None:
     q, k, v = random_qkv(start + length)
     whole = sdpa_attention(q, k, v, (start + length,), window=window, scale=0.5)
-    assert_close(continue_attention(q[start:], k, v, window=window, scale=0.5), whole[start:])
+    assert_close(batched_attention(q[None, start:], k[None], v[None], window=window, scale=0.5)[0], whole[start:])
 
 
 def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:

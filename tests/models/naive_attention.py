@@ -22,9 +22,10 @@ class NaiveAttention(AttentionBackend):
         return torch.cat([_attend(*document, spec) for document in parts])
 
     def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
-        k, v = keys.of_pack(kv)
-        spans = [slice(first, first + length) for first, length in keys.keys]
-        return torch.cat([_attend(own, k[s], v[s], spec) for own, s in zip(q.split(keys.queries), spans, strict=True)])
+        k, v = keys.in_pack_order(kv)
+        spans = [slice(first, first + count) for first, count in keys.key_spans]
+        queries = q.split(keys.query_lengths)
+        return torch.cat([_attend(own, k[s], v[s], spec) for own, s in zip(queries, spans, strict=True)])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

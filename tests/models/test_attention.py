@@ -180,7 +180,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     module.flash_attn_varlen_func = noted(reference_flash)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr(varlen, "varlen_attn", functools.wraps(REAL_VARLEN)(noted(reference_varlen)))
-    varlen_backend._asks_for_gqa.cache_clear()
+    varlen_backend._has_enable_gqa.cache_clear()
     return found
 
 
@@ -226,17 +226,17 @@ def test_a_layer_hands_the_kernel_what_it_turned_and_projected_without_a_copy(
 def test_lengths_are_read_from_the_device_once_and_only_when_needed() -> None:
     meta = PackedAttention(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
     assert "lengths" not in vars(meta.documents)
-    assert meta.lengths == (2, 3)
-    assert meta.lengths is meta.lengths
-    assert PackedAttention(meta.documents.cu_seqlens, 3, lengths=(2, 3)).lengths == (2, 3)
+    assert meta.documents.lengths == (2, 3)
+    assert meta.documents.lengths is meta.documents.lengths
+    assert PackedAttention(meta.documents.cu_seqlens, 3, lengths=(2, 3)).documents.lengths == (2, 3)
     assert meta.document_lengths(torch.zeros(5)).tolist() == [2, 2, 3, 3, 3]
 
 
 def test_documents_attend_within_compiled_code_without_a_graph_break() -> None:
     lengths = (3, 3, 3, 5, 5, 5)
     qkv = [torch.randn(24, 2, 8) for _ in range(3)]
-    meta = PackedAttention.of_lengths(lengths, torch.device("cpu"), "sdpa")
-    meta.begin(qkv[0])
+    meta = PackedAttention.from_lengths(lengths, torch.device("cpu"), "sdpa")
+    meta.prepare(qkv[0])
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return meta.attend(0, q, k, v, AttentionSpec(SCALE))
@@ -252,7 +252,7 @@ def test_documents_attend_within_compiled_code_without_a_graph_break() -> None:
 def test_a_backend_names_what_it_does_not_compute(attn_type: str, option: dict[str, Any]) -> None:
     meta = PackedAttention(torch.tensor([0, 7], dtype=torch.int32), 7)
     meta.backend = candidates(attn_type)[0]
-    message = f"attn_type '{attn_type}' does not compute {next(iter(option))}, .* it knows window"
+    message = f"attn_type '{attn_type}' does not support {next(iter(option))}, .* it supports window"
     with pytest.raises(ConfigError, match=message):
         meta.attend(0, *draw(7), AttentionSpec(SCALE, **option))
 

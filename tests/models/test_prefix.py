@@ -64,7 +64,7 @@ def test_identical_documents_are_one() -> None:
     shared = found(torch.tensor([4, 5, 6] * 3), (3, 3, 3))
     assert shared.rows.tolist() == [0, 1, 2]
     assert shared.gather_index.tolist() == [0, 1, 2] * 3
-    assert shared.endings == ()
+    assert shared.suffixes == ()
 
 
 @pytest.mark.parametrize("window", [None, 4])
