@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from archon.data.config import DatasetConfig
-from archon.generation.config import GeneratorConfig
-from archon.generation.types import GenerationHyperparameters
+from archon.generation.types import GenerationHyperparameters, GeneratorConfig
 from archon.parallel.layout import parse_layout
 from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig

@@ -1,4 +1,4 @@
-"""Text of tokens as they are generated."""
+"""Decodes tokens to text as they are generated."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tokenizers.decoders import DecodeStream
 from archon.schema.errors import TokenizerError
 
 REPLACEMENT = "\ufffd"
-_MAX_WAITING = 16  # tokens; a character has at most four bytes, so that more are bytes of no text
+_MAX_WAITING = 16  # tokens; a character has at most four bytes, so more cannot be part of a character
 
 
 class Detokenizer:
-    """Decodes an answer token by token; a token that ends inside a character waits for the next ones.
+    """Decodes an answer token by token; tokens with an incomplete character wait for the next ones.
 
-    What `feed` and `finish` return adds up to the text that all tokens have at once. Only where the tokens' bytes are
-    not UTF-8 may the two differ in their replacement characters (U+FFFD): text that was returned is not taken back.
+    The texts that `feed` and `finish` return add up to that of `decode` of all tokens. Only where the tokens' bytes are
+    not UTF-8 may replacement characters (U+FFFD) differ, because text that was returned cannot change.
 
     Args:
-        tokenizer: of transformers, with a `tokenizer.json` behind it; `TokenizerError` otherwise.
+        tokenizer: a fast tokenizer of transformers; TokenizerError otherwise.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -32,41 +32,38 @@ class Detokenizer:
                 "a fast tokenizer: save it with a tokenizer.json"
             )
         self._tokenizer, self._skip = backend, skip_special_tokens
-        self._settled: list[int] = []  # last tokens whose text was returned: that of the next depends on them
+        self._settled: list[int] = []  # last tokens whose text was returned; the next text depends on them
         self._waiting: list[int] = []
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 
     def feed(self, token: int) -> str:
-        """Add a token. Returns the text that is complete by now, empty where none is."""
+        """Add a token. Returns the text completed by it, possibly empty."""
         self._waiting.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
         except Exception:  # noqa: BLE001 (its only class) bytes that are not UTF-8 would change text already returned
-            return self._restart()
+            return self.finish()
         if text is None:
-            return self._restart() if len(self._waiting) >= _MAX_WAITING else ""
+            return self.finish() if len(self._waiting) >= _MAX_WAITING else ""
         self._settled, self._waiting = self._waiting, []
         return str(text)
 
     def pending(self) -> str:
-        """Returns the text of the tokens that wait, an incomplete character as U+FFFD."""
+        """Returns the text of the waiting tokens, an incomplete character as U+FFFD."""
         if not self._waiting:
             return ""
         known, text = self.decode(self._settled), self.decode(self._settled + self._waiting)
         return text[len(known) :] if text.startswith(known) else self.decode(self._waiting)
 
     def finish(self) -> str:
-        """Returns the rest of the text, when no token follows."""
-        return self._restart()
-
-    def _restart(self) -> str:
+        """Returns the text of the waiting tokens, which no longer wait for following ones."""
         text = self.pending()
-        if text:  # an incomplete character is given up, and nothing that follows belongs to it
+        if text:  # no following token can complete an incomplete character
             self._settled = [] if text.endswith(REPLACEMENT) else self._waiting
         self._waiting = []
         self._stream = DecodeStream(self._settled, self._skip)
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of all tokens of an answer at once."""
+        """Returns the text of all tokens of an answer."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skip))

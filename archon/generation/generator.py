@@ -124,15 +124,7 @@ class _SampleBatch:
 class Generator:
     """A model with its paged cache, scheduler and sampler. Synchronous; `InProcessEngine` drives it.
 
-    Args:
-        model: an actor in evaluation mode, on the device of the cache.
-        cache: pages for keys and values.
-        max_slots: maximum number of sequences that run at once.
-        max_seq_len: maximum tokens of prompt and answer together.
-        prefill_tokens: maximum prompt tokens computed in one step; longer prompts are computed in chunks.
-        seed: a request without a seed gets one derived from this and its number.
-        eos_token_ids: ids that end every answer whose request does not ignore them.
-        tokenizer: decodes answers for stop strings, unless the request has its own.
+    `model` is an actor in evaluation mode on the device of `cache`; see `InProcessEngine.from_model` for the others.
     """
 
     def __init__(
@@ -143,9 +135,9 @@ class Generator:
         max_slots: int,
         max_seq_len: int,
         prefill_tokens: int,
-        seed: int = 0,
-        eos_token_ids: tuple[int, ...] = (),
-        tokenizer: Any = None,
+        seed: int,
+        eos_token_ids: tuple[int, ...],
+        tokenizer: Any,
     ) -> None:
         self.model, self.cache, self.max_seq_len = model, cache, max_seq_len
         self.seed, self.eos_token_ids, self.tokenizer = seed, eos_token_ids, tokenizer
@@ -239,8 +231,7 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one forward: compute the scheduled chunks, sample a token for every sequence that is ready for one, and
-        call `on_done` of those that end."""
+        """Run one forward pass, sample a token for every ready sequence, and call `on_done` of those that end."""
         started = time.perf_counter()
         step = self.scheduler.plan()
         for sequence in step.admitted:

@@ -17,7 +17,6 @@ from archon.generation.replica import (
     WeightSource,
     build_replica,
     copy_weights,
-    empty_replica,
     fingerprint,
     own_weights,
     share_weights,
@@ -88,7 +87,8 @@ class InProcessEngine:
             dtype: of the replica and its cache; by default the model's.
             version: initial version of the weights.
             source: (native name, full tensor) of every weight, for a `model` on the meta device, where no process holds
-                the full model; `device` is then the replica's.
+                the full model.
+            device: of the replica; by default the model's.
 
         Raises RolloutError where an argument is out of range, or replica and cache do not fit in memory.
         """
@@ -107,21 +107,12 @@ class InProcessEngine:
             eos_token_ids = () if eos is None else (eos,)
         max_seq_len = max_seq_len or args.max_seq_len
         parameter = next(model.parameters())
-        replica_device = device or parameter.device
-        count = choose_page_count(
-            model, dtype or parameter.dtype, replica_device, max_slots, max_seq_len, page_size, n_pages, cache_bytes
-        )
-        if source is None:
-            replica, aliased = build_replica(model, mode=weights, dtype=dtype)
-        else:
-            if weights == "alias":
-                raise RolloutError("weights='alias': the model's weights are on several processes; use 'snapshot'")
-            replica, aliased = empty_replica(model, dtype or parameter.dtype, replica_device), False
-            copy_weights(replica, source)
+        memory = (dtype or parameter.dtype, device or parameter.device)
+        count = choose_page_count(model, *memory, max_slots, max_seq_len, page_size, n_pages, cache_bytes)
+        replica, aliased = build_replica(model, mode=weights, dtype=dtype, source=source, device=device)
         parameter = next(replica.parameters())
-        cache = PagedCache(
-            args.n_layers, count, args.n_kv_heads, page_size, args.head_dim, parameter.dtype, parameter.device
-        )
+        memory = (parameter.dtype, parameter.device)
+        cache = PagedCache(args.n_layers, count, args.n_kv_heads, page_size, args.head_dim, *memory)
         generator = Generator(
             replica,
             cache,
@@ -153,7 +144,7 @@ class InProcessEngine:
 
     @property
     def fingerprint(self) -> int:
-        """64-bit fingerprint of the current weights, comparable with `replica.fingerprint` of the trainer's model."""
+        """Fingerprint of the current weights, comparable with `replica.fingerprint` of the trainer's model."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self._generator.model)
         return self._fingerprint
@@ -162,7 +153,7 @@ class InProcessEngine:
         """Returns the answer to a request. Cancelling the caller aborts the request."""
         self._check_usable()
         loop = asyncio.get_running_loop()
-        if self._loop is not loop and self._task is not None and not self._task.done() and not self._loop_is_closed():
+        if self._loop is not loop and self._is_running():
             raise RolloutError("the engine still has requests of another event loop; wait for them or abort them")
         done: asyncio.Future[None] = loop.create_future()
 
@@ -213,7 +204,7 @@ class InProcessEngine:
 
     def resume(self) -> None:
         self._paused = False
-        if self._loop is not None and self._generator.scheduler.has_work and not self._loop.is_closed():
+        if self._loop is not None and not self._loop.is_closed() and self._generator.scheduler.has_work:
             self._start()
 
     def abort(self, rid: str | None = None) -> int:
@@ -261,14 +252,13 @@ class InProcessEngine:
                 f"the generator has no valid weights since an update failed ({self._damaged}); update them again"
             )
 
-    def _loop_is_closed(self) -> bool:
-        return self._loop is None or self._loop.is_closed()
+    def _is_running(self) -> bool:
+        return self._task is not None and not self._task.done() and not self._task.get_loop().is_closed()
 
     def _start(self) -> None:
-        if self._task is not None and not self._task.done():
-            return
-        assert self._loop is not None
-        self._task = self._loop.create_task(self._run(), name="archon-generation")
+        if not self._is_running():
+            assert self._loop is not None
+            self._task = self._loop.create_task(self._run(), name="archon-generation")
 
     async def _run(self) -> None:
         try:

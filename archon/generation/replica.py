@@ -44,7 +44,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def build_replica(
-    model: BaseArchonModel, *, mode: WeightMode = "auto", dtype: torch.dtype | None = None
+    model: BaseArchonModel,
+    *,
+    mode: WeightMode = "auto",
+    dtype: torch.dtype | None = None,
+    source: Iterable[tuple[str, Tensor]] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[BaseArchonModel, bool]:
     """Returns an unsharded replica of `model` in evaluation mode, and whether it shares the model's parameters.
 
@@ -52,25 +57,30 @@ def build_replica(
         mode: `snapshot` copies the weights. `alias` shares them: the model must be unwrapped, unsharded and of the same
             dtype, and the trainer must not step while answers are unfinished. `auto` shares them where possible.
         dtype: of the replica; by default the model's.
+        source: (native name, full tensor) of every weight, where `model` is on the meta device.
+        device: of the replica; by default the model's.
     """
     weights = dict(named_weights(model))
-    with torch.device("meta"):
-        replica = model.model_class(model.args)
     own = dict(model.named_parameters())
-    # A sharded parameter has the name of the whole one and another tensor.
+    # A sharded parameter has the name of the full one and another tensor.
     shareable = own.keys() == weights.keys() - expert_biases(model).keys() and all(
         type(p) is nn.Parameter and (dtype or p.dtype) == p.dtype for p in own.values()
     )
-    if mode == "alias" and not shareable:
+    if mode == "alias" and (source is not None or not shareable):
         raise RolloutError("weights='alias': the model is wrapped, sharded or of another dtype; use 'snapshot'")
-    alias = shareable and mode != "snapshot"
-    replica.init_buffers(next(iter(weights.values())).device)
+    alias = source is None and shareable and mode != "snapshot"
+    device = device or next(iter(weights.values())).device
+    with torch.device("meta"):
+        replica = model.model_class(model.args)
+    replica.init_buffers(device)
     for name, parameter in _tensors(replica).items():
         if name not in weights or weights[name].shape != parameter.shape:
             given = tuple(weights[name].shape) if name in weights else "missing"
             raise RolloutError(f"weights of the generator: {name!r} is {given}, expected {tuple(parameter.shape)}")
         trained = isinstance(parameter, nn.Parameter)
-        tensor = weights[name] if alias else torch.empty_like(weights[name], dtype=dtype if trained else None)
+        tensor = weights[name]
+        if not alias:
+            tensor = torch.empty_like(tensor, dtype=dtype if trained else None, device=device)
         owner, _, attribute = name.rpartition(".")
         value = nn.Parameter(tensor, requires_grad=False) if trained else tensor
         setattr(replica.get_submodule(owner), attribute, value)
@@ -79,24 +89,8 @@ def build_replica(
     if alias:
         _pack_linears(replica)
     else:
-        copy_weights(replica, weights.items())
+        copy_weights(replica, weights.items() if source is None else source)
     return replica, alias
-
-
-def empty_replica(model: BaseArchonModel, dtype: torch.dtype, device: torch.device) -> BaseArchonModel:
-    """Returns an unsharded copy of `model`'s architecture in evaluation mode, with uninitialized weights.
-
-    `model` may be on the meta device.
-    """
-    with torch.device("meta"):
-        replica = model.model_class(model.args)
-    for name, parameter in dict(replica.named_parameters()).items():
-        owner, _, attribute = name.rpartition(".")
-        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
-        setattr(replica.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
-    replica.tie_weights()
-    replica.init_buffers(device)
-    return replica.eval()
 
 
 def _pack_linears(replica: nn.Module) -> None:

@@ -5,13 +5,14 @@ The scheduler handles sequences and page numbers only; the generator computes wi
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from archon.generation.block_pool import BlockPool
 from archon.generation.sequence import Sequence, SharedPrompt
 
 
@@ -41,6 +42,41 @@ class Step:
     chunks: list[ScheduledChunk]
     forks: list[Fork]
     admitted: list[Sequence]  # assigned a slot in this step
+
+
+class BlockPool:
+    """Reference-counted page numbers 0 … n_pages − 1; the lowest free ones are taken first, to keep pages together."""
+
+    def __init__(self, n_pages: int) -> None:
+        self.n_pages = n_pages
+        self._free = list(range(n_pages))
+        self._references = [0] * n_pages
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Returns `count` free pages, now with one reference each; the caller must have checked `n_free`."""
+        assert count <= len(self._free), f"{count} pages requested, {len(self._free)} free"
+        pages = [heapq.heappop(self._free) for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a reference to each of `pages`."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is free"
+            self._references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Remove a reference from each of `pages`; those without references become free."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is free"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                heapq.heappush(self._free, page)
 
 
 class Scheduler:

@@ -29,9 +29,7 @@ class GenerationHyperparameters(StrictModel):
     max_tokens: int | None = Field(None, ge=2, description="maximum tokens of prompt and answer together")
     temperature: float = Field(1.0, ge=1e-3, description="divides the logits; for the most likely token set greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability")
-    top_k: int | None = Field(
-        None, ge=1, lt=2**63, description="sample from the k most likely tokens; null for all of them"
-    )
+    top_k: int | None = Field(None, ge=1, lt=2**63, description="sample from the k most likely tokens; null for all")
     greedy: bool = Field(False, description="choose the most likely token")
     stop_token_ids: list[int] = Field(default_factory=list, description="ids that end the answer; they are kept in it")
     stop: list[str] = Field(default_factory=list, description="strings that end the answer; needs a tokenizer")
@@ -63,11 +61,22 @@ class GenerationHyperparameters(StrictModel):
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
         """Returns a copy that also stops at the tokenizer's end-of-text and padding ids."""
-        ids = list(self.stop_token_ids)
-        for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-            if token_id is not None and token_id not in ids:
-                ids.append(token_id)
-        return self.new(stop_token_ids=ids)
+        ids = [*self.stop_token_ids, tokenizer.pad_token_id, tokenizer.eos_token_id]
+        return self.new(stop_token_ids=list(dict.fromkeys(token_id for token_id in ids if token_id is not None)))
+
+
+class GeneratorConfig(StrictModel):
+    """The in-process inference engine."""
+
+    max_slots: int = Field(256, ge=1, le=2**20, description="answers decoded together")
+    page_size: int = Field(32, ge=1, le=2**20, description="tokens in a page of the key-value cache")
+    memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB for the key-value cache; null: what max_slots needs, at most a quarter of the free memory",
+    )
+    max_seq_len: int | None = Field(None, ge=2, description="tokens of prompt and answer; null: the model's limit")
+    prefill_tokens: int = Field(8192, ge=1, description="prompt tokens read in one step")
 
 
 @dataclass
@@ -148,28 +157,21 @@ class InferenceEngine(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights with which the next token is sampled."""
-        ...
 
     def get_version(self) -> int:
         """Returns `version`; the name of AReaL's interface."""
-        ...
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Returns the answer to a request. Raises RolloutError where it can never be answered."""
-        ...
 
     def pause(self) -> None:
         """Stop between two tokens; unfinished answers are kept."""
-        ...
 
     def resume(self) -> None:
         """Continue after `pause`."""
-        ...
 
     def abort(self, rid: str | None = None) -> int:
         """End the requests named `rid`, or all of them, with stop reason `abort`. Returns their number."""
-        ...
 
     def update_weights(self, meta: Any, *, version: int | None = None) -> None:
         """Replace the weights; tokens sampled from then on have the new version."""
-        ...

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from archon.generation import InProcessEngine, fingerprint
-from archon.generation.config import GeneratorConfig
-from archon.generation.replica import build_replica, copy_weights, empty_replica
+from archon.generation.replica import build_replica, copy_weights
+from archon.generation.types import GeneratorConfig
 from archon.models import BaseArchonModel
 from archon.models.layers.moe import expert_biases
 from archon.parallel.dims import ensure_process_group
@@ -73,8 +73,8 @@ def test_a_replica_is_of_the_class_the_model_was_built_as() -> None:
     ensure_process_group("cpu")
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     assert type(model) is not own
-    for replica in (build_replica(model)[0], empty_replica(model, torch.float32, torch.device("cpu"))):
-        assert type(replica) is own
+    for source_of_weights in (None, source.named_parameters()):
+        assert type(build_replica(model, source=source_of_weights)[0]) is own
     assert fingerprint(build_replica(model)[0]) == fingerprint(source)
 
 

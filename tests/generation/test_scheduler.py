@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from archon.generation.block_pool import BlockPool
-from archon.generation.scheduler import Scheduler, Step
+from archon.generation.scheduler import BlockPool, Scheduler, Step
 from archon.generation.sequence import Sequence
 from archon.generation.types import ModelRequest
 

@@ -148,5 +148,5 @@ def test_pairs_and_configuration_are_checked(make: MakeConfig, tmp_path: Path) -
     with pytest.raises(DatasetError, match=r"train\.jsonl:1: no key 'chosen'; the row has: 'prompt'"):
         opened(config)
     arithmetic = make(train_data={"path": "arithmetic"})
-    with pytest.raises(DatasetError, match="arithmetic has no rows of kind 'dpo'; it has rl, sft"):
+    with pytest.raises(DatasetError, match="arithmetic has no rows of kind 'dpo'; expected rl or sft"):
         opened(arithmetic)
