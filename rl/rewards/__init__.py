@@ -1,7 +1,6 @@
-"""Rewards: functions `fn(prompt, completions, prompt_ids, completion_ids, **data)` that give a number or several.
+"""Rewards: functions `fn(prompt, completions, prompt_ids, completion_ids, **data)` that return numbers.
 
-Nothing in this folder imports torch, and every name loads on first use: a reward's worker process starts in tens of
-milliseconds.
+Nothing in this folder imports torch, and names load on first use, so that a worker process starts in milliseconds.
 """
 
 from archon.schema.lazy import lazy_exports
@@ -10,9 +9,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "async_wrapper": ("AsyncRewardWrapper",),
-        "extract": ("boxed_answer", "extract_answer", "gold_answer", "normalise_answer"),
-        "gold": ("averify_gold", "verify_gold"),
-        "registry": ("VALID_REWARD_FN", "get_reward_fn"),
+        "extract": ("boxed_answer", "extract_answer", "gold_answer", "normalize_answer"),
+        "gold": ("verify_gold",),
+        "lookup": ("VALID_REWARD_FN", "get_reward_fn"),
         "result": (
             "Reward",
             "RewardCrashed",

@@ -1,4 +1,4 @@
-"""`AsyncRewardWrapper`: runs a reward without blocking the event loop; one that hangs or crashes costs its sample."""
+"""`AsyncRewardWrapper`: runs a reward in worker processes, so that a hang or a crash costs one sample."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from archon.rl.rewards import worker
+from archon.rl.rewards.lookup import get_reward_fn
 from archon.rl.rewards.pool import Outcome, RewardCall, WorkerPool
-from archon.rl.rewards.registry import get_reward_fn
 from archon.rl.rewards.result import Reward, RewardRaised, RewardTimeout, as_reward
 from archon.schema.errors import RewardError
 
@@ -23,23 +23,22 @@ _SECONDS = 15.0
 
 
 class AsyncRewardWrapper:
-    """Runs a reward function in processes of its own (an `async def` one in the caller's loop), with a time-out.
+    """Runs a reward function in worker processes (an `async def` one in the caller's loop), with a time-out.
 
-    Awaiting the wrapper gives a `Reward` (a float with `.parts`) or raises a `RewardFailure`, which costs this one
-    sample: `RewardTimeout` (the clock starts when execution starts), `RewardCrashed`, `RewardRaised`, `RewardInvalid`.
-    Only the process of the guilty call is replaced. May be awaited from several loops and threads. Interpreter exit
-    never waits for a reward; `close()`, or the end of a `with` block, kills the processes at once.
+    Awaiting the wrapper returns a `Reward` (a float with `.parts`) or raises a `RewardFailure`, which costs this one
+    sample: `RewardTimeout` (the clock starts with the execution), `RewardCrashed`, `RewardRaised`, `RewardInvalid`.
+    Only the process of the failed call is replaced. The wrapper may be awaited from several loops and threads.
+    Interpreter exit never waits for a reward; `close()`, or the end of a `with` block, kills the processes at once.
 
-    An `async def` reward is cancelled when its time is up; blocking code inside one cannot be.
+    An `async def` reward is canceled when its time is up, which cannot interrupt blocking code.
 
-    A wrapper around a wrapper is that wrapper, so that a workflow may wrap whatever `reward_fn` it is given; closing it
-    closes the one.
+    Wrapping a wrapper returns the same wrapper, so that a workflow may wrap any `reward_fn`.
 
     Args:
-        reward_fn: A function `fn(prompt, completions, prompt_ids, completion_ids, **data)`, or its name as
-            `get_reward_fn` takes it; one of other arguments where the wrapper is called with these.
-        timeout_seconds: Longest execution of one call.
-        max_workers: Most processes at a time; by default the number of CPUs, at most 8. They start when needed.
+        reward_fn: a function `fn(prompt, completions, prompt_ids, completion_ids, **data)`, or its name as in
+            `get_reward_fn`; a function of other arguments where the wrapper is called with these.
+        timeout_seconds: limit of the execution of one call.
+        max_workers: limit of concurrent processes; by default the number of CPUs, at most 8. They start on demand.
 
     Raises:
         RewardError: the function cannot be sent to another process, or is wrapped already with other limits.
@@ -51,20 +50,20 @@ class AsyncRewardWrapper:
     def __init__(
         self, reward_fn: Callable[..., Any] | str, timeout_seconds: float = _SECONDS, max_workers: int | None = None
     ) -> None:
-        if isinstance(reward_fn, type(self)):  # it is this one: see __new__
+        if isinstance(reward_fn, type(self)):  # `reward_fn is self`, from __new__
             self._require_own_limits(timeout_seconds, max_workers)
             return
         if worker.in_worker:
             raise RewardError(
-                "a reward wrapper was made while a worker process imported your script, which defines the reward; "
-                "put what the script does under `if __name__ == '__main__':`, or the reward into a module of its own"
+                "a worker process made a reward wrapper while importing your script, which defines the reward; put the "
+                "script's actions under `if __name__ == '__main__':`, or the reward into another module"
             )
         if not timeout_seconds > 0:
             raise RewardError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
         if max_workers is not None and max_workers < 1:
             raise RewardError(f"max_workers must be at least 1, got {max_workers!r}")
         function = get_reward_fn(reward_fn) if isinstance(reward_fn, str) else reward_fn
-        self.name = _name_of(function)
+        self.name, is_async = _name_and_is_async(function)
         self.timeout_seconds = float(timeout_seconds)
         self._max_workers = max_workers or min(8, os.cpu_count() or 1)
         self._signature = _signature_of(function)
@@ -75,26 +74,25 @@ class AsyncRewardWrapper:
         ]
         self._function = function
         self._pool: WorkerPool | None = None
-        if _is_async(function):
+        if is_async:
             return
-        setup = _setup_frame(function, self.name)
-        self._pool = WorkerPool(setup, self.name, self.timeout_seconds, self._max_workers)
+        frame = _setup_frame(function, self.name)
+        self._pool = WorkerPool(frame, self.name, self.timeout_seconds, self._max_workers)
         weakref.finalize(self, self._pool.close)  # also at interpreter exit
 
     async def __call__(self, /, *arguments: Any, **data: Any) -> Reward:
-        """Returns the reward of one sample; called as the function itself is, by position, by keyword, or both.
+        """Returns the reward of one sample; the arguments are those of the function, by position or by keyword.
 
-        `data` is the sample's row. Where `prompt`, `completions`, `prompt_ids` and `completion_ids` (the first ones, in
-        this order) are given by position, columns of their names are left out. The last two are None for a function
-        that wants them and is given neither.
+        `data` is the sample's row. Columns with the names of arguments given by position are left out. `prompt_ids`
+        and `completion_ids` are None for a function that requires them where neither is given.
 
         Raises:
-            RewardFailure: this sample has no reward, for the reason its `kind` names.
-            RewardError: no sample will have one: the function cannot be loaded, the wrapper is closed, or an argument
-                cannot be sent to another process.
+            RewardFailure: this sample has no reward, for the reason that `kind` names.
+            RewardError: the function cannot be loaded, the wrapper is closed, or an argument cannot be sent to another
+                process.
         """
         for name in ARGUMENTS[: len(arguments)]:
-            if name not in self._parameters[len(arguments) :]:  # else it is the function's own, given by keyword
+            if name not in self._parameters[len(arguments) :]:  # else it is the function's own keyword argument
                 data.pop(name, None)
         if len(arguments) <= 2:
             data = dict.fromkeys(self._ids) | data
@@ -106,13 +104,13 @@ class AsyncRewardWrapper:
         if timeout_seconds not in (_SECONDS, self.timeout_seconds) or max_workers not in (None, self._max_workers):
             raise RewardError(
                 f"the reward {self.name} is wrapped already, with timeout_seconds {self.timeout_seconds:g}; set its "
-                "limits there (a run's: rollout.reward_timeout and reward_workers), and give none here"
+                "limits there (of a run: rollout.reward_timeout and reward_workers), not here"
             )
 
     def require_documented_form(self) -> None:
-        """Raise `RewardError` unless the function takes the four documented arguments by position."""
+        """Raises `RewardError` unless the function takes the four documented arguments by position."""
         try:
-            if self._signature is not None:  # else the first call will tell
+            if self._signature is not None:  # else the first call fails
                 self._signature.bind_partial(*ARGUMENTS)
         except TypeError as error:
             form = ", ".join(ARGUMENTS)
@@ -123,12 +121,12 @@ class AsyncRewardWrapper:
         try:
             async with limit:
                 value = await self._function(*arguments, **data)
-        except (KeyboardInterrupt, asyncio.CancelledError):  # of whoever waits for the reward
+        except (KeyboardInterrupt, asyncio.CancelledError):  # of the caller
             raise
         except BaseException as error:
             if limit.expired():
                 raise RewardTimeout(
-                    f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was cancelled"
+                    f"reward function {self.name} ran longer than {self.timeout_seconds:g} s and was canceled"
                 ) from error
             raise RewardRaised(
                 f"reward function {self.name} raised {type(error).__name__}: {error}", traceback.format_exc()
@@ -150,7 +148,7 @@ class AsyncRewardWrapper:
         return outcome
 
     def close(self) -> None:
-        """Kill the worker processes at once; calls that are not answered yet raise `RewardError`."""
+        """Kills the worker processes at once; unanswered calls raise `RewardError`."""
         if self._pool is not None:
             self._pool.close()
 
@@ -161,15 +159,11 @@ class AsyncRewardWrapper:
         self.close()
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_and_is_async(function: Callable[..., Any]) -> tuple[str, bool]:
     inner = function.func if isinstance(function, functools.partial) else function
     named = inner if hasattr(inner, "__qualname__") else type(inner)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    inner = function.func if isinstance(function, functools.partial) else function
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+    return f"{named.__module__}.{named.__qualname__}", is_async
 
 
 def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -182,7 +176,7 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _setup_frame(function: Callable[..., Any], name: str) -> bytes:
-    """Returns what a worker loads the function from; the user's script is part of it where the function is in it."""
+    """Returns the frame that a worker loads the function from; it names the user's script where that defines it."""
     try:
         pickled = pickle.dumps(function, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:

@@ -1,21 +1,20 @@
-r"""The one answer extractor every reward shares.
+r"""The answer extractor that all rewards share.
 
-In this order: the last `\boxed{…}` (nested braces); the form in which the data set writes its own answers
-(`#### x` for gsm8k, `[x]` for geometry3k and clevr_count_70k); nothing. Never "the last number in the text", which pays
-for a number in an unfinished thought.
+It takes the last `\boxed{…}` (with nested braces), or else the dataset's own form (`#### x` for gsm8k, `[x]` for
+geometry3k and clevr_count_70k), or else nothing: never the last number in the text, which may be an unfinished thought.
 """
 
 from __future__ import annotations
 
 import re
 
-# A data set's own answer form: the pattern's first group is the answer. The last match counts.
+# A dataset's own answer form: the pattern's first group is the answer. The last match counts.
 ANSWER_FORMS: dict[str, re.Pattern[str]] = {
     "gsm8k": re.compile(r"^[ \t]*####[ \t]*(\S.*?)[ \t]*$", re.MULTILINE),
     "brackets": re.compile(r"\[([^\[\]\n]*[^\[\]\s][^\[\]\n]*)\]"),
 }
 GOLD_FORMS = ("gsm8k",)
-"""Forms that a gold answer of free text may be written in; brackets there may be a list."""
+"""Forms of a gold answer; brackets in one may be a list."""
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _SPACING = re.compile(r"(?:\\[,;: ]|~|\s)+")
@@ -23,7 +22,7 @@ _SINGLE_BRACKETS = re.compile(r"\[([^\[\],;]*)\]")
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}`; None without one, or where the last one is never closed (cut off)."""
+    r"""Returns the content of the last `\boxed{…}`; None without one, or where the last one is not closed."""
     openings = list(_BOXED.finditer(text))
     if not openings:
         return None
@@ -32,7 +31,7 @@ def boxed_answer(text: str) -> str | None:
     while position < len(text):
         character = text[position]
         if character == "\\":
-            position += 1  # an escaped brace, as in \{1, 2\}, opens and closes nothing
+            position += 1  # skips an escaped brace, as in \{1, 2\}
         elif character == "{":
             depth += 1
         elif character == "}":
@@ -44,11 +43,9 @@ def boxed_answer(text: str) -> str | None:
 
 
 def extract_answer(text: str, form: str | None = None) -> str | None:
-    r"""The answer that `text` states, or None.
+    r"""Returns the answer that the completion `text` states, or None.
 
-    Args:
-        text: A completion.
-        form: A key of `ANSWER_FORMS`, to accept that data set's own form where there is no `\boxed{…}`.
+    `form` is a key of `ANSWER_FORMS`: the dataset's own form, accepted where there is no `\boxed{…}`.
     """
     boxed = boxed_answer(text)
     if boxed is not None:
@@ -60,9 +57,9 @@ def extract_answer(text: str, form: str | None = None) -> str | None:
 
 
 def gold_answer(answer: str) -> tuple[str, str | None]:
-    """Splits a data set's gold answer into (the answer itself, the form it is written in or None).
+    """Returns a dataset's gold answer without its solution, and the form it is written in or None.
 
-    A worked solution that ends in `#### 72` gives ("72", "gsm8k"); a bare "72" gives ("72", None).
+    A worked solution that ends in `#### 72` becomes ("72", "gsm8k"); a bare "72" becomes ("72", None).
     """
     for form in GOLD_FORMS:
         matches = ANSWER_FORMS[form].findall(answer)
@@ -72,8 +69,8 @@ def gold_answer(answer: str) -> tuple[str, str | None]:
     return (answer.strip() if boxed is None else boxed), None
 
 
-def normalise_answer(answer: str) -> str:
-    r"""Takes off what does not change an answer: spaces, `$…$`, `\(…\)`, a full stop, brackets around one element."""
+def normalize_answer(answer: str) -> str:
+    r"""Removes spaces, `$…$`, `\(…\)`, a full stop and brackets around one element."""
     text = _SPACING.sub(" ", answer.replace("\\!", "").replace("{,}", ",")).strip()
     previous = None
     while text != previous:

@@ -1,9 +1,9 @@
-r"""The check before step 0: a reward that does not pay for the data set's own answers would train towards nothing."""
+"""Checks before step 0 that the reward gives the dataset's own answers at least 1.0."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from archon.rl.rewards.async_wrapper import AsyncRewardWrapper
@@ -12,31 +12,19 @@ from archon.rl.rewards.result import RewardFailure
 from archon.schema.errors import RewardError
 
 
-def verify_gold(
-    reward: AsyncRewardWrapper | Callable[..., Any] | str, rows: Sequence[Mapping[str, Any]], n: int | None = 64
-) -> int:
-    """`averify_gold` for callers outside an event loop."""
-    return asyncio.run(averify_gold(reward, rows, n))
+async def verify_gold(reward: AsyncRewardWrapper, rows: Sequence[Mapping[str, Any]], n: int | None = 64) -> int:
+    r"""Scores the gold answers of `n` rows (None: all), evenly spaced, and returns how many were checked.
 
-
-async def averify_gold(
-    reward: AsyncRewardWrapper | Callable[..., Any] | str, rows: Sequence[Mapping[str, Any]], n: int | None = 64
-) -> int:
-    r"""Scores the gold answers of `n` rows (None: all), evenly spread, and returns how many were checked.
-
-    A gold answer is handed to the reward as the completion, first in the form the data set writes it, then as
-    `\boxed{…}`; one of the two must score at least 1.0.
+    The completion is the gold answer in the dataset's own form, then as `\boxed{…}`; one of the two must score at least
+    1.0.
 
     Raises:
         RewardError: a row without an `answer`, a gold answer that scores less, or a reward that fails on it; the
             message names the row.
     """
-    if not isinstance(reward, AsyncRewardWrapper):
-        with AsyncRewardWrapper(reward) as wrapper:
-            return await averify_gold(wrapper, rows, n)
     count = len(rows) if n is None else min(n, len(rows))
-    chosen = [index * len(rows) // count for index in range(count)]
-    await asyncio.gather(*(_check(reward, index, rows[index]) for index in chosen))
+    indices = [index * len(rows) // count for index in range(count)]
+    await asyncio.gather(*(_check(reward, index, rows[index]) for index in indices))
     return count
 
 
@@ -51,13 +39,12 @@ async def _check(reward: AsyncRewardWrapper, index: int, row: Mapping[str, Any])
         try:
             scores.append(await reward(row.get("prompt", ""), completion, [], [], **row))
         except RewardFailure as failure:
-            raise RewardError(
-                f"the reward fails on the gold answer of row {index} ({answer[-80:]!r}): {failure}"
-            ) from failure
+            message = f"the reward fails on the gold answer of row {index} ({answer[-80:]!r}): {failure}"
+            raise RewardError(message) from failure
         if scores[-1] >= 1.0:
             return
     raise RewardError(
         f"the gold answer of row {index} ({answer[-80:]!r}) scores {max(scores):g} instead of 1.0 with the reward "
-        f"{reward.name}; choose the reward that fits the data set, or fix its `answer` column; for a reward that "
+        f"{reward.name}; choose the reward that fits the dataset, or fix its `answer` column; for a reward that "
         "returns less than 1.0 to a bare answer, set rollout.gold_checked=0"
     )

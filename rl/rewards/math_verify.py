@@ -1,7 +1,7 @@
-r"""The reward of free-form mathematics: 1.0 where math-verify finds the stated answer equal to the gold one, else 0.0.
+"""The reward of free-form mathematics, by math-verify.
 
-math-verify's own time-outs are off: they use SIGALRM, which fails outside the main thread. `AsyncRewardWrapper` kills
-a call that runs too long. Its search for a number in running text is not used: the shared extractor finds the answer.
+math-verify's own time-outs are off, as SIGALRM fails outside the main thread: `AsyncRewardWrapper` kills calls that run
+too long. Its search for a number in running text is not used: the shared extractor finds the answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from archon.rl.rewards.extract import extract_answer, gold_answer, normalise_answer
+from archon.rl.rewards.extract import extract_answer, gold_answer, normalize_answer
 from archon.schema.errors import RewardError
 
 _UNICODE = {
@@ -39,14 +39,14 @@ def _library() -> SimpleNamespace:
             "the reward math_verify needs the package math-verify, which is not installed; "
             "install archon's extra `rl`: pip install 'archon-engine[rl]'"
         ) from error
-    # Both modules warn once that time-outs are off; they are off on purpose.
+    # Both modules warn once that time-outs are off, which is on purpose.
     parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
     boxed_only = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
     return SimpleNamespace(parse=parse, verify=verify, config=boxed_only)
 
 
 def _to_latex(answer: str) -> str:
-    text = normalise_answer(answer)
+    text = normalize_answer(answer)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text)
     for character, latex in _UNICODE.items():
         text = text.replace(character, latex)
@@ -71,9 +71,9 @@ def _parse(latex: str) -> tuple[Any, ...]:
 def answers_equal(gold: str, stated: str) -> bool:
     r"""Whether two written answers have the same value: 7/2 and 3.5, `\frac12` and 0.5, [ 3 ] and 3.0, √12 and 2√3.
 
-    Words ("yes", "Tuesday") are compared as words, without case: as mathematics they would be products of letters, in
-    which "god" equals "dog". What math-verify cannot read is compared as text. An undefined gold answer (1/0) is an
-    error of math-verify's.
+    Words ("yes", "Tuesday") are compared as words, ignoring case: as mathematics they would be products of letters, so
+    that "god" equals "dog". What math-verify cannot parse is compared as text. An undefined gold answer (1/0) is an
+    error of math-verify.
     """
     gold_latex, stated_latex = _to_latex(gold), _to_latex(stated)
     if gold_latex == stated_latex:
@@ -90,9 +90,9 @@ def answers_equal(gold: str, stated: str) -> bool:
 def math_verify_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""1.0 where the completion's last `\boxed{x}` equals the gold answer as mathematics, else 0.0.
+    r"""Returns 1.0 where the completion's last `\boxed{x}` equals the gold answer as mathematics, else 0.0.
 
-    Where the gold answer is written in a data set's own form (`#### 72`), the completion may use that form too.
+    Where the gold answer is written in a dataset's own form (`#### 72`), the completion may use that form too.
 
     Raises:
         RewardError: math-verify is not installed, or the gold answer is empty.

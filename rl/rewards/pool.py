@@ -1,21 +1,14 @@
 """A pool of reward processes that can be killed: a thread sends calls, enforces time-outs and replaces single workers.
 
 `concurrent.futures.ProcessPoolExecutor` cannot kill a call that hangs, one dead process breaks all its calls, and
-interpreter exit waits for it. `pebble.ProcessPool` 5.2.3 was tried behind the same wrapper, with an initializer for
-what can be set from outside. It stops the worker alone, so that a process which a killed reward had started lives on;
-a queued call that is cancelled runs all the same; and, as with every pool on `multiprocessing`, each worker imports the
-user's script and with it torch. Medians of 7 runs in turn, 2 workers on 2 busy cores:
+interpreter exit waits for it. `pebble.ProcessPool` 5.2.3 leaves processes that a killed reward had started, runs queued
+calls that were canceled, and, as every pool on `multiprocessing`, imports the user's script, and so torch, in each
+worker. With 2 workers on 2 cores it ran 6,200 calls/s (here 12,700) and had its first result after 0.64 s (0.17 s).
 
-                                      here      pebble
-    256 calls at once, calls/s        12,700    6,200
-    one call, ms                      0.13      0.17
-    first result, s                   0.17      0.64 (about 3 where the script imports torch)
-    8 calls beside a crash, s         0.32      0.65
-
-Here a worker is a fresh interpreter, which inherits none of the parent's threads, locks or CUDA context and imports
-only the reward's own module. It runs its calls in order and answers each one at once. So the call that executes is the
-oldest one not answered: its time-out runs, it failed when the process dies, and the calls behind it, which never
-started, go to another worker. Sending cheap calls ahead doubles the calls per second.
+A worker is a fresh interpreter without the parent's threads, locks or CUDA context that imports only the reward's own
+module. It runs its calls in order and answers each at once, so the oldest unanswered call is the one that executes: its
+time-out runs, and it fails when the process dies, while the calls after it go to another worker. Sending cheap calls
+ahead doubles the calls per second.
 """
 
 from __future__ import annotations
@@ -43,15 +36,12 @@ from archon.schema.errors import RewardError
 Item = TypeVar("Item")
 Outcome = Reward | RewardError
 
-_START_SECONDS = 120.0  # to import the reward's module; calls do not time out meanwhile, they have not started
-_STARTS = 3  # workers in a row that die before they are ready: then the reward is broken, not the worker
-_AHEAD_SECONDS = 0.004  # cheap calls are sent ahead of time, up to this much work …
-_AHEAD_CALLS = 32  # … and this many calls, so that a round trip is paid once for all of them
+_START_SECONDS = 120.0  # to import the reward's module; calls have not started and do not time out meanwhile
+_MAX_FAILED_STARTS = 3  # in a row, after which the reward is considered broken
+_AHEAD_SECONDS, _AHEAD_CALLS = 0.004, 32  # the most work that is sent to a worker ahead of time, to save round trips
 _READ_BYTES = 1 << 16
-_LONGEST_WAIT_SECONDS = 86_400.0  # epoll takes no more than some weeks
-_NO_SIGNAL = getattr(
-    socket, "MSG_NOSIGNAL", 0
-)  # writing to a dead worker is an error, also where SIGPIPE is not ignored
+_MAX_WAIT_SECONDS = 86_400.0  # epoll's limit is some weeks
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # no SIGPIPE when writing to a dead worker
 _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[3:]; from archon.rl.rewards.worker import main; "
     "main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -60,7 +50,7 @@ _BOOTSTRAP = (
 
 @dataclass(eq=False)
 class RewardCall:
-    """One call: its pickled arguments, and the future of the caller's loop that gets its outcome."""
+    """One call: its pickled arguments, and the caller's future for its outcome."""
 
     frame: bytes
     future: asyncio.Future[Outcome]
@@ -72,7 +62,7 @@ class _Worker:
     channel: socket.socket
     deadline: float  # monotonic seconds; infinite when idle
     ready: bool = False
-    calls: deque[RewardCall] = field(default_factory=deque)  # sent, not yet answered; the first one executes
+    calls: deque[RewardCall] = field(default_factory=deque)  # sent and not answered; the first one executes
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -81,10 +71,10 @@ class WorkerPool:
     """Runs one function in at most `max_workers` processes, started when there is work for them.
 
     Args:
-        setup: The frame that tells a worker which function to run.
-        name: The function's name, for messages.
-        timeout_seconds: Longest execution of one call.
-        max_workers: Most processes at a time.
+        setup: the frame that a worker loads the function from.
+        name: the function's name, for messages.
+        timeout_seconds: limit of the execution of one call.
+        max_workers: limit of concurrent processes.
     """
 
     def __init__(self, setup: bytes, name: str, timeout_seconds: float, max_workers: int) -> None:
@@ -93,15 +83,14 @@ class WorkerPool:
         self.max_workers = max_workers
         self._setup = setup
         self._owner = os.getpid()
-        self._inbox: deque[RewardCall] = (
-            deque()
-        )  # shared with other threads, as is _done: a deque's operations are atomic
+        # Both are shared with other threads; a deque's operations are atomic.
+        self._inbox: deque[RewardCall] = deque()
         self._done: deque[tuple[RewardCall, Outcome]] = deque()
         self._queue: deque[RewardCall] = deque()
         self._workers: list[_Worker] = []
         self._dying: list[subprocess.Popen[bytes]] = []
         self._failed_starts = 0
-        self._broken: tuple[str, str] | None = None  # message and traceback, once no worker can ever start
+        self._broken: tuple[str, str] | None = None  # message and traceback, once no worker can start
         self._seconds_per_call: float | None = None
         self._closing = False
         self._wake_pending = False
@@ -113,10 +102,8 @@ class WorkerPool:
         self._thread = threading.Thread(target=self._run, name=f"rewards of {name}", daemon=True)
         self._thread.start()
 
-    # -- any thread -------------------------------------------------------------------------------------------------
-
     def submit(self, call: RewardCall) -> None:
-        """Queue a call; its outcome is delivered once, also when the pool is closed meanwhile."""
+        """Queues a call, from any thread; its outcome is delivered once, even if the pool is closed meanwhile."""
         if os.getpid() != self._owner:
             raise RewardError(f"the wrapper of reward {self.name} was made in another process; make one in this one")
         self._inbox.append(call)
@@ -126,7 +113,7 @@ class WorkerPool:
             self._flush()
 
     def close(self) -> None:
-        """Kill the workers and fail what has not been answered. Never waits for a reward. Safe to call twice."""
+        """Kills the workers and fails unanswered calls, from any thread, without waiting for a reward."""
         if os.getpid() != self._owner:
             return  # a forked child leaves its parent's workers alone
         self._closing = True
@@ -142,11 +129,9 @@ class WorkerPool:
         try:
             self._wake_sender.send(b"\0")
         except BlockingIOError:
-            return  # the thread has more than enough wake-ups to read
+            return  # the thread has wake-ups to read
         except OSError:
-            self._wake_pending = False  # closed: the caller sees that the thread is gone
-
-    # -- the pool's thread ------------------------------------------------------------------------------------------
+            self._wake_pending = False  # closed
 
     def _run(self) -> None:
         try:
@@ -155,9 +140,10 @@ class WorkerPool:
                     if key.data is None:
                         self._wake_receiver.recv(4096)
                         self._wake_pending = False
-                    else:
+                    elif key.data in self._workers:
                         self._serve(key.data, events)
-                self._take_inbox()
+                self._queue.extend(_pop_all(self._inbox))
+                self._dying = [process for process in self._dying if process.poll() is None]
                 self._expire()
                 self._dispatch()
                 self._flush()
@@ -170,15 +156,9 @@ class WorkerPool:
         nearest = min((worker.deadline for worker in self._workers), default=float("inf"))
         if self._dying:
             nearest = min(nearest, time.monotonic() + 1.0)
-        return None if nearest == float("inf") else min(max(0.0, nearest - time.monotonic()), _LONGEST_WAIT_SECONDS)
-
-    def _take_inbox(self) -> None:
-        self._queue.extend(_pop_all(self._inbox))
-        self._dying = [process for process in self._dying if process.poll() is None]
+        return None if nearest == float("inf") else min(max(0.0, nearest - time.monotonic()), _MAX_WAIT_SECONDS)
 
     def _serve(self, worker: _Worker, events: int) -> None:
-        if worker not in self._workers:
-            return
         if events & selectors.EVENT_WRITE:
             self._send(worker)
         if events & selectors.EVENT_READ:
@@ -188,7 +168,7 @@ class WorkerPool:
         try:
             chunk = worker.channel.recv(_READ_BYTES)
         except ConnectionError:
-            chunk = b""  # it died with calls unread; what it answered before has been received
+            chunk = b""  # it died; its earlier answers have been received
         if not chunk:
             self._worker_died(worker)
             return
@@ -241,23 +221,24 @@ class WorkerPool:
                 self._start_failed(f"not loaded after {_START_SECONDS:g} s")
 
     def _worker_died(self, worker: _Worker) -> None:
-        """The worker closed its end of the socket, so it died; its exit code says how."""
+        """Handles a worker that closed its end of the socket; its exit code says how it died."""
         _kill(worker.process)
-        how = _how_it_ended(worker.process)
+        reason = _describe_exit(worker.process)
         if worker.ready:
-            self._remove(worker, RewardCrashed(f"the process of reward function {self.name} {how}"))
+            self._remove(worker, RewardCrashed(f"the process of reward function {self.name} {reason}"))
         else:
             self._remove(worker, None)
-            self._start_failed(f"the process {how}")
+            self._start_failed(f"the process {reason}")
 
     def _start_failed(self, reason: str) -> None:
         self._failed_starts += 1
-        if self._failed_starts >= _STARTS and self._broken is None:
-            message = f"no worker process for the reward function {self.name} could start {_STARTS} times: {reason}"
+        if self._failed_starts >= _MAX_FAILED_STARTS and self._broken is None:
+            times = f"{_MAX_FAILED_STARTS} times: {reason}"
+            message = f"no worker process for the reward function {self.name} could start {times}"
             self._broken = message, ""
 
     def _remove(self, worker: _Worker, failure: RewardFailure | None) -> None:
-        """Kill a worker with all it started; the executing call fails, those behind it go back to the queue's head."""
+        """Kills a worker and its processes; the executing call fails, later ones go back to the head of the queue."""
         self._workers.remove(worker)
         self._selector.unregister(worker.channel)
         worker.channel.close()
@@ -277,8 +258,9 @@ class WorkerPool:
                 self._done.append((call, error))
             return
         ready = [worker for worker in self._workers if worker.ready]
-        depth = self._calls_ahead()
-        filled = set()
+        seconds = self._seconds_per_call
+        depth = max(1, min(_AHEAD_CALLS, int(_AHEAD_SECONDS / seconds))) if seconds else 1
+        used = set()
         while self._queue and ready:
             worker = min(ready, key=lambda candidate: len(candidate.calls))
             if len(worker.calls) >= depth:
@@ -290,18 +272,13 @@ class WorkerPool:
                 worker.deadline = time.monotonic() + self.timeout_seconds
             worker.calls.append(call)
             worker.unsent += LENGTH.pack(len(call.frame)) + call.frame
-            filled.add(worker)
-        for worker in filled:
+            used.add(worker)
+        for worker in used:
             self._send(worker)
         starting = sum(not worker.ready for worker in self._workers)
         while len(self._workers) < self.max_workers and starting < len(self._queue) and self._broken is None:
             starting += 1
             self._start()
-
-    def _calls_ahead(self) -> int:
-        if not self._seconds_per_call:
-            return 1
-        return max(1, min(_AHEAD_CALLS, int(_AHEAD_SECONDS / self._seconds_per_call)))
 
     def _send(self, worker: _Worker) -> None:
         try:
@@ -309,22 +286,22 @@ class WorkerPool:
         except BlockingIOError:
             sent = 0
         except ConnectionError:
-            sent = len(worker.unsent)  # it died; what it still answered is read before it is removed
+            sent = len(worker.unsent)  # it died; its last answers are read before it is removed
         del worker.unsent[:sent]
         writing = selectors.EVENT_WRITE if worker.unsent else 0
         self._selector.modify(worker.channel, selectors.EVENT_READ | writing, worker)
 
     def _start(self) -> None:
-        """Start a worker from this thread: Linux kills it with the thread that started it, which lives until close."""
+        """Starts a worker, on the pool's thread, as Linux kills a worker when the thread that started it ends."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(self._owner), *sys.path]
         try:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward prints must not end up in what archon prints
+                stdout=2,  # what a reward prints goes to standard error
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the trainer; and a kill takes the reward's own children too
+                start_new_session=True,  # Ctrl-C is for the trainer, and a kill includes the reward's children
             )
         except OSError as error:
             ours.close()
@@ -355,27 +332,27 @@ class WorkerPool:
         self._wake_sender.close()
 
     def _flush(self) -> None:
-        """Deliver outcomes, with one wake-up for each event loop."""
+        """Delivers outcomes, with one wake-up per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RewardCall, Outcome]]] = {}
         for call, outcome in _pop_all(self._done):
             by_loop.setdefault(call.future.get_loop(), []).append((call, outcome))
         for loop, settled in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits the outcome
-                loop.call_soon_threadsafe(_settle, settled)
+                loop.call_soon_threadsafe(_set_results, settled)
 
     def _fail(self, calls: deque[RewardCall]) -> None:
         for call in _pop_all(calls):
             self._done.append((call, RewardError(f"the wrapper of reward {self.name} is closed")))
 
 
-def _settle(settled: list[tuple[RewardCall, Outcome]]) -> None:
+def _set_results(settled: list[tuple[RewardCall, Outcome]]) -> None:
     for call, outcome in settled:
         if not call.future.done():
             call.future.set_result(outcome)
 
 
 def _pop_all(items: deque[Item]) -> Iterator[Item]:
-    """Yields and removes items one by one, also where another thread does the same."""
+    """Removes and yields items one by one, safe with other threads doing the same."""
     while True:
         try:
             item = items.popleft()
@@ -385,12 +362,12 @@ def _pop_all(items: deque[Item]) -> Iterator[Item]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a worker's whole process group; only before it was waited for, as its number may be reused afterwards."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of the group is left
+    """Kills a worker's process group; not after it was waited for, as its id may have been reused."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+def _describe_exit(process: subprocess.Popen[bytes]) -> str:
     try:
         code = process.wait(timeout=1.0)
     except subprocess.TimeoutExpired:

@@ -20,14 +20,14 @@ class Reward(float):
         return reward
 
 
-class RewardFailure(RewardError):  # noqa: N818 - the base of four names that tell what happened
-    """A reward call that gave no reward: the sample is dropped and counted under `kind`, never scored 0."""
+class RewardFailure(RewardError):  # noqa: N818 - the base of four classes named by what happened
+    """A reward call without a reward: the sample is dropped and counted under `kind`, never scored 0."""
 
     kind: ClassVar[str] = "failed"
 
 
 class RewardTimeout(RewardFailure):
-    """The call ran longer than its time-out, counted from the moment it started to execute; its process was killed."""
+    """The call ran longer than its time-out, counted from its start, and its process was killed."""
 
     kind = "timeout"
 
@@ -39,7 +39,7 @@ class RewardCrashed(RewardFailure):
 
 
 class RewardRaised(RewardFailure):
-    """The call raised. `traceback_text` is the traceback from where it ran; it is also a note of this exception."""
+    """The call raised. `traceback_text` is the worker's traceback, which is also a note of this exception."""
 
     kind = "raised"
 
@@ -60,7 +60,7 @@ FAILURE_KINDS = tuple(failure.kind for failure in (RewardTimeout, RewardCrashed,
 
 
 def as_reward(value: Any, name: str) -> Reward:
-    """Checks what the reward function `name` returned and sums a dictionary's parts.
+    """Returns the result of the reward function `name`, checked, with a dictionary's parts summed.
 
     Raises:
         RewardInvalid: `value` is not a number (anything with `__float__`) or a non-empty dict of them, or one of them
@@ -88,8 +88,8 @@ def _finite(value: Any, name: str, verb: str) -> float:
         )
     try:
         number = float(value)
-    except Exception as error:  # a tensor of many elements, a complex number: whatever its __float__ says
-        raise RewardInvalid(f"reward function {name} {verb} a value that is no number: {error}") from error
+    except Exception as error:  # such as a tensor of many elements
+        raise RewardInvalid(f"reward function {name} {verb} a value that is not a number: {error}") from error
     if not math.isfinite(number):
         raise RewardInvalid(f"reward function {name} {verb} {number}; expected a finite number")
     return number

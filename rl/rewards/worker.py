@@ -1,8 +1,7 @@
-"""The process a reward runs in: reads calls from a socket, runs them one after another, writes each result at once.
+"""The worker process of a reward: reads calls from a socket, runs them in order, and writes each result at once.
 
-Started by `pool.py` as a fresh interpreter. It imports what the reward imports and nothing else. Frames are a 4-byte
-big-endian length and a body: pickles towards the worker (its own parent wrote them), JSON back, so that the trainer
-never unpickles anything that a reward made.
+`pool.py` starts it as a fresh interpreter. Frames are a 4-byte big-endian length and a body: pickles to the worker, and
+JSON back, so that the trainer never unpickles what a reward has made.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from typing import Any, BinaryIO
 from archon.rl.rewards.result import RewardInvalid, as_reward
 
 LENGTH = struct.Struct(">I")
-_LONGEST_TRACEBACK = 8000  # characters kept, from its end
+_MAX_TRACEBACK = 8000  # characters, from its end
 
-in_worker = False  # AsyncRewardWrapper refuses to be made here: a script without `if __name__ == "__main__"` would
+in_worker = False  # AsyncRewardWrapper checks it: a script without `if __name__ == "__main__"` would make one here
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -35,7 +34,7 @@ def main(descriptor: int, parent: int) -> None:
     with open(descriptor, "rb") as calls:
         try:
             function, name = _load(_read_frame(calls))
-        except BaseException:  # noqa: BLE001 - whatever a user's module raises is reported to the parent
+        except BaseException:  # noqa: BLE001 - reported to the parent
             _reply(descriptor, {"event": "load_failed", "text": _traceback()})
             return
         _reply(descriptor, {"event": "ready"})
@@ -44,7 +43,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Asks Linux to kill this process when its parent dies, even in the middle of a call that never returns."""
+    """Asks Linux to kill this process when its parent dies, even during a call that never returns."""
     if sys.platform == "linux":
         import ctypes
 
@@ -55,7 +54,7 @@ def _die_with(parent: int) -> None:
 
 
 def _load(frame: bytes) -> tuple[Callable[..., Any], str]:
-    setup = pickle.loads(frame)  # noqa: S301 - our own parent wrote it; so too below
+    setup = pickle.loads(frame)  # noqa: S301 - written by the parent, as below
     if setup["main"]:
         # The reward lives in the user's script, which is imported under another name, as multiprocessing does.
         from multiprocessing import spawn
@@ -73,14 +72,14 @@ def _run(function: Callable[..., Any], name: str, frame: bytes) -> dict[str, Any
         result: dict[str, Any] = {"event": "reward", "total": float(reward), "parts": reward.parts}
     except RewardInvalid as error:
         result = {"event": "invalid", "text": str(error)}
-    except BaseException as error:  # noqa: BLE001 - SystemExit too: a reward's sys.exit() costs its own sample only
+    except BaseException as error:  # noqa: BLE001 - SystemExit costs its sample only
         result = {"event": "raised", "error": f"{type(error).__name__}: {error}", "text": _traceback()}
     result["seconds"] = time.perf_counter() - started
     return result
 
 
 def _traceback() -> str:
-    return traceback.format_exc()[-_LONGEST_TRACEBACK:]
+    return traceback.format_exc()[-_MAX_TRACEBACK:]
 
 
 def _read_frame(stream: BinaryIO) -> bytes:

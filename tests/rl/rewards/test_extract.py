@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from archon.rl.rewards import boxed_answer, extract_answer, gold_answer, normalise_answer
+from archon.rl.rewards import boxed_answer, extract_answer, gold_answer, normalize_answer
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_gold_answers_are_taken_out_of_worked_solutions() -> None:
 
 @pytest.mark.parametrize("text", ["3", " 3 ", "[ 3 ]", "[3]", "$3$", r"\(3\)", r"\[ 3 \]", "3.", "$[3].$"])
 def test_dressing_of_an_answer_is_taken_off(text: str) -> None:
-    assert normalise_answer(text) == "3"
+    assert normalize_answer(text) == "3"
 
 
 @pytest.mark.parametrize("text", ["[3,4]", "(3)", "[3;4]", "$3$ and $4$", "$18", "[]", "[[3]]"])
 def test_what_carries_meaning_stays(text: str) -> None:
-    assert normalise_answer(text) == text
+    assert normalize_answer(text) == text

@@ -1,4 +1,4 @@
-"""Reward functions by name, or by the dotted path of a function of the user's own."""
+"""Looks up reward functions by name or by dotted path."""
 
 from __future__ import annotations
 
@@ -11,34 +11,29 @@ from typing import Any
 from archon.schema.errors import RewardError
 
 _BUILT_IN = {
-    "clevr_count_70k": "archon.rl.rewards.brackets.clevr_count_70k_reward",
-    "exact_match": "archon.rl.rewards.exact_match.exact_match_reward",
-    "geometry3k": "archon.rl.rewards.brackets.geometry3k_reward",
-    "gsm8k": "archon.rl.rewards.gsm8k.gsm8k_reward",
+    "clevr_count_70k": "archon.rl.rewards.datasets.clevr_count_70k_reward",
+    "exact_match": "archon.rl.rewards.datasets.exact_match_reward",
+    "geometry3k": "archon.rl.rewards.datasets.geometry3k_reward",
+    "gsm8k": "archon.rl.rewards.datasets.gsm8k_reward",
     "math_verify": "archon.rl.rewards.math_verify.math_verify_reward",
 }
-_NEEDS = {
-    "geometry3k": "math_verify",
-    "math_verify": "math_verify",
-}  # reward name -> module that the extra `rl` installs
+_NEED_MATH_VERIFY = ("geometry3k", "math_verify")
 
 VALID_REWARD_FN = tuple(sorted(_BUILT_IN))
 
 
 def get_reward_fn(name: str) -> Callable[..., Any]:
-    """The reward function called `name`: one of `VALID_REWARD_FN`, or a dotted path such as "my_package.rewards.score".
+    """Returns the reward function called `name`: one of `VALID_REWARD_FN`, or a dotted path.
 
     Raises:
         RewardError: no such name, module or function, or a built-in one whose package is not installed.
     """
-    path = _BUILT_IN.get(name, name)
-    needed = _NEEDS.get(name)
-    if needed and importlib.util.find_spec(needed) is None:
+    if name in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
         raise RewardError(
-            f"the reward {name} needs the package {needed.replace('_', '-')}, which is not installed; "
+            f"the reward {name} needs the package math-verify, which is not installed; "
             "install archon's extra `rl`: pip install 'archon-engine[rl]'"
         )
-    module_name, _, attribute = path.rpartition(".")
+    module_name, _, attribute = _BUILT_IN.get(name, name).rpartition(".")
     if not module_name:
         near = difflib.get_close_matches(name, VALID_REWARD_FN, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,0 +1,88 @@
+"""Rewards of the built-in datasets: an exact text, a number, or a mathematical answer in brackets."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from archon.rl.rewards.extract import extract_answer, gold_answer, normalize_answer
+from archon.rl.rewards.math_verify import answers_equal
+from archon.schema.errors import RewardError
+
+_DECIMAL = r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+_NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?:\\?\$)?\s*(?P<value>{_DECIMAL})\s*(?:\\?%)?")
+_RATIO = re.compile(r"(?P<sign>[+-]?)\s*(?:\\[dt]?frac\{(?P<a>[^{}]*)\}\{(?P<b>[^{}]*)\}|(?P<c>[^/]*)/(?P<d>[^/]*))")
+_MAX_NUMBER_LENGTH = 100  # characters; int() refuses 4,300 digits
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""Returns the exact value of a written number, or None: 1,000 · 3.0 · [ 3 ] · $18 · 20% (as 20) · \frac{7}{2}."""
+    text = normalize_answer(text.replace("\N{MINUS SIGN}", "-"))
+    if len(text) > _MAX_NUMBER_LENGTH:
+        return None
+    plain = _NUMBER.fullmatch(text)
+    if plain:
+        value = Fraction(plain["value"].replace(",", "").replace(" ", ""))
+        return -value if plain["sign"] == "-" else value
+    ratio = _RATIO.fullmatch(text)
+    if ratio is None:
+        return None
+    parts = [_NUMBER.fullmatch((ratio[a] or ratio[b] or "").strip()) for a, b in (("a", "c"), ("b", "d"))]
+    numerator, denominator = (parse_number(part[0]) if part else None for part in parts)
+    if numerator is None or not denominator:
+        return None
+    value = numerator / denominator
+    return -value if ratio["sign"] == "-" else value
+
+
+def exact_match_reward(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
+) -> float:
+    """Returns 1.0 where the completion, stripped of surrounding spaces, is the gold answer, else 0.0."""
+    return float(completions.strip() == str(answer).strip())
+
+
+def gsm8k_reward(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
+) -> float:
+    r"""Returns 1.0 where the last `\boxed{x}`, or else the last `#### x`, is the gold number, else 0.0.
+
+    `answer` is the gold answer as gsm8k has it (a solution that ends in `#### x`), or the bare number. Raises
+    `RewardError` where it is not a number: a defect of the data is not a reward of 0.
+    """
+    return _number_reward("gsm8k", completions, answer, form="gsm8k")
+
+
+def clevr_count_70k_reward(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
+) -> float:
+    r"""Returns 1.0 where the last `\boxed{3}`, or else the last `[ 3 ]` or `[3.0]`, is the gold count, else 0.0.
+
+    Raises `RewardError` where the gold answer is not a number.
+    """
+    return _number_reward("clevr_count_70k", completions, answer, form="brackets")
+
+
+def geometry3k_reward(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
+) -> float:
+    r"""Returns 1.0 where the last `\boxed{x}`, or else the last `[x]`, equals the gold answer as mathematics
+    (`7 \sqrt{3}`, 7√3), else 0.0.
+
+    Raises `RewardError` where math-verify is not installed, or the gold answer is empty.
+    """
+    gold, _ = gold_answer(str(answer))
+    if not gold:
+        raise RewardError("geometry3k's gold answer is empty")
+    stated = extract_answer(completions, form="brackets")
+    return float(stated is not None and answers_equal(gold, stated))
+
+
+def _number_reward(dataset: str, completions: str, answer: str, form: str) -> float:
+    text, _ = gold_answer(str(answer))
+    gold = parse_number(text)
+    if gold is None:
+        raise RewardError(f"{dataset}'s gold answer must be a number, got {text!r}")
+    stated = extract_answer(completions, form=form)
+    return float(stated is not None and parse_number(stated) == gold)
