@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from archon.checkpoint.hf_io import load_tokenizer
-from archon.data.load import load_rows
+from archon.data.registry import load_rows
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters

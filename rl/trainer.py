@@ -12,7 +12,7 @@ from torch import Tensor
 
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import encode_prompt
-from archon.data.load import load_rows
+from archon.data.registry import load_rows
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout

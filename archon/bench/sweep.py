@@ -14,7 +14,7 @@ from archon.bench.launch import one_line, run_ranks
 from archon.bench.origin import machine, origin
 from archon.bench.partition import STEP
 from archon.bench.rank_process import PointRequest
-from archon.schema.files import require_folder
+from archon.schema.config import require_folder
 
 # Allowed difference of the sum of phases from the step's wall-clock time, which includes starting the profiler's step.
 PHASE_TOLERANCE = 0.05

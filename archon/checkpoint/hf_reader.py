@@ -26,7 +26,7 @@ from archon.checkpoint.safetensors_file import CHUNK_BYTES, SafetensorsFile, Ten
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.schema.errors import CheckpointError
-from archon.schema.exhausted import what_ran_out
+from archon.schema.exhausted import resource_error_message
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -368,7 +368,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        fail(file, f"cannot be read: {what_ran_out(error) or os.strerror(error.errno or 0)}")
+        fail(file, f"cannot be read: {resource_error_message(error) or os.strerror(error.errno or 0)}")
     except (ValueError, RecursionError) as error:
         fail(file, f"it is not JSON ({error})")
     if not isinstance(content, dict):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from archon.checkpoint.atomic import kill_point
 from archon.schema.errors import CheckpointError
-from archon.schema.exhausted import what_ran_out
+from archon.schema.exhausted import resource_error_message
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -188,7 +188,7 @@ class SafetensorsFile:
                 fail(path, "it is not a regular file")
             self._handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            fail(path, f"cannot be read: {what_ran_out(error) or os.strerror(error.errno or 0)}")
+            fail(path, f"cannot be read: {resource_error_message(error) or os.strerror(error.errno or 0)}")
         try:
             self.size = os.fstat(self._handle).st_size
             self.header = self._read_header()

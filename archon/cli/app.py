@@ -30,7 +30,7 @@ from archon.cli import (
     sft,
 )
 from archon.schema.errors import UserError
-from archon.schema.exhausted import what_ran_out
+from archon.schema.exhausted import resource_error_message
 
 # What the file system or the network may answer to a wrong path, name or port; anything else is a defect and traced.
 USER_ERRNOS = {
@@ -140,7 +140,7 @@ def user_message(error: Exception) -> str | None:
         return str(error.format_message())
     if isinstance(error, UserError):
         return str(error)
-    if (line := what_ran_out(error)) is not None:
+    if (line := resource_error_message(error)) is not None:
         return line
     if not isinstance(error, OSError) or error.errno not in USER_ERRNOS:
         return None

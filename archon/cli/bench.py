@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from archon.schema.files import require_folder
+from archon.schema.config import require_folder
 
 SETTINGS: dict[str, Any] = {
     "name": "bench",
@@ -77,7 +77,7 @@ def command(
     from archon.bench import SweepConfig, run_sweep
     from archon.bench.table import describe, table
     from archon.cli.config import read_values
-    from archon.schema.config import laid_over
+    from archon.schema.config import merge_sections
 
     given = {
         "model": None if model is None else str(model),
@@ -98,7 +98,7 @@ def command(
         "fresh": fresh or None,
     }
     planned = {} if run is None else sweep_of(run, device)
-    engine = laid_over(planned.pop("engine", {}), read_values(None, set_ or []))
+    engine = merge_sections(planned.pop("engine", {}), read_values(None, set_ or []))
     if lengths:
         planned.pop("seq", None)
     chosen = {name: value for name, value in given.items() if value not in (None, [])}

@@ -195,7 +195,7 @@ def check_data(
     name: str, config: DatasetConfig | None, kind: DatasetKind, tokenizer: Any, room: int | None = None
 ) -> list[str]:
     """Read the rows a run would train on; with `room`, each must fit a micro-batch of so many tokens."""
-    from archon.data.load import load_rows
+    from archon.data.registry import load_rows
     from archon.training.sft import require_room
 
     if config is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from archon.schema.files import require_folder
+from archon.schema.config import require_folder
 
 SETTINGS: dict[str, Any] = {
     "name": "plan",

@@ -10,14 +10,19 @@ from archon.schema.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "arithmetic": ("get_arithmetic_rl_dataset", "get_arithmetic_sft_dataset"),
         "encoding": ("encode_prompt",),
-        "gsm8k": ("get_gsm8k_rl_dataset", "get_gsm8k_sft_dataset"),
         "loader": ("RowLoader",),
         "mapping": ("RowDataset", "rl_dataset", "sft_dataset"),
+        "named_datasets": (
+            "get_arithmetic_rl_dataset",
+            "get_arithmetic_sft_dataset",
+            "get_gsm8k_rl_dataset",
+            "get_gsm8k_sft_dataset",
+            "get_torl_data_rl_dataset",
+            "get_torl_data_sft_dataset",
+        ),
         "pairs": ("get_hh_rlhf_dpo_dataset", "get_hh_rlhf_rw_dataset", "pair_dataset"),
         "registry": ("VALID_DATASETS", "get_custom_dataset"),
-        "torl_data": ("get_torl_data_rl_dataset", "get_torl_data_sft_dataset"),
         "sources": ("data_folder", "read_rows"),
     },
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from archon.schema.config import (
-    StrictModel,
-)
+from archon.schema.config import StrictModel
 
 
 class DatasetConfig(StrictModel):
@@ -14,7 +12,7 @@ class DatasetConfig(StrictModel):
 
     path: str = Field(
         description="a named set (gsm8k, arithmetic, …) | a .jsonl or .parquet file or folder | a Hugging Face set | "
-        "python:package.module.function, which gives the rows of a split"
+        "python:package.module.function, which returns the rows of a split"
     )
     split: str = Field("train", description="which part of it")
     subset: str | None = Field(None, description="configuration of a Hugging Face set that has several")
@@ -23,9 +21,9 @@ class DatasetConfig(StrictModel):
     )
     prompt_key: str = Field("prompt", description="column of the prompt; a named set knows its own")
     response_key: str | None = Field("response", description="column of the answer; null: conversations in prompt_key")
-    system_prompt: str | None = Field(None, description="system message put before every prompt")
+    system_prompt: str | None = Field(None, description="system message prepended to every prompt")
     instruction: str | None = Field(
-        None, description="text put behind the last user message; null: the named set's own"
+        None, description="text appended to the last user message; null: the named set's own"
     )
     max_length: int | None = Field(None, ge=1, description="maximum tokens of a row; longer rows are dropped")
     limit: int | None = Field(None, ge=1, description="use only the first rows, this many")

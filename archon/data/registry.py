@@ -7,12 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from archon.data.arithmetic import get_arithmetic_rl_dataset, get_arithmetic_sft_dataset
-from archon.data.gsm8k import get_gsm8k_rl_dataset, get_gsm8k_sft_dataset
+from archon.data.config import DatasetConfig
 from archon.data.mapping import RowDataset, rl_dataset, sft_dataset
+from archon.data.named_datasets import (
+    get_arithmetic_rl_dataset,
+    get_arithmetic_sft_dataset,
+    get_gsm8k_rl_dataset,
+    get_gsm8k_sft_dataset,
+    get_torl_data_rl_dataset,
+    get_torl_data_sft_dataset,
+)
 from archon.data.pairs import get_hh_rlhf_dpo_dataset, get_hh_rlhf_rw_dataset, pair_dataset
 from archon.data.sources import SourceRow, read_rows
-from archon.data.torl_data import get_torl_data_rl_dataset, get_torl_data_sft_dataset
 from archon.schema.errors import DatasetError, TokenizerError
 
 DatasetKind = Literal["rl", "sft", "dpo", "rw"]
@@ -26,6 +32,12 @@ _NAMED: dict[str, dict[str, Callable[..., RowDataset]]] = {
 }
 _READ_FROM_FILES = ("gsm8k", "hh_rlhf", "torl_data")
 VALID_DATASETS = tuple(_NAMED)
+
+
+def load_rows(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> RowDataset:
+    """Returns the rows of a dataset's configuration, at most `limit` of them."""
+    dataset = get_custom_dataset(kind=kind, tokenizer=tokenizer, **config.model_dump(exclude={"limit"}))
+    return replace(dataset, rows=dataset.rows[: config.limit])
 
 
 def get_custom_dataset(

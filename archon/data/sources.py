@@ -65,18 +65,16 @@ def data_folder(name: str, explicit: str | Path | None = None) -> Path:
         DatasetError: the folder does not exist.
     """
     if explicit is not None:
-        candidates = [Path(explicit).expanduser()]
+        folder = Path(explicit).expanduser()
     elif os.environ.get("ARCHON_DATA"):
-        candidates = [Path(os.environ["ARCHON_DATA"]).expanduser() / name]
+        folder = Path(os.environ["ARCHON_DATA"]).expanduser() / name
     else:
-        checkout = Path(__file__).resolve().parents[2]
-        candidates = [checkout.parent / "shared" / "data" / name]
-    for candidate in candidates:
-        if candidate.is_dir():
-            return candidate
+        folder = Path(__file__).resolve().parents[3] / "shared" / "data" / name
+    if folder.is_dir():
+        return folder
     raise DatasetError(
-        f"dataset {name} is not at {candidates[0]}: pass its folder as data_dir, or set ARCHON_DATA to the folder that "
-        f"holds {name}/"
+        f"dataset {name} is not at {folder}: pass its folder as data_dir, or set ARCHON_DATA to the folder that holds "
+        f"{name}/"
     )
 
 

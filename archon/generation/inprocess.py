@@ -26,7 +26,7 @@ from archon.generation.types import ModelRequest, ModelResponse
 from archon.models.attention.paged import PagedCache
 from archon.models.base import BaseArchonModel
 from archon.schema.errors import ExhaustedError, RolloutError, UserError
-from archon.schema.exhausted import what_ran_out
+from archon.schema.exhausted import resource_error_message
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class InProcessEngine:
         except UserError as error:  # the callers get its message; a logged traceback would add nothing
             self._generator.fail(error)
         except Exception as error:
-            if (line := what_ran_out(error)) is not None:
+            if (line := resource_error_message(error)) is not None:
                 self._generator.fail(ExhaustedError(line))
                 return
             logger.exception("generation failed; every unfinished request fails with it")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,14 +23,14 @@ else:
 
 ContextParallelKind = Literal["ulysses", "allgather"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
-MAX_SECONDS = 1e9  # thirty years; the clocks of the libraries below overflow some time later
+MAX_SECONDS = 1e9  # thirty years; larger timeouts overflow in PyTorch and asyncio
 SinkName = Literal["tensorboard", "wandb", "trackio"]
-RELATIVE_TO_CONFIG = "a path relative to the configuration file that it stands in"
-"""Annotates a field; reading a file makes its value absolute."""
+RELATIVE_TO_CONFIG = "a path relative to the configuration file that contains it"
+"""Annotation of a field whose value becomes absolute when the file is read."""
 
 
 class OneLineErrors(ModelMetaclass):
-    """Calling a class raises `ConfigError` in place of pydantic's error of several lines."""
+    """A metaclass whose classes raise a one-line `ConfigError` instead of pydantic's ValidationError."""
 
     def __call__(self, *args: Any, **fields: Any) -> Any:
         try:
@@ -39,10 +40,10 @@ class OneLineErrors(ModelMetaclass):
 
 
 class StrictModel(BaseModel, metaclass=OneLineErrors):
-    """A pydantic model that refuses unknown keys and names the nearest valid one, as it does for values of a list.
+    """A pydantic model that rejects unknown keys, naming the nearest valid one.
 
     Attributes:
-        renamed: keys that this section had once, and where each is today; using one is an error that says so.
+        renamed: former keys of this section and their new names, for the error that using one raises.
     """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
@@ -50,7 +51,7 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown_keys(cls, data: Any) -> Any:
+    def _reject_unknown_keys(cls, data: Any) -> Any:
         if isinstance(data, dict):
             for key in data:
                 if key in cls.renamed:
@@ -70,7 +71,7 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
 
     @classmethod
     def parse(cls, data: dict[str, Any], source: str = "config") -> Self:
-        """Validate `data`; raise `ConfigError` with one line naming the dotted key, the value and what was expected."""
+        """Returns the validated `data`. Raises ConfigError naming the dotted key, its value and what was expected."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -78,7 +79,7 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """`", did you mean 'lr'?"` or the list of valid names, for the end of an error message."""
+    """Returns the end of an error message: `", did you mean 'lr'?"`, or the valid names."""
     close = _close(name, known)
     return f", did you mean {close!r}?" if close else f"; valid keys: {', '.join(sorted(known))}"
 
@@ -88,7 +89,7 @@ def _close(name: str, known: list[str]) -> str | None:
 
 
 def describe_validation_error(error: ValidationError) -> str:
-    """One line for the whole of a pydantic error: `actor.lr: got 'abc', input should be a valid number`."""
+    """Returns a pydantic error as one line: `actor.lr: got 'abc', input should be a valid number`."""
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
@@ -97,17 +98,17 @@ def describe_validation_error(error: ValidationError) -> str:
         if item["type"] == "literal_error":
             close = _close(str(item["input"]), re.findall("'([^']*)'", item["ctx"]["expected"]))
             message += f", did you mean {close!r}?" if close else ""
-        # The input of a missing field is the whole of what surrounds it.
-        given = "" if item["type"] in ("value_error", "missing") else f"got {_shown(item['input'])}, "
+        # The input of a missing field is the whole section around it.
+        given = "" if item["type"] in ("value_error", "missing") else f"got {_short_repr(item['input'])}, "
         lines.append(f"{where + ': ' if where else ''}{given}{message}")
     return "; ".join(lines)
 
 
-def _shown(value: Any) -> str:
-    """A value for a message of one line: its beginning, where it is long."""
+def _short_repr(value: Any) -> str:
+    """Returns the repr of a value, at most 200 characters of it."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits, unless it is asked to
+    except ValueError:  # Python's limit of 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 200 else f"{text[:200]}…"
 
@@ -146,39 +147,39 @@ class ActivationCheckpointConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _layers_are_counted_from_one(self) -> ActivationCheckpointConfig:
+    def _check_selective(self) -> ActivationCheckpointConfig:
         if isinstance(self.selective, int) and self.selective < 1:
             raise ValueError(f"selective must be 'op' or a number of layers >= 1, got {self.selective}")
         return self
 
     @property
     def name(self) -> str:
-        """The policy in words: `none`, `full`, `selective op`, `selective 2`, `memory_budget 0.5`."""
+        """The policy as text: `none`, `full`, `selective op`, `selective 2`, `memory_budget 0.5`."""
         detail = {"selective": f" {self.selective}", "memory_budget": f" {self.memory_budget}"}
         return self.mode + detail.get(self.mode, "")
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """The policy of that name; without its number or `op`, the default's. ConfigError where there is none."""
+        """Returns the policy of a `name`, with the default detail where it has none. Raises ConfigError if unknown."""
         mode, _, detail = name.partition(" ")
         detailed = detail and mode in ("selective", "memory_budget")
         return cls.parse({"mode": mode, mode: detail} if detailed else {"mode": name}, source="a recompute policy")
 
 
 class PipelineConfig(StrictModel):
-    """How a layout with p > 1 cuts the model into stages and runs them."""
+    """How a layout with p > 1 splits the model into stages and schedules them."""
 
     schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = Field(
         "1f1b", description="order of forward and backward passes"
     )
     stages_per_rank: int = Field(2, ge=1, description="stages a rank holds in the interleaved schedules")
-    embedding_weight: float = Field(0.0, ge=0, description="what the embedding costs the first stage, in layers")
-    head_weight: float = Field(1.0, ge=0, description="what head and loss cost the last stage, in layers")
+    embedding_weight: float = Field(0.0, ge=0, description="cost of the embedding on the first stage, in layers")
+    head_weight: float = Field(1.0, ge=0, description="cost of head and loss on the last stage, in layers")
     layers_per_stage: list[int] | None = Field(None, description="layers of each stage by hand; null balances them")
 
 
 class MetricsConfig(StrictModel):
-    """Where metrics go besides `metrics.jsonl`."""
+    """Additional destinations of metrics, besides `metrics.jsonl`."""
 
     sinks: list[SinkName] = Field(
         default_factory=list, description="tensorboard (RUN_DIR/tensorboard), wandb, trackio: any of them"
@@ -189,7 +190,7 @@ class MetricsConfig(StrictModel):
 
 
 class EngineConfig(StrictModel):
-    """One model being trained: where it comes from, how it is laid out, how it is optimized."""
+    """One model being trained: its checkpoint, its layout and its optimization."""
 
     path: str = Field(description="Hugging Face checkpoint folder")
     is_critic: bool = Field(False, description="value head (`score`) in place of the language-model head")
@@ -206,8 +207,8 @@ class EngineConfig(StrictModel):
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
     context_parallel: Literal["auto"] | ContextParallelKind = Field(
         "auto",
-        description="how c ranks share attention: ulysses deals them the heads, allgather the queries; auto: ulysses "
-        "where the heads divide",
+        description="how c ranks share attention: ulysses splits the heads, allgather the queries; auto: ulysses where "
+        "the number of heads is divisible",
     )
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="stages of a layout with p > 1")
     reshard_after_forward: Literal["default", "always", "never"] = Field(
@@ -219,7 +220,7 @@ class EngineConfig(StrictModel):
         gt=0,
         le=MAX_SECONDS,
         description="seconds a collective may take before the run is ended; half an hour at least where ranks wait for "
-        "one another's rollouts and checkpoint files",
+        "rollouts and checkpoint files of others",
     )
     stall_s: float | None = Field(
         None,
@@ -233,13 +234,13 @@ class EngineConfig(StrictModel):
     router_bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="what a router's balancing bias moves by after each step; 0 keeps none. A Hugging Face export "
-        "cannot hold such biases and is refused",
+        description="change of a router's balancing bias after each step; 0 disables it. A Hugging Face export cannot "
+        "hold such biases and is refused",
     )
     attn_type: str = Field("auto", description="attention backend: auto, sdpa, varlen, flash or another registered one")
     share_prefixes: bool = Field(
         True,
-        description="compute once what documents begin alike with; dense models, sdpa, uncompiled, without c, t and p",
+        description="compute common prefixes of documents once; dense models, sdpa, uncompiled, without c, t and p",
     )
     max_tokens_per_mb: int = Field(16384, gt=0, description="tokens in one packed micro-batch")
     gradient_reduction: Literal["per_step", "per_microbatch"] = Field(
@@ -257,13 +258,13 @@ class EngineConfig(StrictModel):
     seed: int = Field(0, ge=0, lt=2**63, description="seed of fresh weights")
 
     @model_validator(mode="after")
-    def _only_a_critic_has_a_score(self) -> EngineConfig:
+    def _check_init_score(self) -> EngineConfig:
         if self.init_score and not self.is_critic:
             raise ValueError("init_score = true makes a critic from an actor; set is_critic = true as well")
         return self
 
     @model_validator(mode="after")
-    def _biases_move_with_the_optimizer(self) -> EngineConfig:
+    def _check_router_bias(self) -> EngineConfig:
         if self.router_bias_update_rate and self.optimizer is None:
             raise ValueError(
                 f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases after each optimizer step, "
@@ -272,24 +273,19 @@ class EngineConfig(StrictModel):
         return self
 
 
-def laid_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` with what `over` says, section by section."""
+def merge_sections(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `values` updated with `over`, section by section."""
     both = {name: (values[name], over[name]) for name in values.keys() & over.keys()}
-    sections = {name: laid_over(*pair) for name, pair in both.items() if all(isinstance(x, Mapping) for x in pair)}
+    sections = {name: merge_sections(*pair) for name, pair in both.items() if all(isinstance(x, Mapping) for x in pair)}
     return {**values, **over, **sections}
 
 
 def derived_engine(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
-    """Returns the configuration of a model that differs from `model` in `changes` alone.
+    """Returns `model` with `changes`, which may be nested; `source` names their section in errors.
 
-    Args:
-        changes: fields of `EngineConfig`; of a section such as `optimizer` only what differs.
-        source: the section that `changes` come from, for messages.
-
-    Raises:
-        ConfigError: naming the field, for a change that `EngineConfig` does not know or accept.
+    Raises ConfigError that names the field for an unknown or invalid change.
     """
-    return EngineConfig.parse(laid_over(model.model_dump(), changes), source=source)
+    return EngineConfig.parse(merge_sections(model.model_dump(), changes), source=source)
 
 
 def derived_critic(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
@@ -299,8 +295,14 @@ def derived_critic(model: EngineConfig, changes: Mapping[str, Any], source: str)
     return derived_engine(model, {"init_score": True, **changes, "is_critic": True}, source)
 
 
+def require_folder(file: Path) -> None:
+    """Raise ConfigError, before any work, where the folder of an output file does not exist."""
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{file.parent} is not a folder, and {file.name} is to be written there; make it first")
+
+
 def require_exportable(model: EngineConfig, name: str) -> None:
-    """ValueError for a model whose export, at the end of the run, would be refused."""
+    """Raise ValueError for a model that the export at the end of the run would refuse."""
     if model.router_bias_update_rate:
         raise ValueError(
             f"{name}.router_bias_update_rate = {model.router_bias_update_rate:g} moves balancing biases, which the "

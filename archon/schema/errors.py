@@ -14,7 +14,7 @@ class UserError(ValueError):
 class ConfigError(UserError):
     """A configuration value that is unknown, of the wrong type, or that contradicts another.
 
-    `field` names the field at fault where it is known, so that a reader of a whole file can go on to the next.
+    `field` names the field where it is known, so that a caller can report several.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -43,7 +43,7 @@ class RewardError(UserError):
 
 
 class RolloutError(UserError):
-    """A workflow or generation request that cannot be honoured, or that always fails."""
+    """A workflow or generation request that cannot be satisfied, or that always fails."""
 
 
 class ContextOverflowError(RolloutError):
@@ -66,5 +66,5 @@ class UnknownModelError(KeyError, UserError):
     """A model type that no registered family claims; names the types that are available."""
 
     def __str__(self) -> str:
-        # KeyError shows the repr of its argument; a message wants to be read as it is.
+        # KeyError's own __str__ is the repr of the message.
         return str(self.args[0]) if self.args else ""

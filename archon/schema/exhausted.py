@@ -1,12 +1,12 @@
-"""What a machine or a limit has run out of, said in one line: memory, open files, threads."""
+"""One-line messages for errors of exhausted resources: memory, open files, threads."""
 
 from __future__ import annotations
 
 import errno
 import resource
 
-# What PyTorch, oneDNN, the C++ library and the dynamic loader say of memory, in lower case.
-OF_MEMORY = (
+# Phrases of PyTorch, oneDNN, the C++ library and the dynamic loader, in lower case.
+MEMORY_PHRASES = (
     "can't allocate memory",
     "cannot allocate memory",
     "not enough memory",
@@ -17,38 +17,37 @@ OF_MEMORY = (
     "failed to map segment from shared object",
     "storage size calculation overflowed",
 )
-OF_FILES = "too many open files"
-OF_THREADS = ("can't start new thread", "resource temporarily unavailable")
+THREAD_PHRASES = ("can't start new thread", "resource temporarily unavailable")
 
 
-def what_ran_out(error: BaseException | None) -> str | None:
-    """One line that names what ran out and what to do, or None where `error` is of something else.
+def resource_error_message(error: BaseException | None) -> str | None:
+    """Returns the exhausted resource and a remedy in one line; None for an error of another kind.
 
-    An error that came up while another was handled, and not on purpose (`raise … from`), is of what that one is of.
+    Errors that were being handled when `error` was raised are checked too, unless it was raised `from` another.
     """
     while error is not None:
-        if (line := _of_one(error)) is not None:
+        if (line := _message(error)) is not None:
             return line
         error = None if error.__suppress_context__ else error.__context__
     return None
 
 
-def _of_one(error: BaseException) -> str | None:
+def _message(error: BaseException) -> str | None:
     number = error.errno if isinstance(error, OSError) else None
-    said = " ".join(str(error).split())
-    text = said.lower() if isinstance(error, RuntimeError | OSError | ImportError | MemoryError) else ""
-    if number in (errno.EMFILE, errno.ENFILE) or OF_FILES in text:
+    reason = " ".join(str(error).split())
+    text = reason.lower() if isinstance(error, RuntimeError | OSError | ImportError | MemoryError) else ""
+    if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in text:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
-            f"no further file can be opened ({said[:160]}), for this process may have {limit:,} open; raise the limit "
-            "(ulimit -n)"
+            f"no further file can be opened ({reason[:160]}), for this process may have {limit:,} open; raise the "
+            "limit (ulimit -n)"
         )
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or any(words in text for words in OF_MEMORY):
-        why = said[:160] or "an object found no room"
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or any(phrase in text for phrase in MEMORY_PHRASES):
+        why = reason[:160] or "MemoryError"
         return (
             f"memory ran out ({why}); free some, raise the limit where one is set (ulimit -v), or take a smaller "
             "model, fewer tokens at a time (max_tokens_per_mb) or fewer answers at a time (max_slots)"
         )
-    if isinstance(error, RuntimeError) and any(words in text for words in OF_THREADS):
-        return f"no further thread can be started ({said[:160]}); raise the limit (ulimit -u, ulimit -v)"
+    if isinstance(error, RuntimeError) and any(phrase in text for phrase in THREAD_PHRASES):
+        return f"no further thread can be started ({reason[:160]}); raise the limit (ulimit -u, ulimit -v)"
     return None

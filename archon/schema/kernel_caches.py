@@ -1,15 +1,14 @@
-"""How much oneDNN and PyTorch keep ready for products of matrices, set before either is loaded."""
+"""Limits of the caches of compiled matrix products in oneDNN and PyTorch, to be set before either is loaded."""
 
 from __future__ import annotations
 
 import os
 
-# Products that are kept ready: those of some six shapes of batches, forward, backward and of the head.
-KEPT_READY = 128
+# Enough for some six batch shapes: their products in the forward, the backward and the head.
+CACHED_PRODUCTS = 128
 
 
 def bound_kernel_caches() -> None:
-    """Have oneDNN and PyTorch keep `KEPT_READY` products ready, unless the environment says otherwise; both look when
-    they are first used."""
+    """Limit both caches to `CACHED_PRODUCTS`, unless the environment sets other limits."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(KEPT_READY))
+        os.environ.setdefault(name, str(CACHED_PRODUCTS))

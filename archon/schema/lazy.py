@@ -1,4 +1,4 @@
-"""Names that are loaded when they are used: those of a package, whose import stays cheap, and a user's own."""
+"""Imports on first use: of a package's exports, so that importing it stays cheap, and of dotted paths from users."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from archon.schema.errors import ConfigError
 def lazy_exports(
     package: str, exports: Mapping[str, Sequence[str]], expected: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package.
+    """Returns `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
         package: the package's `__name__`.
         exports: names by the module that defines them: one of the package, or an absolute `archon.…` one.
-        expected: the one name the package may be imported under; ImportError for another.
+        expected: the only name under which the package may be imported; another raises ImportError.
     """
     if expected is not None and package != expected:
         raise ImportError(
@@ -37,7 +37,7 @@ def lazy_exports(
 
 
 def import_dotted(path: str, what: str) -> Any:
-    """What a dotted path names; `ConfigError`, beginning with `what` it is, where it names nothing."""
+    """Returns the object that a dotted path names. Raises ConfigError, beginning with `what`, if there is none."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import RowDataset, RowLoader
-from archon.data.load import load_rows
-from archon.data.registry import DatasetKind
+from archon.data.registry import DatasetKind, load_rows
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.layout import parse_layout

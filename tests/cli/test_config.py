@@ -8,7 +8,7 @@ from pydantic import Field
 from archon.cli.config import field_lines, leaves, load_config, schema_of
 from archon.cli.config_leaves import SCHEMAS, count, main
 from archon.rl.algorithms.config import AlgorithmConfig
-from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel, laid_over
+from archon.schema.config import EngineConfig, OptimizerConfig, StrictModel, merge_sections
 from archon.schema.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ def test_values_are_laid_over_others_section_by_section():
     values = {"pipeline": {"schedule": "zbv", "stages": 2}, "dtype": "float32", "tags": [1]}
     over = {"pipeline": {"stages": 4}, "tags": [2], "dtype": {"x": 1}}
     expected = {"pipeline": {"schedule": "zbv", "stages": 4}, "dtype": {"x": 1}, "tags": [2]}
-    assert laid_over(values, over) == expected
+    assert merge_sections(values, over) == expected
 
 
 def test_environment_and_other_keys_can_be_named(tmp_path, monkeypatch):

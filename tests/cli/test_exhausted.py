@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from archon.schema.exhausted import what_ran_out
+from archon.schema.exhausted import resource_error_message
 
 LIMITED = (
     "import resource, sys; resource.setrlimit(resource.{limit}, ({value},) * 2); from archon.cli import main; main()"
@@ -54,14 +54,14 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_named(checkpoint: Path):
 def test_an_allocation_of_pytorch_is_named():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**58)
-    said = what_ran_out(caught.value)
+    said = resource_error_message(caught.value)
     assert said is not None and said.startswith("memory ran out (") and "allocate" in said
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (MemoryError(), "memory ran out (an object found no room)"),
+        (MemoryError(), "memory ran out (MemoryError)"),
         (RuntimeError("could not create a primitive"), "memory ran out (could not create a primitive)"),
         (RuntimeError("CUDA out of memory. Tried"), "memory ran out (CUDA out of memory. Tried)"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "memory ran out ([Errno 12] Cannot allocate memory)"),
@@ -71,7 +71,7 @@ def test_an_allocation_of_pytorch_is_named():
     ],
 )
 def test_what_libraries_say_is_understood(error: Exception, said: str):
-    assert str(what_ran_out(error)).startswith(said)
+    assert str(resource_error_message(error)).startswith(said)
 
 
 def fail_while_failing() -> None:
@@ -91,12 +91,12 @@ def fail_for_a_reason() -> None:
 def test_an_error_while_another_was_handled_is_of_that_one():
     with pytest.raises(AttributeError) as caught:
         fail_while_failing()
-    assert "no further file" in str(what_ran_out(caught.value))
+    assert "no further file" in str(resource_error_message(caught.value))
     with pytest.raises(AttributeError) as caught:
         fail_for_a_reason()
-    assert what_ran_out(caught.value) is None
+    assert resource_error_message(caught.value) is None
 
 
 @pytest.mark.parametrize("error", [ValueError("out of memory"), KeyError("x"), RuntimeError("shape mismatch"), None])
 def test_other_errors_keep_their_traceback(error: Exception | None):
-    assert what_ran_out(error) is None
+    assert resource_error_message(error) is None

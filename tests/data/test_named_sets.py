@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from archon.data import encode_prompt, get_custom_dataset, get_gsm8k_rl_dataset, get_gsm8k_sft_dataset
-from archon.data.arithmetic import arithmetic_pairs
+from archon.data.named_datasets import arithmetic_pairs
 from archon.schema.errors import DatasetError
 from tests.data.toy_tokenizers import CHATML, toy_tokenizer
 

@@ -13,7 +13,7 @@ import torch
 
 from archon.cli.config import leaves
 from archon.data.config import DatasetConfig
-from archon.data.load import load_rows
+from archon.data.registry import load_rows
 from archon.rl import AsyncRewardWrapper, GenerationHyperparameters, InProcessEngine, RLTrainer, get_custom_dataset
 from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from archon.rl.algorithms.config import AlgorithmConfig

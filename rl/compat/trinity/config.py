@@ -12,7 +12,7 @@ from archon.rl.compat.trinity.adapter import TrinityWorkflow
 from archon.rl.compat.trinity.builtin import MathWorkflow
 from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS
 from archon.rl.rewards import get_reward_fn
-from archon.schema.config import laid_over, nearest
+from archon.schema.config import merge_sections, nearest
 from archon.schema.errors import ConfigError, RewardError
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     own = data.get("archon") or {}
     if not isinstance(own, dict):
         raise ConfigError(f"{source}: archon is {own!r}, expected a mapping of archon's own keys")
-    config = laid_over(config, own)
+    config = merge_sections(config, own)
     if "total_steps" not in config:
         config["total_steps"] = _steps(config, given.get("buffer.total_epochs") or 1)
     return config
@@ -252,7 +252,7 @@ def _workflow(config: dict[str, Any], given: Mapping[str, Any], source: str) -> 
 def _steps(config: dict[str, Any], epochs: int) -> int:
     """Returns the number of full batches in `epochs` passes over the rows, at least one."""
     from archon.data.config import DatasetConfig
-    from archon.data.load import load_rows
+    from archon.data.registry import load_rows
 
     data = DatasetConfig.parse(config["train_data"] | {"max_length": None})
     batch = config.get("rollout", {}).get("prompts_per_step", 32)

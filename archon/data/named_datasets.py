@@ -1,0 +1,115 @@
+"""The named datasets of prompts with answers: arithmetic, gsm8k and torl_data.
+
+In all of them `options` are those of `rl_dataset` and `sft_dataset`: system_prompt, instruction, tokenizer, max_length.
+`path` is the folder of a dataset's files; by default that of `data_folder`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from archon.data.mapping import RowDataset, require_column, rl_dataset, sft_dataset
+from archon.data.sources import SourceRow, data_folder, read_rows
+from archon.schema.errors import DatasetError
+
+N_HELD_OUT = 1000
+_RANGE = 100
+_ARITHMETIC_KEYS: dict[str, Any] = {"prompt_key": "sum", "response_key": "answer", "plain_end": ""}
+
+GSM8K_INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+_GSM8K_KEYS: dict[str, Any] = {"prompt_key": "question", "response_key": "answer"}
+_TORL_KEYS: dict[str, Any] = {"prompt_key": "prompt", "response_key": "answer"}
+
+
+def get_arithmetic_rl_dataset(split: str = "train", *, seed: int = 0, **options: Any) -> RowDataset:
+    """Returns RL rows: `prompt` "12+34=", the same as one user message in `messages`, and `answer` "46".
+
+    `seed` determines the split and the order; see `arithmetic_pairs`.
+    """
+    return rl_dataset(_sums(split, seed), f"arithmetic[{split}]", **_ARITHMETIC_KEYS, **options)
+
+
+def get_arithmetic_sft_dataset(split: str = "train", *, tokenizer: Any, seed: int = 0, **options: Any) -> RowDataset:
+    """Returns SFT rows: "12+34=", then "46" and an end token, which are trained."""
+    rows = _sums(split, seed)
+    return sft_dataset(rows, f"arithmetic[{split}]", tokenizer=tokenizer, **_ARITHMETIC_KEYS, **options)
+
+
+def arithmetic_pairs(split: str = "train", seed: int = 0) -> list[tuple[int, int]]:
+    """Returns the pairs (a, b) of a split, a and b in 0–99, shuffled by `seed`: "train" has 9,000, "test" 1,000.
+
+    A pair is held out together with its mirror image, so that a model evaluated on 12+34 was not trained on 34+12.
+    """
+    if split not in ("train", "test"):
+        raise DatasetError(f"split is {split!r}; expected 'train' or 'test' of the arithmetic dataset")
+    generator = random.Random(f"arithmetic {seed}")
+    unordered = [(a, b) for a in range(_RANGE) for b in range(a, _RANGE)]
+    generator.shuffle(unordered)
+    held_out: set[tuple[int, int]] = set()
+    for a, b in unordered:
+        mirrored = {(a, b), (b, a)}
+        if len(held_out) + len(mirrored) <= N_HELD_OUT:
+            held_out |= mirrored
+    pairs = [(a, b) for a in range(_RANGE) for b in range(_RANGE) if ((a, b) in held_out) == (split == "test")]
+    generator.shuffle(pairs)
+    return pairs
+
+
+def _sums(split: str, seed: int) -> list[SourceRow]:
+    pairs = arithmetic_pairs(split, seed)
+    return [SourceRow(f"arithmetic[{split}]", {"sum": f"{a}+{b}=", "answer": str(a + b)}) for a, b in pairs]
+
+
+def get_gsm8k_rl_dataset(
+    split: str = "train",
+    path: str | Path | None = None,
+    *,
+    instruction: str | None = GSM8K_INSTRUCTION,
+    **options: Any,
+) -> RowDataset:
+    """Returns RL rows of grade-school math word problems (Cobbe et al. 2021, arXiv:2110.14168).
+
+    `answer` is the dataset's worked solution, which ends in `#### <number>`. Splits are "train" (7,473 rows) and "test"
+    (1,319), from `train.jsonl` and `test.jsonl`.
+    """
+    source = read_rows(data_folder("gsm8k", path), split)
+    return rl_dataset(source, f"gsm8k[{split}]", **_GSM8K_KEYS, instruction=instruction, **options)
+
+
+def get_gsm8k_sft_dataset(
+    split: str = "train", path: str | Path | None = None, *, tokenizer: Any, **options: Any
+) -> RowDataset:
+    """Returns SFT rows: the question, then the worked solution, which is trained."""
+    source = read_rows(data_folder("gsm8k", path), split)
+    return sft_dataset(source, f"gsm8k[{split}]", tokenizer=tokenizer, **_GSM8K_KEYS, **options)
+
+
+def get_torl_data_rl_dataset(split: str = "train", path: str | Path | None = None, **options: Any) -> RowDataset:
+    r"""Returns RL rows of ToRL's math problems (Li et al. 2025, arXiv:2503.23383).
+
+    `answer` is `\boxed{…}` around the dataset's `reward_model.ground_truth`, for math_verify. Splits are "train" and
+    "test", from `train.parquet` and `test.parquet`.
+    """
+    return rl_dataset(_torl_rows(split, path), f"torl_data[{split}]", **_TORL_KEYS, **options)
+
+
+def get_torl_data_sft_dataset(
+    split: str = "train", path: str | Path | None = None, *, tokenizer: Any, **options: Any
+) -> RowDataset:
+    r"""Returns SFT rows: the problem, then `\boxed{…}` around the gold answer (there are no worked solutions)."""
+    return sft_dataset(_torl_rows(split, path), f"torl_data[{split}]", tokenizer=tokenizer, **_TORL_KEYS, **options)
+
+
+def _torl_rows(split: str, path: str | Path | None) -> list[SourceRow]:
+    source = read_rows(data_folder("torl_data", path), split)
+    return [SourceRow(row.where, row.data | {"answer": _boxed_answer(row)}) for row in source]
+
+
+def _boxed_answer(row: SourceRow) -> str:
+    given = require_column(row, "reward_model")
+    if not isinstance(given, Mapping) or given.get("ground_truth") in (None, ""):
+        raise DatasetError(f"{row.where}: 'reward_model' must hold 'ground_truth', got {given!r:.80}")
+    return rf"\boxed{{{given['ground_truth']}}}"
