@@ -1,1 +1,1 @@
-"""What `archon doctor` prints: what a rank of a layout holds and sends, and what is wrong on real ranks."""
+"""The checks of `archon doctor` on real ranks."""

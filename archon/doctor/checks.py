@@ -1,6 +1,6 @@
-"""What is wrong with a layout on real ranks: groups that do not communicate, copies that differ, shards that are not.
+"""Checks of a layout on real ranks: collectives of every group, equality of replicas, memory, placements.
 
-Every function is called by all ranks and returns the same on all of them; only integers are sent.
+Every function but `placements` is a collective that returns the same on all ranks; only integers are communicated.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import hashlib
 import resource
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,124 +23,114 @@ from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import local_tensor, own_part
 
-# Dimensions a parameter may have; what is reported of one is its bounds in each.
-MAX_DIMS = 3
+MAX_DIMS = 3  # of a parameter
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank: its shards of the weights, of the moments, and the most the process or its GPU has held."""
+    """Bytes on one rank: its shards of the weights and of the moments, and the peak of its GPU or else its process."""
 
     parameters: int
     optimizer: int
     peak: int
 
 
-def _gathered(rows: list[list[int]]) -> Tensor:
-    """n rows of k integers on each rank to int64 [ranks, n, k]."""
+def _all_gather_rows(rows: list[list[int]]) -> Tensor:
+    """Returns all ranks' rows, int64 [ranks, n, k], of n rows of k integers on each."""
     return ControlPlane.of_run().all_gather_tensor(torch.tensor(rows))
 
 
-def _expected_sum(group: Group, x: Tensor) -> bool:
+def _check_all_reduce(group: Group, x: Tensor) -> bool:
     total = group.size * (group.size + 1) // 2
     return all_reduce(x + group.rank, group).tolist() == [total] * x.numel()
 
 
-def _expected_gather(group: Group, x: Tensor) -> bool:
-    return all_gather_replicated(x + group.rank, group).view(group.size, -1)[:, 0].tolist() == _first(group.size)
+def _check_all_gather(group: Group, x: Tensor) -> bool:
+    gathered = all_gather_replicated(x + group.rank, group).view(group.size, -1)[:, 0]
+    return gathered.tolist() == [*range(1, group.size + 1)]
 
 
-def _expected_scatter(group: Group, x: Tensor) -> bool:
+def _check_reduce_scatter(group: Group, x: Tensor) -> bool:
     terms = torch.cat([x * (rank + 1) * (group.rank + 1) for rank in range(group.size)])
     total = (group.rank + 1) * group.size * (group.size + 1) // 2
     return reduce_scatter(terms, group).tolist() == [total] * x.numel()
 
 
-def _expected_exchange(group: Group, x: Tensor) -> bool:
+def _check_all_to_all(group: Group, x: Tensor) -> bool:
     sent = torch.cat([x + group.rank + 100_000 * rank for rank in range(group.size)])
-    found = all_to_all(sent, group).view(group.size, -1)[:, 0] - 100_000 * group.rank
-    return found.tolist() == _first(group.size)
-
-
-def _first(count: int) -> list[int]:
-    return list(range(1, count + 1))
+    received = all_to_all(sent, group).view(group.size, -1)[:, 0] - 100_000 * group.rank
+    return received.tolist() == [*range(1, group.size + 1)]
 
 
 COLLECTIVES: dict[str, Callable[[Group, Tensor], bool]] = {
-    "all_reduce": _expected_sum,
-    "all_gather": _expected_gather,
-    "reduce_scatter": _expected_scatter,
-    "all_to_all": _expected_exchange,
+    "all_reduce": _check_all_reduce,
+    "all_gather": _check_all_gather,
+    "reduce_scatter": _check_reduce_scatter,
+    "all_to_all": _check_all_to_all,
 }
 
 
 def self_test(dims: ArchonParallelDims, device: torch.device) -> list[str]:
-    """Run every collective over every group of the layout on known numbers; a line for each that a rank got wrong,
-    with the mesh dimension and those ranks, none where all is well."""
+    """Run every collective over every group of the layout on known numbers.
+
+    Returns a line for each mesh dimension and collective with a wrong result, and the ranks that got it.
+    """
     groups = [(name, Group.of_process_group(pg)) for name, pg in layout_groups(dims)]
-    ones = torch.ones(4, dtype=torch.int64, device=device)
-    wrong = [[int(not check(group, ones)) for check in COLLECTIVES.values()] for _, group in groups]
     if not groups:
         return []
-    found = _gathered(wrong)
+    ones = torch.ones(4, dtype=torch.int64, device=device)
+    wrong = _all_gather_rows([[int(not check(group, ones)) for check in COLLECTIVES.values()] for _, group in groups])
     return [
-        f"{collective} over {name} is wrong on {_ranks(found[:, row, column].nonzero().flatten().tolist())}"
+        f"{collective} over {name} is wrong on {_ranks(wrong[:, row, column].nonzero().flatten().tolist())}"
         for row, (name, _) in enumerate(groups)
         for column, collective in enumerate(COLLECTIVES)
-        if found[:, row, column].any()
+        if wrong[:, row, column].any()
     ]
 
 
 def inconsistencies(engine: ArchonEngine) -> list[str]:
-    """Parts of parameters, and balancing biases, of which several ranks hold copies that are not bitwise equal.
+    """Returns a line for each region of a parameter or balancing bias whose replicas are not bitwise equal.
 
-    What must be equal follows from where a rank's part lies in the whole: the same part of the same parameter, be the
-    ranks replicas, tensor-parallel neighbors or the two ends of a pipeline that share a tied matrix. A line each,
-    with the ranks that differ from most.
+    Replicas are ranks that hold the same region of the same parameter: data-parallel replicas, tensor-parallel ranks of
+    an unsharded parameter, or the first and last stages of a pipeline with a tied matrix. A line names the ranks that
+    differ from the majority.
     """
     names = sorted(engine.adapter.native_shapes)
     names += [f"layers.{layer}.moe.router.expert_bias" for layer in range(engine.args.n_layers)]
     index = {name: number for number, name in enumerate(names)}
     if engine.adapter.is_tied:
         index["output.weight"] = index["tok_embeddings.weight"]
-    rows = [row for name, tensor in _state(engine) if name in index for row in _row(index[name], tensor)]
+    state = [*engine.model.named_parameters(remove_duplicate=False), *engine.model.named_buffers()]
+    rows = [
+        _digest_row(index[name], tensor) for name, tensor in state if name in index and local_tensor(tensor).numel()
+    ]
     count = ControlPlane.of_run().all_reduce_max(len(rows))
     rows += [[-1] * (2 + 2 * MAX_DIMS)] * (count - len(rows))
-    found = _gathered(rows).tolist()
-    copies: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
-    for rank, parts in enumerate(found):
-        for *part, digest in parts:
-            copies[tuple(part)][rank] = digest
+    replicas: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
+    for rank, rank_rows in enumerate(_all_gather_rows(rows).tolist()):
+        for *region, digest in rank_rows:
+            replicas[tuple(region)][rank] = digest
     lines = []
-    for part, digests in sorted(copies.items()):
-        if part[0] < 0 or len(set(digests.values())) == 1:
+    for region, digests in sorted(replicas.items()):
+        if region[0] < 0 or len(set(digests.values())) == 1:
             continue
         common = Counter(digests.values()).most_common(1)[0][0]
         differ = [rank for rank, digest in digests.items() if digest != common]
         agree = [rank for rank, digest in digests.items() if digest == common]
-        lines.append(f"{names[part[0]]}: {_ranks(differ)} differ from {_ranks(agree)} in what should be a copy")
+        lines.append(f"{names[region[0]]}: {_ranks(differ)} differ from {_ranks(agree)} in what should be a copy")
     return lines
 
 
-def _state(engine: ArchonEngine) -> Iterator[tuple[str, Tensor]]:
-    yield from engine.model.named_parameters(remove_duplicate=False)
-    yield from engine.model.named_buffers()
-
-
-def _row(number: int, tensor: Tensor) -> Iterator[list[int]]:
-    """Name, bounds in each dimension and a digest of this rank's part; nothing for an empty one."""
-    held = local_tensor(tensor).detach()
-    if not held.numel():
-        return
-    content = held.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    digest = hashlib.blake2b(content, digest_size=8).digest()
+def _digest_row(number: int, tensor: Tensor) -> list[int]:
+    """Returns the parameter's number, the bounds of this rank's region in each dimension and a digest of its data."""
+    data = local_tensor(tensor).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    digest = hashlib.blake2b(data, digest_size=8).digest()
     bounds = [edge for part in own_part(tensor) for edge in (part.start, part.stop)]
     bounds += [0] * (2 * MAX_DIMS - len(bounds))
-    yield [number, *bounds, int.from_bytes(digest, "little", signed=True)]
+    return [number, *bounds, int.from_bytes(digest, "little", signed=True)]
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
+def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
@@ -154,15 +144,19 @@ def memory(engine: ArchonEngine) -> list[RankMemory]:
     else:  # KiB, but on macOS bytes
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     sizes = [sum(x.numel() * x.element_size() for x in tensors) for tensors in (own, moments)]
-    return [RankMemory(*row) for row in _gathered([[*sizes, peak]])[:, 0].tolist()]
+    return [RankMemory(*row) for row in _all_gather_rows([[*sizes, peak]])[:, 0].tolist()]
 
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """How the parameters of one name (layers as `*`) lie: `shape` of the whole, `local` of this rank's part, `places`
-    such as `dp_shard_cp: dim 0`.
+    """The placement of the parameters of one name, in which layers are `*`.
 
-    `sharded`: FSDP cuts it. `uneven`: its ranks do not hold equally much.
+    Attributes:
+        count: number of these parameters on this rank.
+        shape, local: shape of the full parameter and of this rank's part.
+        places: by mesh dimension, such as `dp_shard_cp: dim 0`.
+        sharded: by FSDP.
+        uneven: the ranks' parts differ in size.
     """
 
     name: str
@@ -175,29 +169,25 @@ class ParameterPlacement:
 
 
 def placements(engine: ArchonEngine) -> list[ParameterPlacement]:
-    """Every parameter of this rank, those that differ in the layer alone as one."""
-    found: dict[ParameterPlacement, int] = Counter()
+    """Returns the placements of this rank's parameters, with equal ones of several layers counted as one."""
+    counts: Counter[ParameterPlacement] = Counter()
     for name, parameter in engine.model.named_parameters():
         parts = ["*" if part.isdigit() else part for part in name.split(".")]
-        found[_placement(".".join(parts), parameter)] += 1
-    return [
-        ParameterPlacement(p.name, count, p.shape, p.local, p.places, p.sharded, p.uneven) for p, count in found.items()
-    ]
+        counts[_placement(".".join(parts), parameter)] += 1
+    return [replace(placement, count=count) for placement, count in counts.items()]
 
 
 def _placement(name: str, parameter: Tensor) -> ParameterPlacement:
-    shape, local = tuple(parameter.shape), tuple(local_tensor(parameter).shape)
-    if not isinstance(parameter, DTensor):
-        return ParameterPlacement(name, 0, shape, local, (), False, False)
-    mesh = parameter.device_mesh
-    places, sharded, ways = [], False, [1] * len(shape)
-    for dim, (axis, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)):
-        if placement.is_replicate():
-            places.append(f"{axis}: copies")
-            continue
-        cut = placement.dim  # type: ignore[attr-defined]
-        places.append(f"{axis}: dim {cut}")
-        ways[cut] *= mesh.size(dim)
-        sharded |= axis in ("dp_shard_cp", "edp")
-    uneven = any(size % parts for size, parts in zip(shape, ways, strict=True))
-    return ParameterPlacement(name, 0, shape, local, tuple(places), sharded, uneven)
+    shape, places, sharded, parts = tuple(parameter.shape), [], False, [1] * parameter.ndim
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for dim, (axis, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)):
+            if placement.is_replicate():
+                places.append(f"{axis}: copies")
+                continue
+            split = placement.dim  # type: ignore[attr-defined]
+            places.append(f"{axis}: dim {split}")
+            parts[split] *= mesh.size(dim)
+            sharded |= axis in ("dp_shard_cp", "edp")
+    uneven = any(size % count for size, count in zip(shape, parts, strict=True))
+    return ParameterPlacement(name, 0, shape, tuple(local_tensor(parameter).shape), tuple(places), sharded, uneven)
