@@ -66,7 +66,7 @@ class StrictModel(BaseModel, metaclass=OneLineErrors):
             value = getattr(self, name)
             for number in value if isinstance(value, list) else (value,):
                 if isinstance(number, int) and not -(2**63) <= number < 2**63:
-                    raise ValueError(f"{name}: got {_shown(number)}, expected an integer of at most 64 bits")
+                    raise ValueError(f"{name}: got {_short_repr(number)}, expected an integer of at most 64 bits")
         return self
 
     @classmethod
