@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from archon.bench.memory_meter import anonymous_bytes
+from archon.bench.memory_meter import status_bytes
 from archon.bench.origin import NumericCheck, origin, relative_difference
 from benchmarks.record import Ratio, Record
 
@@ -91,13 +91,13 @@ class Worker:
 
     def run_watched(self, **request: Any) -> dict[str, Any]:
         """An untimed run, watched from here: adds `anonymous_peak_bytes`, the peak of its RssAnon above its start."""
-        start = anonymous_bytes(self._process.pid)
+        start = status_bytes("RssAnon", self._process.pid)
         peak, done = start, threading.Event()
 
         def watch() -> None:
             nonlocal peak
             while not done.wait(0.001):
-                peak = max(peak, anonymous_bytes(self._process.pid))
+                peak = max(peak, status_bytes("RssAnon", self._process.pid))
 
         watcher = threading.Thread(target=watch)
         watcher.start()

@@ -34,9 +34,9 @@ def operator_seconds(step: Callable[[], Any]) -> dict[str, float]:
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from archon.bench.profiling import waits_labelled
+    from archon.bench.profiling import label_waits
 
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, waits_labelled(), record_function(STEP):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, label_waits(), record_function(STEP):
         step()
     events = profiler.events()
     thread = next(event.thread for event in events if event.name == STEP)

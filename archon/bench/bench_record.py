@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from archon.bench.config import Point
-from archon.bench.origin import Machine, NumericCheck, Spread
-from archon.schema.config import StrictModel
+from archon.bench.origin import Machine, NumericCheck, Spread, max_by_name
+from archon.schema.config import EngineConfig, StrictModel
 from archon.schema.errors import ConfigError
 
 Status = Literal["ok", "refused", "out of memory", "hung", "deviates", "failed"]
@@ -42,7 +43,7 @@ class CollectiveTraffic(StrictModel):
 
 
 class RankResult(StrictModel):
-    """The measurement of one rank."""
+    """The measurements of one rank."""
 
     step_s: list[float] = Field(description="seconds of each timed step; none of them is profiled")
     memory_bytes: dict[str, Annotated[int, Field(lt=2**63)]] = Field(
@@ -62,7 +63,7 @@ class RankResult(StrictModel):
 
 
 class Measurement(StrictModel):
-    """The measurement of all ranks of a point."""
+    """The measurements of a point over all ranks."""
 
     ranks: int = Field(ge=1, lt=2**31)
     threads: int
@@ -80,13 +81,32 @@ class Measurement(StrictModel):
     tokens_per_s: Spread
 
     @model_validator(mode="after")
-    def _times_are_of_work(self) -> Measurement:
+    def _check_durations(self) -> Measurement:
         schedules = [rank.schedule_us for rank in self.by_rank if rank.schedule_us is not None]
         phases = [sum(rank.phases_s.values()) for rank in self.by_rank if rank.phases_s]
         spans = [self.step_s.median, self.tokens_per_s.median, *phases, *(last - first for first, last, _ in schedules)]
         if min(spans) <= 0:
-            raise ValueError("a step took no time, or handled no token")
+            raise ValueError("a step has a duration or a token rate of 0; expected more")
         return self
+
+
+class PointRequest(StrictModel):
+    """The input of a point's ranks. `reference`: a layout and its losses, with which the point's are compared."""
+
+    engine: EngineConfig
+    point: Point
+    steps: int
+    warmup: int
+    peak_tflops: float | None
+    reference: tuple[str, Losses] | None
+    time_limit_s: float
+
+
+class PointResult(StrictModel):
+    """The output of a point's ranks."""
+
+    measurement: Measurement
+    checks: list[NumericCheck]
 
 
 class BenchRow(StrictModel):
@@ -110,28 +130,25 @@ class BenchRow(StrictModel):
     @property
     def phases_s(self) -> dict[str, float]:
         """Seconds by phase, mean over the ranks, longest first, `other` last."""
-        sums: dict[str, float] = {}
-        ranks = [] if self.measured is None else self.measured.by_rank
-        for rank in ranks:
-            for name, seconds in rank.phases_s.items():
-                sums[name] = sums.get(name, 0.0) + seconds / len(ranks)
-        return dict(sorted(sums.items(), key=lambda item: (item[0] == "other", -item[1])))
+        means = mean_by_name([] if self.measured is None else [rank.phases_s for rank in self.measured.by_rank])
+        return dict(sorted(means.items(), key=lambda item: (item[0] == "other", -item[1])))
 
     @property
     def peak_memory(self) -> dict[str, int]:
         """Maximum bytes over the ranks, by kind."""
-        found: dict[str, int] = {}
-        for rank in self.measured.by_rank if self.measured else []:
-            for kind, size in rank.memory_bytes.items():
-                found[kind] = max(found.get(kind, 0), size)
-        return found
+        return max_by_name([rank.memory_bytes for rank in self.measured.by_rank] if self.measured else [])
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak of the largest rank: allocated memory on a GPU, growth of resident memory on a CPU."""
+        return self.peak_memory.get("allocated", self.peak_memory.get("rss_growth"))
 
     @property
     def bubble(self) -> list[float] | None:
         """Share of the schedule in which each rank of a pipeline is idle; None without a pipeline.
 
-        Idle means that it neither computes nor is in a collective of its own stage. The schedule is from the first
-        stage's first forward to the last backward of any stage.
+        A rank is idle when it neither computes nor is in a collective of its own stage. The schedule spans from the
+        first forward to the last backward of any stage.
         """
         m = self.measured
         if m is None or not any(traffic.kind in BETWEEN_STAGES for traffic in m.traffic):
@@ -142,18 +159,27 @@ class BenchRow(StrictModel):
         return [1 - busy / window for _, _, busy in spans]
 
 
+def mean_by_name(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each name's values over the ranks; a missing value counts as 0."""
+    sums: dict[str, float] = defaultdict(float)
+    for values in ranks:
+        for name, value in values.items():
+            sums[name] += value / len(ranks)
+    return dict(sums)
+
+
 def phase_sums(segments: Sequence[Segment]) -> dict[str, float]:
     """Returns the total seconds of segments by name."""
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for name, _, length in segments:
-        sums[name] = sums.get(name, 0.0) + length / 1e6
-    return sums
+        sums[name] += length / 1e6
+    return dict(sums)
 
 
 def schedule_of(segments: Sequence[Segment]) -> tuple[float, float, float] | None:
     """Returns start of the first forward, end of the last backward and busy time in between, in microseconds.
 
-    None where there is neither forward nor backward.
+    Returns None if there is neither a forward nor a backward.
     """
     passes = [(start, start + length) for name, start, length in segments if name in ("forward", "backward")]
     if not passes:
@@ -168,7 +194,7 @@ class BenchRecord(StrictModel):
 
     benchmark: Literal["layouts"] = "layouts"
     command: str
-    commit: str = Field(description="with `+` at the end if tracked files differed from it")
+    commit: str = Field(description="ends with `+` if tracked files differed from it")
     date: str
     versions: dict[str, str]
     machine: Machine
@@ -176,7 +202,7 @@ class BenchRecord(StrictModel):
     rows: list[BenchRow] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _setup_is_of_mappings(self) -> BenchRecord:
+    def _check_setup(self) -> BenchRecord:
         sweep = self.setup.get("sweep", {})
         for part in (sweep, self.setup.get("model", {}), sweep.get("engine", {}) if isinstance(sweep, dict) else None):
             if not isinstance(part, dict):
@@ -198,7 +224,7 @@ def read_record(path: str | Path) -> BenchRecord:
     """Returns the record in a file. Raises ConfigError for a file that is not a sweep's record."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair could be shown nowhere
+        json.dumps(data, ensure_ascii=False).encode()  # fails on a lone surrogate, which no page could show
         return BenchRecord.model_validate(data)
-    except (ValueError, RecursionError):  # not UTF-8, not JSON, not these fields, a number of thousands of digits
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, other fields, a number of thousands of digits
         raise ConfigError(f"{path} is not a record of archon bench; expected the JSON that --record writes") from None

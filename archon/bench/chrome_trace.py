@@ -9,23 +9,23 @@ from typing import Any
 
 from archon.bench.bench_record import BenchRecord
 
-# The process ids of a point's ranks start at a multiple of this.
-POINT = 100_000
+# Process ids of the first ranks of two points differ by this.
+PROCESSES_PER_POINT = 100_000
 
 
 def write_trace(record: BenchRecord, path: Path) -> None:
     """Write the trace of a record; each rank of each measured point is a process in it."""
-    path.write_text(json.dumps({"traceEvents": list(trace_events(record)), "displayTimeUnit": "ms"}), encoding="utf-8")
+    path.write_text(json.dumps({"traceEvents": list(_events(record)), "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-def trace_events(record: BenchRecord) -> Iterator[dict[str, Any]]:
-    """Yield the trace's events; times are in microseconds since the first rank of the point began its step."""
+def _events(record: BenchRecord) -> Iterator[dict[str, Any]]:
+    """Yield the trace's events; times are in microseconds since the first rank of the point started its step."""
     for number, row in enumerate(record.rows):
         if row.measured is None:
             continue
         begin = min(rank.start_us for rank in row.measured.by_rank)
         for rank, result in enumerate(row.measured.by_rank):
-            process = number * POINT + rank
+            process = number * PROCESSES_PER_POINT + rank
             name = f"{row.point.name}, rank {rank}"
             yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
             for phase, start, length in result.segments:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,22 +37,11 @@ class Point(StrictModel):
         return str(self.shape.lengths), self.dtype
 
     @property
-    def error(self) -> str:
-        """Why the point cannot be measured; empty if it can."""
-        if max(self.shape.lengths) <= self.micro_batch:
-            return ""
-        return (
-            f"documents of {max(self.shape.lengths)} tokens ({self.shape.name}) do not fit micro-batches of "
-            f"{self.micro_batch}; raise --micro-batch"
-        )
-
-    @property
     def name(self) -> str:
         """A line that identifies the point within a sweep."""
-        rest = [self.shape.name, f"mb {self.micro_batch}", self.dtype]
-        rest += [f"recompute {self.recompute}"] if self.recompute != "none" else []
-        rest += ["compiled"] if self.compile else []
-        return " ".join([self.layout, *rest])
+        recompute = "" if self.recompute == "none" else f" recompute {self.recompute}"
+        compiled = " compiled" if self.compile else ""
+        return f"{self.layout} {self.shape.name} mb {self.micro_batch} {self.dtype}{recompute}{compiled}"
 
 
 class SweepConfig(StrictModel):
@@ -80,7 +68,7 @@ class SweepConfig(StrictModel):
     engine: dict[str, Any] = Field(default_factory=dict, description="further fields of EngineConfig")
 
     @model_validator(mode="after")
-    def _engine_fields_are_free(self) -> SweepConfig:
+    def _check_engine(self) -> SweepConfig:
         for name in self.engine:
             if name in SWEEP_FIELDS:
                 raise ValueError(f"engine.{name} was given, but the sweep sets it; leave it out")
@@ -101,45 +89,45 @@ class SweepConfig(StrictModel):
         """Returns a shape for each document length and each ragged shape."""
         if not self.seq and not self.lengths:
             raise ConfigError("give document lengths: --seq 1024, or --lengths 700,90,13 or lognormal:1024")
-        return [even_shape(length, self.tokens) for length in self.seq] + [
-            parse_shape(text, self.tokens) for text in self.lengths
-        ]
+        even = [even_shape(length, self.tokens) for length in self.seq]
+        return even + [parse_shape(text, self.tokens) for text in self.lengths]
 
     def points(self) -> list[Point]:
         """Returns all points; those with equal losses are consecutive.
 
-        Raises ConfigError or LayoutError for a layout that is malformed, and where no point can be measured.
+        Raises LayoutError for a malformed layout, and ConfigError if no point can be measured.
         """
         from archon.parallel.layout import parse_layout
 
-        layouts = [str(parse_layout(layout)) for layout in self.layouts]
-        points = list(self._points(layouts))
+        options: dict[str, list[Any]] = {
+            "shape": self.shapes(),
+            "dtype": self.dtype,
+            "micro_batch": self.micro_batch,
+            "recompute": self.recompute,
+            "compile": self.compile,
+            "layout": [str(parse_layout(layout)) for layout in self.layouts],
+        }
+        points = [Point(**dict(zip(options, values, strict=True))) for values in product(*options.values())]
         errors = [self.error(point) for point in points]
         if all(errors):
             raise ConfigError(errors[0])
         return points
 
     def error(self, point: Point) -> str:
-        """Returns why a point cannot be measured, as far as is known without running it; empty if it can."""
+        """Returns why a point cannot be measured, as far as is known without running it, or an empty string."""
         from archon.engine.build import resolve_device
 
         try:
             resolve_device(self.engine_config(point).device)
         except UserError as error:
             return str(error)
-        return point.error
-
-    def _points(self, layouts: list[str]) -> Iterator[Point]:
-        varied = product(self.shapes(), self.dtype, self.micro_batch, self.recompute, self.compile, layouts)
-        for shape, dtype, micro_batch, recompute, compiled, layout in varied:
-            yield Point(
-                layout=layout,
-                shape=shape,
-                micro_batch=micro_batch,
-                recompute=recompute,
-                compile=compiled,
-                dtype=dtype,
-            )
+        longest = max(point.shape.lengths)
+        if longest <= point.micro_batch:
+            return ""
+        return (
+            f"documents of {longest} tokens ({point.shape.name}) do not fit micro-batches of {point.micro_batch}; "
+            "raise --micro-batch"
+        )
 
     def engine_config(self, point: Point) -> EngineConfig:
         """Returns the engine's configuration of a point. Shared prefixes are off, so that all layouts do equal work."""

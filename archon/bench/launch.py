@@ -1,4 +1,4 @@
-"""Starts the ranks of one point, and turns any failure of theirs into a status and one line."""
+"""Starts the ranks of one point, and turns any failure into a status and one line."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from archon.bench.bench_record import Status
-from archon.bench.rank_process import ERROR, RESULT, STACKS, PointRequest, PointResult
+from archon.bench.bench_record import PointRequest, PointResult, Status
+from archon.bench.rank_process import ERROR, RESULT, STACKS
 
 OUTPUT = "output.txt"
-# Seconds that the ranks have beyond their time limit, to start and to exit by themselves.
+# Seconds beyond the time limit for the ranks to start and to exit by themselves.
 GRACE_S = 60.0
-# Seconds that torchrun has to end its ranks.
+# Seconds for torchrun to end its ranks.
 END_S = 40.0
 LONGEST_REASON = 300
 
@@ -36,60 +35,55 @@ def run_ranks(request: PointRequest, ranks: int, threads: int, folder: Path) -> 
     command = [sys.executable, "-m", *launch, "archon.bench.rank_process", str(path)]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     with (folder / OUTPUT).open("w") as output:
-        started = subprocess.Popen(command, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
-            started.wait(request.time_limit_s + GRACE_S)
+            process.wait(request.time_limit_s + GRACE_S)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            _end(started)
+            _terminate(process)
     result = folder / RESULT
-    if started.returncode == 0 and result.exists():
+    if process.returncode == 0 and result.exists():
         return PointResult.model_validate_json(result.read_text())
-    return failure_reason(folder, started.returncode, request.time_limit_s)
+    return failure_reason(folder, process.returncode, request.time_limit_s)
 
 
-def _end(started: subprocess.Popen[Any]) -> None:
+def _terminate(process: subprocess.Popen[Any]) -> None:
     """Terminate torchrun, which ends its ranks, if it is running."""
-    if started.poll() is not None:
-        return
-    started.terminate()
-    try:
-        started.wait(END_S)
-    except subprocess.TimeoutExpired:
-        started.kill()
-        started.wait()
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def failure_reason(folder: Path, code: int, limit: float) -> tuple[Status, str]:
     """Returns the status of a failed point and the reason, from the files that its ranks wrote to `folder`."""
     output = (folder / OUTPUT).read_text(errors="replace")
-    exit_codes = [int(found) for found in re.findall(r"exitcode\s*:\s*(-?\d+)", output)]
+    exit_codes = [int(number) for number in re.findall(r"exitcode\s*:\s*(-?\d+)", output)]
     # A rank killed by a signal is the cause, and errors of the others follow from it; torchrun ends them by SIGTERM.
-    if signals := [-found for found in exit_codes if found < 0 and found != -signal.SIGTERM]:
+    if signals := [-number for number in exit_codes if number < 0 and number != -signal.SIGTERM]:
         return _ended_by_signal(signals[0])
     errors = [json.loads(path.read_text()) for path in sorted(folder.glob(ERROR.format("*")))]
     if errors:
         first = min(errors, key=lambda error: error["time"])
         return _status(first["kinds"], first["message"]), one_line(f"{first['kinds'][0]}: {first['message']}")
-    stacks = {
-        path.name.removeprefix("rank").partition(".")[0]: path.read_text() for path in folder.glob(STACKS.format("*"))
-    }
-    where = _where({rank: text for rank, text in stacks.items() if text.strip()})
-    if where:
-        return "hung", one_line(f"no end after {limit:g} s: {where}")
+    if frames := _innermost_frames(folder):
+        return "hung", one_line(f"no end after {limit:g} s: {frames}")
     if exit_codes and max(exit_codes) > 0:
         return "failed", f"a rank ended with exit code {max(exit_codes)}"
     if -signal.SIGTERM in (code, *exit_codes):
         return "hung", f"no end after {limit:g} s, and the ranks wrote no stacks"
     if code < 0:
         return _ended_by_signal(-code)
-    said = [line for line in output.splitlines() if line.strip()]
-    return "failed", one_line(f"exit code {code}: {said[-1] if said else 'without a word'}")
+    lines = [line for line in output.splitlines() if line.strip()]
+    return "failed", one_line(f"exit code {code}: {lines[-1] if lines else 'no output'}")
 
 
 def _ended_by_signal(number: int) -> tuple[Status, str]:
-    """Returns the status and the reason of a rank that a signal ended."""
+    """Returns the status and the reason of a rank that was ended by a signal."""
     if number == signal.SIGKILL:
         return "out of memory", "a rank was killed by signal 9, most likely because memory ran out"
     return "failed", f"a rank was ended by signal {number}"
@@ -104,14 +98,15 @@ def _status(kinds: list[str], message: str) -> Status:
     return "refused" if "UserError" in kinds else "failed"
 
 
-def _where(stacks: Mapping[str, str]) -> str:
-    """Innermost Python frame of each rank's main thread; ranks that stand in one place stand together."""
+def _innermost_frames(folder: Path) -> str:
+    """Returns the innermost Python frame of each rank's main thread, one for all ranks in the same place."""
     places: dict[str, list[str]] = {}
-    for rank, text in sorted(stacks.items()):
-        frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text.split("(most recent call first):")[-1])
-        if frames:
-            file, line, function = frames[0]
-            places.setdefault(f"{function} ({Path(file).name}:{line})", []).append(rank)
+    for path in sorted(folder.glob(STACKS.format("*"))):
+        main_thread = path.read_text().split("(most recent call first):")[-1]
+        if frame := re.search(r'File "([^"]*)", line (\d+) in (\S+)', main_thread):
+            file, line, function = frame.groups()
+            place = f"{function} ({Path(file).name}:{line})"
+            places.setdefault(place, []).append(path.name.removeprefix("rank").partition(".")[0])
     return "; ".join(f"rank {', '.join(ranks)} in {place}" for place, ranks in places.items())
 
 

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
-from archon.bench.bench_record import CollectiveTraffic, Losses, Measurement, RankResult, phase_sums, schedule_of
-from archon.bench.config import Point
+from archon.bench.bench_record import (
+    CollectiveTraffic,
+    Losses,
+    Measurement,
+    PointRequest,
+    PointResult,
+    RankResult,
+    phase_sums,
+    schedule_of,
+)
 from archon.bench.memory_meter import MemoryMeter
 from archon.bench.origin import NumericCheck, relative_difference, spread
 from archon.bench.partition import shortened
@@ -23,10 +31,9 @@ from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
 from archon.models.layers.matmul import product
 from archon.parallel.collectives import CollectiveRecorder, group_names
 from archon.parallel.control_plane import ControlPlane
-from archon.schema.config import EngineConfig
 
-# Allowed relative differences of the same batch in two layouts. After AdamW's first step they are larger, because the
-# sign of a nearly zero gradient depends on rounding.
+# Allowed relative differences between two layouts on the same batch. They are larger after AdamW's first step, because
+# the sign of a nearly zero gradient depends on rounding.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}
 TOLERANCE_AFTER_STEP = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2}
 # A matrix product that exceeds a core's caches and takes a fraction of a second.
@@ -37,21 +44,12 @@ class DeviationError(ArithmeticError):
     """The losses of a layout differ from those of the first one."""
 
 
-def measure(
-    config: EngineConfig,
-    point: Point,
-    steps: int,
-    warmup: int,
-    peak_tflops: float | None,
-    reference: tuple[str, Losses] | None,
-) -> tuple[Measurement, list[NumericCheck]]:
-    """Measure a point. Returns on every rank the measurement of all ranks, and the checks of the losses. A collective.
+def measure(request: PointRequest) -> PointResult:
+    """Measure a point. Returns on every rank the measurement of all ranks and the checks of the losses. A collective.
 
-    Args:
-        reference: a layout and its losses; nothing is timed unless the losses agree with them.
-
-    Raises DeviationError where they do not agree, and the engine's errors.
+    Raises DeviationError, before anything is timed, if the losses differ from the reference, and the engine's errors.
     """
+    config, point = request.engine, request.point
     device = resolve_device(config.device)
     start = MemoryMeter(device.type == "cuda")
     engine = ArchonEngine(config)
@@ -67,11 +65,11 @@ def measure(
 
     first, second = step(), step()
     losses = Losses(loss=first["loss"], grad_norm=first["grad_norm"], loss_after_one_step=second["loss"])
-    checks = [] if reference is None else compare_losses(losses, *reference, point.dtype)
-    for _ in range(warmup - 2):
+    checks = [] if request.reference is None else compare_losses(losses, *request.reference, point.dtype)
+    for _ in range(request.warmup - 2):
         step()
     meter = MemoryMeter(device.type == "cuda")
-    seconds = [_timed(step, world) for _ in range(steps)]
+    seconds = [_timed(step, world) for _ in range(request.steps)]
     memory = _memory(start, meter)
     with CollectiveRecorder(group_names(engine.parallel_dims)) as recorder:
         step()
@@ -91,7 +89,7 @@ def measure(
     by_rank = [RankResult.model_validate(json.loads(data)) for data in world.all_gather(own.model_dump_json().encode())]
     slowest = [max(times) for times in zip(*(rank.step_s for rank in by_rank), strict=True)]
     flops = MatmulShape.from_args(engine.args).packed(point.shape.lengths)
-    peak, source = _peak(device, point.dtype, peak_tflops, by_rank)
+    peak, source = _peak(device, point.dtype, request.peak_tflops, by_rank)
     measurement = Measurement(
         ranks=world.size,
         threads=torch.get_num_threads(),
@@ -109,11 +107,11 @@ def measure(
         step_s=spread(slowest, "s"),
         tokens_per_s=spread([point.shape.tokens / s for s in slowest], "tok/s"),
     )
-    return measurement, checks
+    return PointResult(measurement=measurement, checks=checks)
 
 
 def compare_losses(ours: Losses, layout: str, theirs: Losses, dtype: str) -> list[NumericCheck]:
-    """Returns the checks that `ours` equals `theirs`, the losses in `layout`. Raises DeviationError at a difference."""
+    """Returns the checks of `ours` against `theirs`, the losses in `layout`. Raises DeviationError if they differ."""
     checks = []
     for what, value in ours:
         other = getattr(theirs, what)
@@ -138,16 +136,13 @@ def _timed(step: Callable[[], Any], world: ControlPlane) -> float:
 
 def _memory(start: MemoryMeter, steps: MemoryMeter) -> dict[str, int]:
     """Returns the memory peaks of the timed steps; that of resident memory relative to before the model was built."""
-    found = steps.read()
-    peak = found.pop("rss_peak", None)
-    found.pop("rss_above_start", None)
-    if peak is not None and start.rss:
-        found["rss_growth"] = peak - start.rss
-    return found
+    peaks = steps.read()
+    sizes = {kind: size for kind, size in peaks.items() if not kind.startswith("rss")}
+    return sizes | ({"rss_growth": peaks["rss_peak"] - start.rss} if "rss_peak" in peaks and start.rss else {})
 
 
 def gemm_flops(dtype: torch.dtype, world: ControlPlane) -> float:
-    """Returns FLOP/s of this process's fastest matrix product, by the models' kernel, while all ranks run theirs."""
+    """Returns FLOP/s of this process's fastest matrix product, with the models' kernel, while all ranks run one."""
     a, b = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype) for _ in range(2))
     best = float("inf")
     world.barrier()

@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 
-def _status(pid: int | str, field: str) -> int:
-    """Returns a field of /proc/PID/status in bytes; 0 where the process or the field does not exist."""
+def status_bytes(field: str, pid: int | str = "self") -> int:
+    """Returns a field of /proc/PID/status in bytes; 0 if the process or the field does not exist."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
-        pass
-    return 0
-
-
-def anonymous_bytes(pid: int | str = "self") -> int:
-    """Returns the bytes of resident memory that no file backs (RssAnon)."""
-    return _status(pid, "RssAnon")
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), 0)
 
 
 def trim_free_memory() -> None:
@@ -52,7 +45,7 @@ class MemoryMeter:
             self._gpu.reset_peak_memory_stats()
         try:
             Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak of the resident memory
-            self.rss = _status("self", "VmRSS")
+            self.rss = status_bytes("VmRSS")
         except OSError:
             self.rss = 0  # without the reset the peak would be since the start of the process
 
@@ -65,7 +58,7 @@ class MemoryMeter:
         """Returns peak bytes by kind, without the kinds that cannot be determined here."""
         sizes: dict[str, int] = {}
         if self.rss:
-            peak = _status("self", "VmHWM")
+            peak = status_bytes("VmHWM")
             sizes |= {"rss_peak": peak, "rss_above_start": peak - self.rss}
         if self._gpu is not None:
             sizes |= {"allocated": self._gpu.max_memory_allocated(), "reserved": self._gpu.max_memory_reserved()}

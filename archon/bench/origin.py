@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +33,7 @@ class Machine(StrictModel):
 
 
 class NumericCheck(StrictModel):
-    """A comparison that had to hold before the timed steps."""
+    """A comparison of values that passed before steps were timed."""
 
     what: str
     peer: str
@@ -41,30 +42,35 @@ class NumericCheck(StrictModel):
 
 
 class Spread(StrictModel):
-    """Statistics of one side's values over the rounds, and its memory."""
+    """Statistics of the values of repeated runs, and their memory."""
 
     unit: str
     median: float
     min: float
     max: float
     values: list[float]
-    memory_bytes: dict[str, int] = Field(default_factory=dict, description="maximum over the rounds, by kind")
+    memory_bytes: dict[str, int] = Field(default_factory=dict, description="maximum over the runs, by kind")
 
 
 def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]] = ()) -> Spread:
     """Returns statistics of `values`, and the maximum of each kind of memory in `runs`."""
-    memory: dict[str, int] = {}
-    for run in runs:
-        for kind, size in run.get("memory", {}).items():
-            memory[kind] = max(memory.get(kind, 0), size)
     return Spread(
         unit=unit,
         median=statistics.median(values),
         min=min(values),
         max=max(values),
         values=list(values),
-        memory_bytes=memory,
+        memory_bytes=max_by_name([run.get("memory", {}) for run in runs]),
     )
+
+
+def max_by_name(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Returns the maximum of by_name name's values."""
+    peaks: dict[str, int] = {}
+    for by_name in sizes:
+        for name, size in by_name.items():
+            peaks[name] = max(peaks.get(name, 0), size)
+    return peaks
 
 
 def relative_difference(ours: float, theirs: float) -> float:
@@ -73,7 +79,7 @@ def relative_difference(ours: float, theirs: float) -> float:
 
 
 def origin(command: str) -> dict[str, Any]:
-    """Returns the fields that every record has: command, commit, date (UTC), versions and machine."""
+    """Returns the fields of every record: command, commit, date (UTC), versions and machine."""
     return {
         "command": command,
         "commit": commit(),
@@ -85,13 +91,11 @@ def origin(command: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed packages that affect measurements."""
-    found = {"python": sys.version.split()[0]}
+    installed = {"python": sys.version.split()[0]}
     for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def commit() -> str:
@@ -101,30 +105,22 @@ def commit() -> str:
     """
     if not (ROOT / ".git").exists():
         return "unknown"
-    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED)
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 
 def machine() -> Machine:
     """Returns processor, cores, memory and GPUs of this machine."""
-    cpu = "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     gpus: list[str] = []
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-        )
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with suppress(FileNotFoundError):
+        listed = subprocess.run(query, capture_output=True, text=True)
         gpus = listed.stdout.strip().splitlines() if listed.returncode == 0 else []
-    except FileNotFoundError:
-        pass
     return Machine(cpu=cpu, cores=len(os.sched_getaffinity(0)), memory_bytes=pages * size, gpus=gpus)

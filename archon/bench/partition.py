@@ -1,9 +1,9 @@
 """Partitions a profiled step into segments without gaps or overlaps: phases, collectives, and the rest.
 
-On a CPU the training thread's time is partitioned: the time of a collective is what the thread spends starting it and
-waiting for it. On a GPU the device's time is partitioned: where computation runs, its phase; where only collectives
-run, their kind; else `other`, where the device waits for the host. The segments add up to the step, and a collective
-that is overlapped with computation counts nothing.
+On a CPU the training thread's time is partitioned: a collective has the time that the thread spends starting it and
+waiting for it. On a GPU the device's time is partitioned: a phase while computation runs, a kind of collective while
+only collectives run, else `other`, in which the device waits for the host. The segments add up to the step, and a
+collective that is overlapped with computation counts nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from archon.parallel.collectives import collective_kind
 LABEL = "archon:"
 STEP = "step"
 OTHER = "other"
-# Autograd's name for the backward pass of what the head computes.
+# Autograd's names of the head's backward pass.
 HEAD_NODES = ("_WeightedLossBackward", "_TokenScoresBackward")
 # Maximum number of segments that a record keeps; the shortest are merged with their neighbors.
 MAX_SEGMENTS = 2000
 
-_NCCL = {
+_KIND_OF_NCCL_KERNEL = {
     "AllGather": "all_gather",
     "ReduceScatter": "reduce_scatter",
     "AllReduce": "all_reduce",
@@ -56,9 +56,8 @@ def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     step = next(event for event in events if event["name"] == LABEL + STEP and event.get("cat") == "user_annotation")
     whole = Span(STEP, step["ts"], step["ts"] + step["dur"])
-    labels = [span for event in events if on_gpu or event["tid"] == step["tid"] for span in _span(event)]
-    labels = [span for span in labels if span.start >= whole.start and span.end <= whole.end]
-    host = nested(whole, labels)
+    spans = [_span(event) for event in events if on_gpu or event["tid"] == step["tid"]]
+    host = nested(whole, [span for span in spans if span and span.start >= whole.start and span.end <= whole.end])
     busy: dict[str, float] = {}
     parts = host
     if on_gpu:
@@ -71,27 +70,24 @@ def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
     return Profile(base + whole.start, _segments(parts, whole.start), busy)
 
 
-def _span(event: dict[str, Any]) -> list[Span]:
-    """Returns the span of a host event as a list, empty where it is neither a phase nor a collective."""
-    name, kind = event["name"], event.get("cat")
-    start, end = event["ts"], event["ts"] + event["dur"]
-    if kind == "user_annotation" and name.startswith(LABEL) and name != LABEL + STEP:
-        return [Span(name.removeprefix(LABEL), start, end)]
-    if kind != "cpu_op":
-        return []
-    if name.startswith("autograd::engine::evaluate_function: "):
-        return [Span("head", start, end)] if name.endswith(HEAD_NODES) else []
-    space, _, operator = name.partition("::")
-    if space == "_c10d_functional" and operator == "wait_tensor":
-        return [Span("wait", start, end)]
-    collective = collective_kind(space, operator)
-    return [] if collective is None else [Span(collective, start, end)]
+def _span(event: dict[str, Any]) -> Span | None:
+    """Returns the span of a host event; None if it is neither a phase nor a collective."""
+    name, category = event["name"], event.get("cat")
+    label: str | None = None
+    if category == "user_annotation" and name.startswith(LABEL) and name != LABEL + STEP:
+        label = name.removeprefix(LABEL)
+    elif category == "cpu_op" and name.startswith("autograd::engine::evaluate_function: "):
+        label = "head" if name.endswith(HEAD_NODES) else None
+    elif category == "cpu_op":
+        space, _, operator = name.partition("::")
+        label = "wait" if name == "_c10d_functional::wait_tensor" else collective_kind(space, operator)
+    return None if label is None else Span(label, event["ts"], event["ts"] + event["dur"])
 
 
 def nested(whole: Span, spans: Iterable[Span]) -> list[Span]:
-    """Returns the partition of `whole` by the spans within it: the innermost one, or `other` where there is none.
+    """Returns the partition of `whole` by the spans in it: the innermost span, or `other` where there is none.
 
-    A `wait` counts as the collective that was started last.
+    A `wait` has the name of the collective that was started last.
     """
     result: list[Span] = []
     open_spans: list[Span] = [Span(OTHER, whole.start, whole.end)]
@@ -120,7 +116,7 @@ def nested(whole: Span, spans: Iterable[Span]) -> list[Span]:
 
 
 def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable[Span]:
-    """Yield what ran on the device: collectives by kind, the rest by the host's phase in which it was launched."""
+    """Yield the spans of the device: collectives by kind, other kernels by the host's phase that launched them."""
     starts = [span.start for span in host]
     launches = {
         event["args"]["correlation"]: event["ts"]
@@ -132,10 +128,10 @@ def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable
             continue
         name, end = event["name"], event["ts"] + event["dur"]
         if "nccl" in name.lower():
-            kind = next((kind for part, kind in _NCCL.items() if part in name), "collective")
+            kind = next((kind for part, kind in _KIND_OF_NCCL_KERNEL.items() if part in name), "collective")
             # NCCL implements all-to-all by its send-receive kernel; torch records which of the two was called.
-            asked = str(event.get("args", {}).get("Collective name", "")).replace("_", "")
-            kind = "all_to_all" if kind == "send_recv" and asked.startswith("alltoall") else kind
+            called = str(event.get("args", {}).get("Collective name", "")).replace("_", "")
+            kind = "all_to_all" if kind == "send_recv" and called.startswith("alltoall") else kind
             yield Span(kind, event["ts"], end)
             continue
         launched = launches.get(event.get("args", {}).get("correlation"), event["ts"])
@@ -148,18 +144,22 @@ def _kernels(events: Sequence[dict[str, Any]], host: Sequence[Span]) -> Iterable
 def covered(whole: Span, spans: Iterable[Span]) -> list[Span]:
     """Returns the partition of `whole` by overlapping spans; time that no span covers is `other`.
 
-    Computation has precedence over `other`, and that over collectives; of equal ones the one that started last.
+    Computation has precedence over `other`, which has precedence over collectives; among equals the latest start wins.
     """
     edges: list[tuple[float, int, int, Span]] = []
     for number, span in enumerate(spans):
         if span.end > whole.start and span.start < whole.end:
             edges += [(max(span.start, whole.start), 1, number, span), (min(span.end, whole.end), 0, number, span)]
+
+    def precedence(span: Span) -> tuple[int, float]:
+        return (2 if span.name in COMPUTE else span.name == OTHER), span.start
+
     result: list[Span] = []
     running: dict[int, Span] = {}
-    at = whole.start
+    at, none = whole.start, Span(OTHER, 0, 0)
     for time, begins, number, span in [*sorted(edges, key=lambda edge: edge[:3]), (whole.end, 0, -1, whole)]:
         if time > at:
-            result.append(Span(_foremost(running.values()), at, time))
+            result.append(Span(max(running.values(), key=precedence, default=none).name, at, time))
             at = time
         if begins:
             running[number] = span
@@ -168,15 +168,8 @@ def covered(whole: Span, spans: Iterable[Span]) -> list[Span]:
     return result
 
 
-def _foremost(running: Iterable[Span]) -> str:
-    def importance(span: Span) -> tuple[int, float]:
-        return (2 if span.name in COMPUTE else span.name == OTHER), span.start
-
-    return max(running, key=importance, default=Span(OTHER, 0, 0)).name
-
-
 def _segments(parts: Iterable[Span], start: float) -> list[Segment]:
-    """Returns segments (name, start, duration) of the spans, with neighbors of one name merged."""
+    """Returns segments (name, start, duration) of the spans, with neighbors of equal name merged."""
     result: list[Segment] = []
     for part in parts:
         if result and result[-1][0] == part.name:

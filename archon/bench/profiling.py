@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ _KIND_OF_OP_TYPE = {
 }
 
 
-def labelled(name: str) -> record_function:
+def labeled(name: str) -> record_function:
     return record_function(LABEL + name)
 
 
@@ -43,9 +43,9 @@ def profiled(step: Callable[[], Any], model: nn.Module, device: torch.device) ->
     """Returns the profile of one call of `step`, and its wall-clock seconds; `step` must wait for the device."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler, listening(labelled), _head_labelled(model), waits_labelled():
+    with profile(activities=activities) as profiler, listening(labeled), _label_head(model), label_waits():
         start = time.perf_counter()
-        with labelled(STEP):
+        with labeled(STEP):
             step()
         seconds = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
@@ -56,41 +56,38 @@ def profiled(step: Callable[[], Any], model: nn.Module, device: torch.device) ->
 
 
 @contextmanager
-def _head_labelled(model: nn.Module) -> Iterator[None]:
+def _label_head(model: nn.Module) -> Iterator[None]:
     """Label the forward of the head, which also computes the gradient of a fused loss."""
     opened: list[Any] = []
 
     def before(*_: Any) -> None:
-        opened.append(labelled("head"))
+        opened.append(labeled("head"))
         opened[-1].__enter__()
 
     def after(*_: Any) -> None:
         opened.pop().__exit__(None, None, None)
 
-    handles = []
-    for module in model.modules():
-        if isinstance(module, LMHead):
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, LMHead):
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
-def waits_labelled() -> Iterator[None]:
+def label_waits() -> Iterator[None]:
     """Label the waits for collectives in Python, which the profiler does not record as operators."""
-    waiting: Any = dist.Work
-    wait = waiting.wait
+    work_class: Any = dist.Work
+    wait = work_class.wait
 
-    def labelled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+    def labeled_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         kind = _KIND_OF_OP_TYPE.get(work._get_op_type(), "collective")
-        with labelled(kind):
+        with labeled(kind):
             return wait(work, *args, **kwargs)
 
-    waiting.wait = labelled_wait
+    work_class.wait = labeled_wait
     try:
         yield
     finally:
-        waiting.wait = wait
+        work_class.wait = wait

@@ -13,52 +13,27 @@ import sys
 import time
 from pathlib import Path
 
-from archon.bench.bench_record import Losses, Measurement
-from archon.bench.config import Point
-from archon.bench.origin import NumericCheck
-from archon.schema.config import EngineConfig, StrictModel
+from archon.bench.bench_record import PointRequest
 
 STACKS, ERROR, RESULT = "rank{}.stack", "rank{}.error.json", "result.json"
 
 
-class PointRequest(StrictModel):
-    """The input of a point's ranks."""
-
-    engine: EngineConfig
-    point: Point
-    steps: int
-    warmup: int
-    peak_tflops: float | None
-    reference: tuple[str, Losses] | None
-    time_limit_s: float
-
-
-class PointResult(StrictModel):
-    """The output of a point's ranks."""
-
-    measurement: Measurement
-    checks: list[NumericCheck]
-
-
-def main(request: Path) -> None:
-    rank, folder = os.environ.get("RANK", "0"), request.parent
-    order = PointRequest.model_validate_json(request.read_text())
+def main(path: Path) -> None:
+    rank, folder = os.environ.get("RANK", "0"), path.parent
+    request = PointRequest.model_validate_json(path.read_text())
     stacks = (folder / STACKS.format(rank)).open("w")
-    faulthandler.dump_traceback_later(order.time_limit_s, exit=True, file=stacks)
+    faulthandler.dump_traceback_later(request.time_limit_s, exit=True, file=stacks)
     try:
         import torch.distributed as dist
 
         from archon.bench.measure import measure
 
-        measurement, checks = measure(
-            order.engine, order.point, order.steps, order.warmup, order.peak_tflops, order.reference
-        )
+        result = measure(request)
         if rank == "0":
-            (folder / RESULT).write_text(PointResult(measurement=measurement, checks=checks).model_dump_json())
+            (folder / RESULT).write_text(result.model_dump_json())
         if dist.is_initialized():
             dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001
-        # The sweep continues after any error, with a row that has its message.
+    except Exception as error:  # noqa: BLE001 -- the sweep continues, with a row that has the error's message
         kinds = [kind.__name__ for kind in type(error).__mro__]
         content = {"kinds": kinds, "message": str(error), "time": time.time()}
         (folder / ERROR.format(rank)).write_text(json.dumps(content))

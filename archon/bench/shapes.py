@@ -27,7 +27,7 @@ class Shape(StrictModel):
     lengths: list[int] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _every_document_predicts(self) -> Shape:
+    def _check_lengths(self) -> Shape:
         if min(self.lengths) < 2:
             raise ValueError(f"shape {self.name}: a document needs 2 tokens to predict one, got {min(self.lengths)}")
         return self
@@ -38,24 +38,27 @@ class Shape(StrictModel):
 
 
 def even_shape(length: int, tokens: int) -> Shape:
-    """As many documents of `length` as `tokens` hold; ConfigError where that is none or tokens are left."""
+    """Returns `tokens` in documents of `length`. Raises ConfigError if they do not divide evenly."""
     if length < 2 or tokens % length:
         raise ConfigError(f"--tokens {tokens} is not a multiple of --seq {length}; a step has whole documents")
     return Shape(name=f"{tokens // length}×{length}", lengths=[length] * (tokens // length))
 
 
 def parse_shape(text: str, tokens: int) -> Shape:
-    """`700,90,13`: these lengths. `uniform:1024`, `lognormal:1024`: random ones up to so many, of `tokens` in all,
-    always the same."""
+    """Returns the shape of `700,90,13` (these lengths), or of `uniform:1024` or `lognormal:1024`: random lengths up to
+    1024, from a fixed seed, that sum to `tokens`.
+
+    Raises ConfigError for any other text.
+    """
     if re.fullmatch(r"\d+(,\d+)*", text):
         lengths = [int(part) for part in text.split(",")]
         return Shape(name=f"{len(lengths)} ragged to {max(lengths)}, {sum(lengths)} in all", lengths=lengths)
-    found = re.fullmatch(r"(uniform|lognormal):(\d+)", text)
-    if found is None:
+    match = re.fullmatch(r"(uniform|lognormal):(\d+)", text)
+    if match is None:
         raise ConfigError(
             f"--lengths {text!r} is not a shape; give lengths such as 700,90,13, or uniform:1024, or lognormal:1024"
         )
-    kind, longest = found[1], int(found[2])
+    kind, longest = match[1], int(match[2])
     if not 2 <= longest <= tokens:
         raise ConfigError(f"--lengths {text!r}: the longest document must have 2 to {tokens} (--tokens) tokens")
     draw = random.Random(SEED)

@@ -8,12 +8,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from archon.bench.bench_record import BenchRecord, BenchRow, Losses, Measurement
+from archon.bench.bench_record import BenchRecord, BenchRow, Losses, Measurement, PointRequest
 from archon.bench.config import Point, SweepConfig
 from archon.bench.launch import one_line, run_ranks
 from archon.bench.origin import machine, origin
 from archon.bench.partition import STEP
-from archon.bench.rank_process import PointRequest
 from archon.schema.config import require_folder
 
 # Allowed difference of the sum of phases from the step's wall-clock time, which includes starting the profiler's step.
@@ -35,11 +34,11 @@ def run_sweep(
         command: the command that repeats the sweep; by default `archon` and this process's arguments.
         on_start: called with each point before it runs.
 
-    Raises ConfigError or LayoutError, before anything is started, where no point can be measured or the record's folder
-    does not exist. A point that is rejected, fails, runs out of memory or hangs has a row that says so.
+    Raises ConfigError or LayoutError, before anything is started, if no point can be measured or the record's folder
+    does not exist. A point that is rejected, fails, runs out of memory or hangs has a row with the reason.
     """
     points = config.points()
-    made = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
+    sweep = BenchRecord(setup=_setup(config), **origin(command or shlex.join(["archon", *sys.argv[1:]])))
     if record is not None:
         require_folder(record)
     references: dict[tuple[str, str], tuple[str, Losses]] = {}
@@ -48,11 +47,11 @@ def run_sweep(
         row = run_point(config, point, references.get(point.loss_key))
         if row.measured is not None:
             references.setdefault(point.loss_key, (point.layout, row.measured.losses))
-        made.rows.append(row)
+        sweep.rows.append(row)
         if record is not None:
-            made.write(record)
+            sweep.write(record)
         on_row(row)
-    return made
+    return sweep
 
 
 def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] | None = None) -> BenchRow:
@@ -73,12 +72,11 @@ def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] |
     )
     threads = config.threads or max(1, machine().cores // ranks)
     with tempfile.TemporaryDirectory(prefix="archon-bench-") as folder:
-        found = run_ranks(request, ranks, threads, Path(folder))
-    if isinstance(found, tuple):
-        return BenchRow(point=point, status=found[0], reason=found[1])
-    return BenchRow(
-        point=point, status="ok", checks=found.checks, measured=found.measurement, notes=_notes(found.measurement)
-    )
+        result = run_ranks(request, ranks, threads, Path(folder))
+    if isinstance(result, tuple):
+        return BenchRow(point=point, status=result[0], reason=result[1])
+    notes = _notes(result.measurement)
+    return BenchRow(point=point, status="ok", checks=result.checks, measured=result.measurement, notes=notes)
 
 
 def _notes(measured: Measurement) -> list[str]:

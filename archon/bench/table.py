@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from archon.bench.bench_record import BenchRecord, BenchRow, Measurement
+from archon.bench.bench_record import BenchRecord, BenchRow, Measurement, mean_by_name
 
 MEMORY = {"allocated": "allocated", "reserved": "reserved", "rss_growth": "RSS growth"}
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns lines with aligned columns, the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
-    return lines
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ([row[0].ljust(first), *map(str.rjust, row[1:], widths)] for row in rows)
+    return ["  ".join(line).rstrip() for line in lines]
 
 
 def table(record: BenchRecord) -> list[str]:
@@ -59,11 +56,9 @@ def describe(row: BenchRow) -> list[str]:
 
 def _figures(row: BenchRow, m: Measurement) -> list[str]:
     rate = m.tokens_per_s
-    agreed = "".join(
-        f", {check.what.replace('_', ' ')} within {check.difference:.0e} of {check.peer}'s" for check in row.checks
-    )
+    checks = [f", {c.what.replace('_', ' ')} within {c.difference:.0e} of {c.peer}'s" for c in row.checks]
     lines = [
-        f"  losses      {m.losses.loss:.6g}, then {m.losses.loss_after_one_step:.6g}{agreed}",
+        f"  losses      {m.losses.loss:.6g}, then {m.losses.loss_after_one_step:.6g}{''.join(checks)}",
         f"  tokens      {rate.median:,.0f} a second ({rate.min:,.0f} to {rate.max:,.0f})",
         f"  a rank      {rate.median / m.ranks:,.0f} tokens a second, {m.ranks} ranks of {m.threads} threads",
         f"  step        {1e3 * m.step_s.median:.2f} ms ({1e3 * m.step_s.min:.2f} to {1e3 * m.step_s.max:.2f})",
@@ -92,11 +87,7 @@ def _phases(row: BenchRow, m: Measurement) -> list[str]:
     whole = sum(row.phases_s.values())
     parts = ", ".join(f"{name} {1e3 * s:.2f} ({100 * s / whole:.0f} %)" for name, s in row.phases_s.items())
     lines = [f"  phases, ms  {parts}; {1e3 * whole:.2f} in all, under the profiler"]
-    busy: dict[str, float] = {}
-    for rank in m.by_rank:
-        for kind, seconds in rank.collective_busy_s.items():
-            busy[kind] = busy.get(kind, 0.0) + seconds / m.ranks
-    if busy:
+    if busy := mean_by_name([rank.collective_busy_s for rank in m.by_rank]):
         lines.append("  of which hidden or not, ms  " + ", ".join(f"{k} {1e3 * s:.2f}" for k, s in busy.items()))
     return lines
 

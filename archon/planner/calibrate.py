@@ -39,26 +39,25 @@ ROUNDS = 5
 def calibrate(like: str, device: torch.device, dtype: torch.dtype) -> Hardware:
     """Returns the hardware `like` with the efficiencies measured on this machine. A collective.
 
-    On a CPU, for which there are no data sheets here, the peaks are measured too, and a node has as many ranks as run
-    now. With a single rank the figures of links are those of `like`.
+    On a CPU the peaks are measured too, and a node has as many ranks as run now. With a single rank the figures of
+    links are those of `like`.
     """
     known = read_hardware(like)
     if device.type == "cpu":
         return _calibrate_cpu(known, dtype)
     _check_name(like, torch.cuda.get_device_name(device))
-    found: dict[str, Any] = {
+    peak = known.flops(str(dtype).removeprefix("torch."))
+    measured: dict[str, Any] = {
         "name": f"{like}-calibrated",
-        "gemm_efficiency": _efficiency(
-            "products", _gemm(device, dtype), known.flops(str(dtype).removeprefix("torch."))
-        ),
+        "gemm_efficiency": _efficiency("products", _gemm(device, dtype), peak),
         "memory_efficiency": _efficiency("copies", _memory(device), known.memory_bandwidth),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
     }
     if ControlPlane.of_run().size > 1:
         in_node = ControlPlane.of_run().size <= known.gpus_per_node
         bandwidth = known.node_bandwidth if in_node else known.network_bandwidth
-        found["link_efficiency"] = _efficiency("all-reduces", _link(device), bandwidth)
-    return Hardware.model_validate(known.model_dump() | found)
+        measured["link_efficiency"] = _efficiency("all-reduces", _link(device), bandwidth)
+    return Hardware.model_validate(known.model_dump() | measured)
 
 
 def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
@@ -72,7 +71,7 @@ def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
     other = _alone(lambda: _gemm(device, torch.float32 if narrow else torch.bfloat16), world)
     memory = _alone(lambda: _memory(device), world)
     layer, micro_batch = _alone(host_seconds, world)
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "name": "cpu",
         "bf16_flops": gemm if narrow else other,
         "fp32_flops": other if narrow else gemm,
@@ -91,23 +90,24 @@ def _calibrate_cpu(known: Hardware, dtype: torch.dtype) -> Hardware:
     if world.size > 1:
         by_size = time_collectives(world.size)
         bandwidth = gather_bandwidth(by_size) * shared_by
-        latency, more = (s / shared_by for s in fit_latency({size: t.between_products for size, t in by_size.items()}))
-        found |= {
+        fit = fit_latency({size: times.between_products for size, times in by_size.items()})
+        latency, per_rank = (seconds / shared_by for seconds in fit)
+        measured |= {
             "node_bandwidth": bandwidth,
             "network_bandwidth": bandwidth,
             "link_efficiency": 1.0,
             "node_latency_s": latency,
-            "node_latency_per_rank_s": more,
+            "node_latency_per_rank_s": per_rank,
             "network_latency_s": latency,
             "shard_overhead_s": max(0.0, shard_seconds(world.size) - by_size[world.size].back_to_back) / shared_by,
         }
-    draft = Hardware.model_validate(known.model_dump() | found)
+    draft = Hardware.model_validate(known.model_dump() | measured)
     efficiency = _alone(lambda: product_efficiency(draft, dtype), world)
     return draft.model_copy(update={"gemm_efficiency": efficiency})
 
 
 def _check_name(like: str, device_name: str) -> None:
-    """Raise ConfigError where this GPU is known hardware other than `like`."""
+    """Raise ConfigError if this GPU is known hardware other than `like`."""
     here = next((name for name in known_hardware() if name.split("-")[0].upper() in device_name), like)
     if like in known_hardware() and here.split("-")[0] != like.split("-")[0]:
         raise ConfigError(f"this GPU is {device_name}, not {like}: give --gpu {here}")
@@ -123,10 +123,10 @@ def _efficiency(what: str, reached: float, peak: float) -> float:
 
 
 def _products(dtype: torch.dtype, world: ControlPlane) -> tuple[float, float]:
-    """Returns FLOP/s of a rank alone, and the number of such ranks whose total FLOP/s all ranks together reach.
+    """Returns FLOP/s of a rank alone, and the total FLOP/s of all ranks as a multiple of it.
 
-    Measures alone and together in turn, because the load of other programs may change. A single process takes the
-    number from the cores it may use.
+    Measures alone and together in turn, because the load of other programs may change. A single process computes the
+    multiple from the cores it may use.
     """
     device = torch.device("cpu")
     if world.size == 1:
@@ -144,7 +144,7 @@ def _products(dtype: torch.dtype, world: ControlPlane) -> tuple[float, float]:
 
 
 def _alone(measure: Callable[[], Any], world: ControlPlane) -> Any:
-    """Returns on every rank what rank 0 measures while the others wait."""
+    """Returns on every rank the result of rank 0, which measures while the others wait."""
     world.barrier()
     return world.broadcast_json(measure)
 

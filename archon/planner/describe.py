@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from archon.planner.memory_model import MemoryEstimate
 from archon.planner.search import NOT_TRIED, Candidate, CandidateFit, Plan, PlanRequest
 
 GIB = 2**30
+# Columns of the table: the parts of a rank's memory.
+PARTS = ("weights", "moments", "gradients", "gathered", "activations", "head")
 
 
 def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
@@ -22,27 +23,25 @@ def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
 
 
 def describe(plan: Plan) -> list[str]:
-    """Returns the plan as lines of text: the best layouts, how much slower each is, and what was rejected.
-
-    Where no layout fits, `explain_no_plan` returns the reason.
-    """
+    """Returns the plan as lines of text: the best layouts, how much slower each is, and what was rejected."""
     request, hw = plan.request, plan.hardware
     asked = f"{request.gpus} × {hw.name}, {request.tokens:,} tokens a step in documents of {request.seq:,}"
     lines = [f"{asked}; {plan.considered:,} ways considered"]
-    if plan.request.seq > plan.max_positions:
+    if request.seq > plan.max_positions:
         lines.append(f"documents are longer than the model's maximum of {plan.max_positions:,} positions")
     if not plan.best:
-        return [*lines, *describe_rejections(plan)]
+        return [*lines, *_rejections(plan)]
     rows: list[tuple[str, ...]] = [
         ("layout", "recompute", "schedule", "tokens", "n", *PARTS, "in all", "tok/s", "MFU c|f, %", "behind")
     ]
     for fit in plan.best:
         c, m = fit.candidate, fit.memory
         rate, causal, full = speed(plan, c)
-        sizes = [f"{size / GIB:.1f}" for size in (*memory_parts(m).values(), m.total)]
+        parts = (m.parameters, m.moments, m.gradients + m.unreduced, m.gathered, m.activations, m.head, m.total)
+        sizes = [f"{size / GIB:.1f}" for size in parts]
         mfu = f"{100 * causal:.1f} | {100 * full:.1f}"
-        run = (str(c.layout), c.policy, schedule(c), f"{c.tokens:,}", str(c.micro_batches))
-        rows.append((*run, *sizes, f"{rate:,.0f}", mfu, slowdown(plan.best[0].candidate, c)))
+        run = (str(c.layout), c.policy, c.schedule, f"{c.tokens:,}", str(c.micro_batches))
+        rows.append((*run, *sizes, f"{rate:,.0f}", mfu, _slowdown(plan.best[0].candidate, c)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines += ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
     lines += [
@@ -54,48 +53,28 @@ def describe(plan: Plan) -> list[str]:
     if plan.too_large:
         lines += ["", "Faster, but too large:"]
         lines += [f"  {describe_candidate(p.candidate)}: lacks {-p.spare / GIB:.1f} GiB" for p in plan.too_large]
-    return [*lines, "", *describe_rejections(plan)]
+    return [*lines, "", *_rejections(plan)]
 
 
-def describe_rejections(plan: Plan) -> list[str]:
-    """Returns lines that say what the search rejected, and what it did not try."""
-    out, seq = plan.rejections, plan.request.seq
-    lines = [f"rejected by the engine, {count:,} ways: {message}" for message, count in out.refused.most_common()]
-    if out.overfull:
-        lines.append(f"too large, {out.overfull:,} layouts and schedules: masters, gradients and moments alone")
-    if out.idle:
-        too_few = f"{plan.request.tokens:,} tokens are too few documents of {seq:,}"
-        lines.append(f"idle ranks, {out.idle:,} layouts and schedules: {too_few}")
+def _rejections(plan: Plan) -> list[str]:
+    """Returns lines that say what the search rejected and what it did not try."""
+    rejected = plan.rejections
+    lines = [f"rejected by the engine, {count:,} ways: {message}" for message, count in rejected.refused.most_common()]
+    if rejected.overfull:
+        lines.append(f"too large, {rejected.overfull:,} layouts and schedules: masters, gradients and moments alone")
+    if rejected.idle:
+        too_few = f"{plan.request.tokens:,} tokens are too few documents of {plan.request.seq:,}"
+        lines.append(f"idle ranks, {rejected.idle:,} layouts and schedules: {too_few}")
     return [*lines, f"not tried: {NOT_TRIED}"]
-
-
-PARTS = ("weights", "moments", "gradients", "gathered", "activations", "head")
-
-
-def memory_parts(memory: MemoryEstimate) -> dict[str, int]:
-    """Returns bytes by the parts that the table shows."""
-    return {
-        "weights": memory.parameters,
-        "moments": memory.moments,
-        "gradients": memory.gradients + memory.unreduced,
-        "gathered": memory.gathered,
-        "activations": memory.activations,
-        "head": memory.head,
-    }
-
-
-def schedule(candidate: Candidate) -> str:
-    """Returns the pipeline's schedule, or a dash."""
-    return str(candidate.options.get("pipeline", {}).get("schedule", "-"))
 
 
 def describe_candidate(candidate: Candidate) -> str:
     """Returns a candidate in one line."""
-    pipeline = "" if candidate.layout.pp == 1 else f", {schedule(candidate)}"
+    pipeline = "" if candidate.layout.pp == 1 else f", {candidate.schedule}"
     return f"{candidate.layout}{pipeline}, recompute {candidate.policy}, micro-batches of {candidate.tokens:,} tokens"
 
 
-def slowdown(best: Candidate, other: Candidate) -> str:
+def _slowdown(best: Candidate, other: Candidate) -> str:
     """Returns by how much `other` is slower than `best`, and the part of the step in which it loses most."""
     if other is best:
         return "-"

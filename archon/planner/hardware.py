@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import Field
@@ -12,9 +10,11 @@ from pydantic import Field
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError
 
+DATA = Path(__file__).with_name("data")
+
 
 class Hardware(StrictModel):
-    """One kind of GPU and its links. Bandwidths are in one direction, per GPU."""
+    """A GPU model and its links. Bandwidths are in one direction, per GPU."""
 
     name: str = Field(min_length=1, description="name of the hardware")
     bf16_flops: float = Field(gt=0, description="dense bfloat16 peak, FLOP/s")
@@ -57,7 +57,7 @@ class Hardware(StrictModel):
         return self.bf16_flops if dtype == "bfloat16" else self.fp32_flops
 
     def oversubscription(self, ranks: int) -> float:
-        """Returns the factor by which work slows down where `ranks` share their nodes' processors; at least 1."""
+        """Returns the factor by which work slows down when `ranks` share their nodes' processors; at least 1."""
         in_node = min(ranks, self.gpus_per_node)
         return max(1.0, in_node / self.processors) if self.processors else 1.0
 
@@ -68,36 +68,21 @@ class Hardware(StrictModel):
 
 def known_hardware() -> list[str]:
     """Returns the names that `read_hardware` knows."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in _data().iterdir() if entry.name.endswith(".yaml"))
+    return sorted(path.stem for path in DATA.glob("*.yaml"))
 
 
 def read_hardware(name: str) -> Hardware:
     """Returns the hardware of a known name, or of a YAML file with every field. Raises ConfigError otherwise."""
-    if name in known_hardware():
-        return Hardware.parse(_mapping((_data() / f"{name}.yaml").read_text(encoding="utf-8"), name), name)
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
+    known = name in known_hardware()
+    if not known and Path(name).suffix not in (".yaml", ".yml"):
         raise ConfigError(f"gpu is {name!r}; expected one of {', '.join(known_hardware())}, or a .yaml file")
+    path = DATA / f"{name}.yaml" if known else Path(name)
     try:
-        text = path.read_text(encoding="utf-8")
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ConfigError(f"{name}: not a text file; expected YAML") from None
-    return Hardware.parse(_mapping(text, name), name)
-
-
-def _data() -> Any:
-    return files("archon.planner") / "data"
-
-
-def _mapping(text: str, source: str) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(text)
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of thousands of digits, brackets without end
-        raise ConfigError(f"{source}: not YAML that can be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{source}: expected fields and their values, got {type(found).__name__}")
-    return found
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a huge number, or brackets nested too deep
+        raise ConfigError(f"{name}: not YAML that can be read: {' '.join(str(error).split())}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{name}: expected fields and their values, got {type(fields).__name__}")
+    return Hardware.parse(fields, name)

@@ -38,7 +38,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"mode": "selective", "selective": 2},
     {"mode": "full"},
 )
-# Larger context-parallel degrees, and micro-batches of more tokens, are not tried.
+# Limits of the context-parallel degrees and of the tokens of micro-batches that are tried.
 MAX_CONTEXT, MAX_PACK = 16, 131072
 # Legal choices that are not tried because they are seldom the fastest.
 NOT_TRIED = (
@@ -49,7 +49,7 @@ NOT_TRIED = (
 
 
 class PlanRequest(NamedTuple):
-    """What to plan for: `tokens` of an optimizer step over all GPUs, in documents of `seq` tokens."""
+    """The question: a model, and `tokens` of an optimizer step over all GPUs in documents of `seq` tokens."""
 
     path: str
     gpus: int
@@ -73,9 +73,15 @@ class Candidate:
         """The name of the recompute policy."""
         return ActivationCheckpointConfig.model_validate(self.options["activation_checkpoint"]).name
 
-    def key(self) -> tuple[object, ...]:
-        """Returns the layout and the pipeline schedule; a plan has one candidate per key."""
-        return self.layout, self.options.get("pipeline", {}).get("schedule")
+    @property
+    def schedule(self) -> str:
+        """The pipeline schedule, or a dash."""
+        return str(self.options.get("pipeline", {}).get("schedule", "-"))
+
+    @property
+    def key(self) -> tuple[ParallelLayout, str]:
+        """Layout and pipeline schedule; a plan has one candidate per key."""
+        return self.layout, self.schedule
 
 
 @dataclass(frozen=True)
@@ -92,9 +98,9 @@ class Rejections:
     """Counts of what a search rejected.
 
     Attributes:
-        overfull: layouts (times pipeline schedules) whose masters, gradients and moments alone exceed the memory.
-        idle: layouts (times pipeline schedules) with too few documents for all ranks and stages.
-        refused: candidates that fit but that the engine rejects, by its message.
+        overfull: layouts × pipeline schedules whose masters, gradients and moments alone exceed the memory.
+        idle: layouts × pipeline schedules with too few documents for all ranks and stages.
+        refused: candidates that fit but are rejected by the engine, by its message.
     """
 
     overfull: int = 0
@@ -106,8 +112,8 @@ class Rejections:
 class Plan:
     """The best candidates that fit, fastest first, and faster ones that do not.
 
-    Where none fits, `closest` is the candidate that lacks the least memory. `max_positions` is the longest document of
-    the model, in tokens.
+    If none fits, `closest` is the candidate that lacks the least memory. `max_positions` is the model's maximum length
+    of a document, in tokens.
     """
 
     request: PlanRequest
@@ -134,7 +140,7 @@ class Planner:
     def plan(self, request: PlanRequest, best: int = 10, near: int = 5) -> Plan:
         """Returns the `best` layouts for the request, and up to `near` faster ones that do not fit.
 
-        Raises UserError where the tokens of a step are fewer than those of a document.
+        Raises UserError if a step has fewer tokens than a document.
         """
         if request.tokens < request.seq:
             raise UserError(
@@ -149,42 +155,34 @@ class Planner:
         for candidate in candidates:
             if len(fitting) == best:
                 break
-            if candidate.key() in fitting:
+            if candidate.key in fitting:
                 continue
             fit = self.predict_memory(request, candidate)
             if fit.spare < 0:
-                not_fitting.setdefault(candidate.key(), fit)
+                not_fitting.setdefault(candidate.key, fit)
                 if closest is None or fit.spare > closest.spare:
                     closest = fit
             elif error := self._engine_error(request, candidate):
                 rejections.refused[error] += 1
             else:
-                fitting[candidate.key()] = fit
+                fitting[candidate.key] = fit
         too_large = [fit for key, fit in not_fitting.items() if key not in fitting][:near]
-        return Plan(
-            request,
-            self.hardware,
-            times.flops,
-            list(fitting.values()),
-            too_large,
-            len(candidates),
-            closest,
-            rejections,
-            self.args.max_seq_len,
-        )
+        chosen, considered, longest = list(fitting.values()), len(candidates), self.args.max_seq_len
+        return Plan(request, self.hardware, times.flops, chosen, too_large, considered, closest, rejections, longest)
 
     def config(self, request: PlanRequest, candidate: Candidate) -> EngineConfig:
         """Returns the engine's configuration of a candidate."""
         return self._config(request, str(candidate.layout), candidate.options, candidate.tokens)
 
     def predict_memory(self, request: PlanRequest, candidate: Candidate) -> CandidateFit:
-        """Returns a candidate with the memory of its largest rank, and what is left of the GPU's memory."""
+        """Returns a candidate with the memory of its largest rank and the GPU memory that is left."""
         config = self._config(request, "d1", candidate.options, candidate.tokens)
-        tokens, micro_batches = candidate.tokens, candidate.micro_batches
-        memory = self.memory_model.estimate_largest_rank(config, candidate.layout, tokens, micro_batches)
+        memory = self.memory_model.estimate_largest_rank(
+            config, candidate.layout, candidate.tokens, candidate.micro_batches
+        )
         hw = self.hardware
-        taken = memory.total + hw.reserve_bytes + hw.fragmentation * memory.step
-        return CandidateFit(candidate, memory, int(hw.memory_bytes - taken))
+        used = memory.total + hw.reserve_bytes + hw.fragmentation * memory.step
+        return CandidateFit(candidate, memory, int(hw.memory_bytes - used))
 
     def seconds(self, config: EngineConfig, seq: int, documents: int) -> StepTime:
         """Returns the time of a step of `config`, on `documents` of `seq` tokens over all ranks."""
@@ -198,7 +196,7 @@ class Planner:
         )
 
     def candidates(self, request: PlanRequest, times: TimeModel, rejections: Rejections) -> Iterator[Candidate]:
-        """Yield all candidates whose masters, gradients and moments fit; count the other layouts in `rejections`."""
+        """Yield the candidates whose masters, gradients and moments fit; count the other layouts in `rejections`."""
         hw, wide = self.hardware, max(4, WIDTHS[request.dtype])
         for layout in layouts(self.args, request.gpus, hw.gpus_per_node):
             for pipeline in self._pipelines(layout):
@@ -211,24 +209,23 @@ class Planner:
                     continue
                 sizes = list(micro_batches(request, layout))
                 rejections.idle += not sizes
-                for tokens, n in sizes:
-                    for policy in POLICIES:
-                        for reduction in ("per_step", "per_microbatch") if n > 1 and plan is None else ("per_step",):
-                            own = options | {"activation_checkpoint": policy, "gradient_reduction": reduction}
-                            config = self._config(request, "d1", own, tokens)
-                            seconds = times.step(config, layout, plan, counts, tokens, n)
-                            yield Candidate(layout, own, tokens, n, seconds)
+                for (tokens, n), policy in product(sizes, POLICIES):
+                    for reduction in ("per_step", "per_microbatch") if n > 1 and plan is None else ("per_step",):
+                        own = options | {"activation_checkpoint": policy, "gradient_reduction": reduction}
+                        config = self._config(request, "d1", own, tokens)
+                        seconds = times.step(config, layout, plan, counts, tokens, n)
+                        yield Candidate(layout, own, tokens, n, seconds)
 
     def _pipelines(self, layout: ParallelLayout) -> list[dict[str, Any]]:
         if layout.pp == 1:
             return [{}]
-        interleaved: list[dict[str, Any]] = []
+        schedules: list[dict[str, Any]] = [{"schedule": "1f1b"}]
         if self.args.n_layers >= 2 * layout.pp:
-            interleaved = [{"schedule": "interleaved_1f1b", "stages_per_rank": 2}]
-        return [{"schedule": "1f1b"}, *interleaved]
+            schedules.append({"schedule": "interleaved_1f1b", "stages_per_rank": 2})
+        return schedules
 
     def _largest_counts(self, layout: ParallelLayout, plan: StagePlan | None) -> RankParameters:
-        """Returns the parameter counts of the rank that holds most."""
+        """Returns the parameter counts of the rank with the most parameters."""
         counts = (rank_parameters(self.weights, layout, plan, rank) for rank in candidate_ranks(layout, plan))
         return max(counts, key=lambda count: count.own)
 
@@ -240,7 +237,7 @@ class Planner:
         return self._configs[key]
 
     def _engine_error(self, request: PlanRequest, candidate: Candidate) -> str:
-        """Returns the error with which the engine would reject a candidate; an empty string where it accepts it."""
+        """Returns the error with which the engine would reject a candidate, or an empty string."""
         config = self.config(request, candidate)
         try:
             resolve_layout(config, self.args.sizes, "cuda", supports_gathered=supports_gathered(config.attn_type))
@@ -254,7 +251,7 @@ def micro_batches(request: PlanRequest, layout: ParallelLayout) -> Iterator[tupl
     total = request.tokens // request.seq
     if total < layout.dp:
         return
-    documents = -(-total // layout.dp)  # of the rank that has most, for which the others wait
+    documents = -(-total // layout.dp)  # of the rank with the most documents, for which the others wait
     packed = 1
     while packed <= documents and packed * request.seq <= max(MAX_PACK, request.seq):
         n = -(-documents // packed)

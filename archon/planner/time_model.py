@@ -6,8 +6,8 @@ Products run at `gemm_efficiency` of the peak, or as fast as their weights can b
 bubble is (p - 1) / v micro-batches of 1F1B with v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section
 2.2).
 
-Where ranks share processors, as on a CPU, all work takes `Hardware.oversubscription` times as long, and while a rank
-waits in a bubble the others use its shard. On a CPU host time counts too, and traffic does not overlap.
+If ranks share processors, as on a CPU, all work takes `Hardware.oversubscription` times as long, and while a rank waits
+in a bubble the others use its processor time. On a CPU host time counts too, and traffic does not overlap.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from archon.planner.hardware import Hardware
 from archon.planner.memory_model import WIDTHS, RankParameters
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
 
-# Attention's share of the efficiency of plain products: softmax and recomputed scores between smaller products (Dao
-# 2023, arXiv:2307.08691, table of the backward pass: 50 to 60 % of what products reach).
-ATTENTION = 0.55
-# Memory passes over each tensor of a block: written and read, and the same for its gradient.
-PASSES = 4
-# Float32 numbers of a parameter that AdamW and the gradient's norm read and write: weight, gradient, two moments.
+# Efficiency of attention relative to matrix products (Dao 2023, arXiv:2307.08691, table of the backward pass: 50 to
+# 60 %), because of softmax and recomputed scores between smaller products.
+ATTENTION_EFFICIENCY = 0.55
+# Memory passes over each tensor of a block: a write and a read, and the same for its gradient.
+BLOCK_PASSES = 4
+# Passes over float32 numbers of a parameter in AdamW and the gradient's norm: weight, gradient, two moments.
 OPTIMIZER_PASSES = 8
 # Passes over a float32 tile of logits and its gradient in the head.
 TILE_PASSES = 6
@@ -38,22 +38,21 @@ TILE_PASSES = 6
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by part.
-
-    `fsdp` and `stages` (hidden states sent between pipeline stages) count only what is not overlapped with computation;
-    `host` is time of the host that the device does not hide.
-    """
+    """Seconds of a step by part."""
 
     products: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     recompute: float = 0.0
     tensor_parallel: float = 0.0
+    """Collectives of tensor, context and expert parallelism are not overlapped with computation."""
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
     fsdp: float = 0.0
+    """Only what is not overlapped with computation, as in `stages`: hidden states sent between pipeline stages."""
     stages: float = 0.0
     host: float = 0.0
+    """Time of the host that the device does not hide."""
     bubble: float = 0.0
     optimiser: float = 0.0
 
@@ -149,30 +148,26 @@ class TimeModel:
         times = {stages: _sum([self._stage(config, layout, *stage, tokens) for stage in stages]) for stages in ranks}
         slowest = max(times.values(), key=lambda seconds: seconds.total)
         each, slowdown = slowest.total, self.hardware.oversubscription(layout.world_size)
-        found = {f.name: getattr(slowest, f.name) * n for f in fields(StepTime)}
+        parts = {f.name: getattr(slowest, f.name) * n for f in fields(StepTime)}
         bubble = 0.0
         if plan is not None:
             mean = sum(times[stages].total * count for stages, count in ranks.items()) / plan.pp
             slowdown = max(1.0, slowdown * mean / each)
             # Ranks that share processors have a smaller bubble, or none: while one waits, the others run faster.
             bubble = max(0.0, each * ((plan.pp - 1) / len(plan.stages_of(0)) - n * (slowdown - 1)))
-            found["stages"] = n * self._transfers(config, layout, plan, tokens)
-        found["fsdp"] = self._fsdp(config, layout, plan, counts, n, each * n)
-        own = counts.own * max(4, WIDTHS[config.dtype])
-        found["optimiser"] = OPTIMIZER_PASSES * own / self._memory
-        return StepTime(
-            **{name: seconds * slowdown for name, seconds in found.items() if name != "bubble"}, bubble=bubble
-        )
+            parts["stages"] = n * self._transfers(config, layout, plan, tokens)
+        parts["fsdp"] = self._fsdp(config, layout, plan, counts, n, each * n)
+        parts["optimiser"] = OPTIMIZER_PASSES * (counts.own * max(4, WIDTHS[config.dtype])) / self._memory
+        return StepTime(**{name: seconds * slowdown for name, seconds in parts.items()} | {"bubble": bubble})
 
     def _distinct_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
-        """Returns the distinct ranks of a pipeline and their number, each as (layers, is it the last) of its stages."""
+        """Returns the number of pipeline ranks with equal stages, each given as (layers, whether it is the last)."""
         if plan not in self._ranks_of_plan:
-            stages = [range(self.args.n_layers)] if plan is None else [range(*bounds) for bounds in plan.layers]
-            kinds = [tuple(sorted(Counter(self._layers[layer] for layer in stage).items())) for stage in stages]
+            bounds = [(0, self.args.n_layers)] if plan is None else plan.layers
+            layers = [tuple(sorted(Counter(self._layers[slice(*bound)]).items())) for bound in bounds]
+            stages = [(of_stage, stage == len(layers) - 1) for stage, of_stage in enumerate(layers)]
             ranks = [[0]] if plan is None else [plan.stages_of(rank) for rank in range(plan.pp)]
-            self._ranks_of_plan[plan] = Counter(
-                tuple((kinds[stage], stage == len(stages) - 1) for stage in own) for own in ranks
-            )
+            self._ranks_of_plan[plan] = Counter(tuple(stages[stage] for stage in own) for own in ranks)
         return self._ranks_of_plan[plan]
 
     @property
@@ -180,7 +175,7 @@ class TimeModel:
         return self.hardware.memory_bandwidth * self.hardware.memory_efficiency
 
     def _stage(self, config: EngineConfig, layout: ParallelLayout, layers: Layers, last: bool, tokens: int) -> StepTime:
-        """Returns the time of one micro-batch, forward and backward, in a stage. Cached: most stages are equal."""
+        """Returns the time of one micro-batch, forward and backward, in a stage, from a cache if it was computed."""
         within = ParallelLayout(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
         ac = config.activation_checkpoint
         key = (within, layers, last, tokens, ac.mode, ac.selective, config.dtype, config.context_parallel)
@@ -199,18 +194,18 @@ class TimeModel:
         for (active, total, causal), times in layers:
             dense = 6 * T * self._attention / tp / peak
             # Every product reads all of its weights: forward, and for the gradients of inputs and of weights.
-            held = total / (tp if total == active else layout.ep * layout.etp)
-            products += times * (dense + max(6 * T * active / tp / peak, 3 * held * b / self._memory))
-            attention += times * T * causal / tp / (peak * ATTENTION)
+            own = total / (tp if total == active else layout.ep * layout.etp)
+            products += times * (dense + max(6 * T * active / tp / peak, 3 * own * b / self._memory))
+            attention += times * T * causal / tp / (peak * ATTENTION_EFFICIENCY)
             block = block_activations(args, active != total, shard, config.context_parallel)
-            elementwise += times * PASSES * block.saved / self._memory
+            elementwise += times * BLOCK_PASSES * block.saved / self._memory
         recompute = self._recompute(config, products, attention, elementwise)
         if last:
             vocab = 1 if args.is_critic else args.vocab_size
             products += 6 * T * args.dim * vocab / tp / peak
             elementwise += TILE_PASSES * T * vocab / tp * shard.wide / self._memory
         ac = config.activation_checkpoint
-        # The share of blocks whose forward and its collectives run twice.
+        # Share of the blocks whose forward, with its collectives, runs twice.
         recomputed = 0.0 if ac.mode == "none" else 1 / _recompute_interval(ac)
         repeated = 1 + recomputed / 2
         hidden = T * args.dim * b
@@ -220,8 +215,8 @@ class TimeModel:
             elementwise,
             recompute,
             Link(hw, tp, 1).seconds(8 * count * hidden, 8 * count) * repeated,
-            self._context(config, layout, shard, count) * repeated,
-            self._experts(layout, shard, layers) * repeated,
+            self._context_parallel(config, layout, shard, count) * repeated,
+            self._expert_parallel(layout, shard, layers) * repeated,
             host=count * hw.layer_overhead_s * (1 + recomputed / 3) + last * hw.micro_batch_overhead_s,
         )
 
@@ -241,7 +236,9 @@ class TimeModel:
             return elementwise / 4
         return ((products + attention) / 3 + elementwise / 4) / _recompute_interval(ac)
 
-    def _context(self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: int) -> float:
+    def _context_parallel(
+        self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: int
+    ) -> float:
         args, link = self.args, Link(self.hardware, layout.cp, layout.tp)
         heads, key_heads = args.n_heads // layout.tp, max(1, args.n_kv_heads // layout.tp)
         row = 2 * layers * shard.tokens * args.head_dim * shard.bytes
@@ -249,10 +246,10 @@ class TimeModel:
         if kind == "allgather":
             # One all-gather of keys and values, and one reduce-scatter of their gradients.
             return link.seconds(2 * row * layout.cp * key_heads, 2 * layers)
-        # All-to-alls of queries, keys, values and results, and of their gradients.
+        # All-to-alls of queries, keys, values and results, and their gradients.
         return link.exchange(row * 2 * (heads + max(key_heads, layout.cp)), 8 * layers)
 
-    def _experts(self, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers) -> float:
+    def _expert_parallel(self, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers) -> float:
         sparse = sum(times for (active, total, _), times in layers if active != total)
         chosen = getattr(self.args, "n_experts_per_token", 0)
         rows = shard.rows * layout.etp * chosen
@@ -294,7 +291,7 @@ class TimeModel:
 
 
 def _recompute_interval(ac: ActivationCheckpointConfig) -> int:
-    """Returns k where every k-th block is recomputed."""
+    """Returns k if every k-th block is recomputed."""
     return ac.selective if ac.mode == "selective" and isinstance(ac.selective, int) else 1
 
 

@@ -50,7 +50,7 @@ def test_what_no_point_could_honour_is_refused(changes: dict[str, object], messa
 
 def test_what_one_point_alone_cannot_honour_is_its_row() -> None:
     config = SweepConfig.parse({"model": "m", "seq": [64, 32], "tokens": 64, "micro_batch": [32, 64]})
-    rows = {point.name: run_point(config, point) for point in config.points() if point.error}
+    rows = {point.name: run_point(config, point) for point in config.points() if config.error(point)}
     assert {name: (row.status, row.reason) for name, row in rows.items()} == {
         "d1 1×64 mb 32 float32": (
             "refused",
