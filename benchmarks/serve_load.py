@@ -62,7 +62,7 @@ def bare(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters, ModelRequest
     from archon.rl.bootstrap import make_tokenizer
-    from archon.training.bootstrap_config import TokenizerRecipe
+    from archon.training.config import TokenizerRecipe
     from benchmarks.checkpoints import make_checkpoint, shape
 
     folder = make_checkpoint(Path(options["folder"]), options["model"])

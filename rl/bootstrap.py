@@ -28,8 +28,7 @@ from archon.rl.weight_sync import in_process, weights_of
 from archon.rl.workflows import RLVRWorkflow
 from archon.schema.config import EngineConfig, derived_engine
 from archon.schema.errors import ConfigError
-from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
-from archon.training.config import SFTConfig
+from archon.training.config import BootstrapConfig, SFTConfig, TokenizerRecipe, WarmupConfig, WarmupTarget
 from archon.training.runner import Runner
 from archon.training.sft import SFTTrainer
 

@@ -26,7 +26,7 @@ from archon.models import get_model_spec
 from archon.rl import RLConfig, RLTrainer
 from archon.rl.bootstrap import write_blank
 from archon.schema.config import EngineConfig
-from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe
+from archon.training.config import BootstrapConfig, TokenizerRecipe
 from tests.engine.tiny import make_engine, write_config
 from tests.rl.conftest import small_run
 from tests.small_qwen3 import SMALL_QWEN3

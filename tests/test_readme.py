@@ -114,7 +114,7 @@ def test_the_workflow_of_the_rl_guide_returns_trajectories_that_are_accepted() -
     from archon.rl.bootstrap import make_tokenizer
     from archon.rl.prompts import Prompt
     from archon.rl.rollout import Rollout
-    from archon.training.bootstrap_config import TokenizerRecipe
+    from archon.training.config import TokenizerRecipe
 
     names: dict[str, object] = {}
     exec(compile(shown("workflow", ROOT / "rl" / "README.md"), "rl/README.md", "exec"), names)

@@ -13,7 +13,7 @@ from archon.schema.errors import ConfigError
 SETTINGS: dict[str, Any] = {
     "name": "bootstrap",
     "help": "Make a small checkpoint from nothing: config, tokenizer, weights and a warm-up by SFT.",
-    "cls": config_command("archon.training.bootstrap_config:BootstrapConfig"),
+    "cls": config_command("archon.training.config:BootstrapConfig"),
 }
 
 
@@ -22,7 +22,7 @@ def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: Dry
 
 
 def _run(file: Path | None, overrides: list[str], dry_run: bool) -> int:
-    from archon.training.bootstrap_config import BootstrapConfig
+    from archon.training.config import BootstrapConfig
 
     config = load_config(BootstrapConfig, file, overrides)
     if config.path is None:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from archon.data.registry import DatasetKind
     from archon.rl.config import RLConfig
     from archon.schema.config import EngineConfig, StrictModel
-    from archon.training.bootstrap_config import BootstrapConfig
-    from archon.training.config import PreferenceConfig, SFTConfig
+    from archon.training.config import BootstrapConfig, PreferenceConfig, SFTConfig
 
 Config = TypeVar("Config", bound="StrictModel")
 

@@ -24,7 +24,7 @@ from archon.schema.config import RELATIVE_TO_CONFIG, StrictModel
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from archon.training.bootstrap_config import BootstrapConfig
+    from archon.training.config import BootstrapConfig
 
 Config = TypeVar("Config", bound=StrictModel)
 # Names joined by dots, or in brackets: actor.optimizer.lr, actor[optimizer][lr]. None of them is empty.
@@ -178,7 +178,7 @@ def _first_line(error: yaml.YAMLError) -> str:
 
 def read_bootstrap(file: str | None) -> BootstrapConfig | None:
     """Returns what a run's `bootstrap` says; None where the run names no file."""
-    from archon.training.bootstrap_config import BootstrapConfig
+    from archon.training.config import BootstrapConfig
 
     return None if file is None else load_config(BootstrapConfig, Path(file), [])
 

@@ -16,7 +16,7 @@ SCHEMAS = {
     "rl": "archon.rl.config:RLConfig",
     "sft": "archon.training.config:SFTConfig",
     "preference": "archon.training.config:PreferenceConfig",
-    "bootstrap": "archon.training.bootstrap_config:BootstrapConfig",
+    "bootstrap": "archon.training.config:BootstrapConfig",
 }
 
 

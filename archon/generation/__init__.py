@@ -7,11 +7,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "inprocess": ("InProcessEngine",),
         "replica": ("fingerprint",),
-        "types": (
-            "GenerationHyperparameters",
-            "InferenceEngine",
-            "ModelRequest",
-            "ModelResponse",
-        ),
+        "types": ("GenerationHyperparameters", "InferenceEngine", "ModelRequest", "ModelResponse"),
     },
 )

@@ -63,35 +63,21 @@ def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequen
     return distinct, duplicates, duplicate_rows
 
 
-class _SlotParams:
-    """Sampling parameters by slot, as arrays that a step indexes at once."""
-
-    def __init__(self, max_slots: int) -> None:
-        self.temperature = np.ones(max_slots)
-        self.greedy = np.zeros(max_slots, dtype=bool)
-        self.top_p = np.ones(max_slots)
-        self.top_k = np.zeros(max_slots, dtype=np.int64)
-        self.seed = np.zeros(max_slots, dtype=np.uint64)
-        self.min_new_tokens = np.zeros(max_slots, dtype=np.int64)
-
-    def fill(self, sequence: Sequence) -> None:
-        slot, g = sequence.slot, sequence.request.gconfig
-        self.temperature[slot], self.greedy[slot], self.top_p[slot] = g.temperature, g.greedy, g.top_p
-        self.top_k[slot], self.seed[slot], self.min_new_tokens[slot] = g.top_k or 0, sequence.seed, g.min_new_tokens
-
-    def params(self, sequences: list[Sequence]) -> SamplingParams:
-        slots = [sequence.slot for sequence in sequences]
-        index = np.array([len(sequence.output) for sequence in sequences])
-        early = np.flatnonzero(index < self.min_new_tokens[slots])
-        return SamplingParams(
-            temperature=self.temperature[slots],
-            greedy=self.greedy[slots],
-            top_p=self.top_p[slots],
-            top_k=self.top_k[slots],
-            seed=self.seed[slots],
-            index=index.astype(np.uint64),
-            banned=[(row, sorted(sequences[row].stop_ids)) for row in early.tolist() if sequences[row].stop_ids],
-        )
+def _sampling_params(sequences: list[Sequence]) -> SamplingParams:
+    temperature, greedy, top_p, top_k, seed = zip(*(sequence.sampling for sequence in sequences), strict=True)
+    return SamplingParams(
+        temperature=np.array(temperature, dtype=np.float64),
+        greedy=np.array(greedy),
+        top_p=np.array(top_p, dtype=np.float64),
+        top_k=np.array(top_k, dtype=np.int64),
+        seed=np.array(seed, dtype=np.uint64),
+        index=np.array([len(sequence.output) for sequence in sequences], dtype=np.uint64),
+        banned=[
+            (row, sorted(sequence.stop_ids))
+            for row, sequence in enumerate(sequences)
+            if sequence.stop_ids and len(sequence.output) < sequence.min_new_tokens
+        ],
+    )
 
 
 class _SampleBatch:
@@ -143,7 +129,6 @@ class Generator:
         self.seed, self.eos_token_ids, self.tokenizer = seed, eos_token_ids, tokenizer
         self.max_slots, self.prefill_tokens = max_slots, prefill_tokens
         self.scheduler = self._new_scheduler()
-        self.slots = _SlotParams(max_slots)
         self.stats = GeneratorStats()
         self.version = 0
         self.submitted = 0
@@ -234,8 +219,6 @@ class Generator:
         """Run one forward pass, sample a token for every ready sequence, and call `on_done` of those that end."""
         started = time.perf_counter()
         step = self.scheduler.plan()
-        for sequence in step.admitted:
-            self.slots.fill(sequence)
         sampled = _SampleBatch()
         self._fork(step.forks, sampled)
         if step.decode or step.chunks:
@@ -309,7 +292,7 @@ class Generator:
         block = max(1, _MAX_SAMPLED_ELEMENTS // logits.shape[-1])
         for first, part in enumerate(logits.split(block)):
             sequences = sampled.sequences[first * block : first * block + block]
-            tokens, logprobs = sample(part, self.slots.params(sequences))
+            tokens, logprobs = sample(part, _sampling_params(sequences))
             rows = sampled.rows[first * block : first * block + block]
             drawn = zip(sequences, rows, tokens.tolist(), logprobs.tolist(), strict=True)
             for sequence, row, token, logprob in drawn:

@@ -41,7 +41,6 @@ class Step:
     decode: list[Sequence]
     chunks: list[ScheduledChunk]
     forks: list[Fork]
-    admitted: list[Sequence]  # assigned a slot in this step
 
 
 class BlockPool:
@@ -113,7 +112,7 @@ class Scheduler:
     def plan(self) -> Step:
         """Assign pages for the next tokens, admit waiting sequences that fit, and choose chunks. Returns the step."""
         self._grow()
-        forks, admitted = self._admit()
+        forks = self._admit()
         decode, chunks = [], []
         budget = self.prefill_tokens
         for sequence in self.running:
@@ -126,7 +125,7 @@ class Scheduler:
                 length = min(pending, budget)
                 budget -= length
                 chunks.append(ScheduledChunk(sequence, sequence.computed, sequence.computed + length))
-        return Step(decode, chunks, forks, admitted)
+        return Step(decode, chunks, forks)
 
     def complete_chunk(self, chunk: ScheduledChunk, last_hidden: Any) -> list[Fork]:
         """Note that a chunk has been computed. Returns the forks of sequences that waited for its prompt.
@@ -191,11 +190,10 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self) -> tuple[list[Fork], list[Sequence]]:
+    def _admit(self) -> list[Fork]:
         forks: list[Fork] = []
-        admitted: list[Sequence] = []
         if not self.waiting or not self._free_slots:
-            return forks, admitted
+            return forks
         # Keep one page for each running sequence that may grow, or a newly admitted one would soon be preempted.
         spare = sum(self._may_grow(sequence) for sequence in self.running)
         while self.waiting and self._free_slots:
@@ -214,7 +212,6 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             self._own(sequence, self.pool.take(needed))
             self.running.append(sequence)
-            admitted.append(sequence)
             spare += self._may_grow(sequence, shared)
             if prompt is None:
                 continue
@@ -225,7 +222,7 @@ class Scheduler:
                 prompt.followers.append(sequence)
             else:
                 prompt.leader = sequence
-        return forks, admitted
+        return forks
 
     def _may_grow(self, sequence: Sequence, shared: int = 0) -> bool:
         """Returns whether a sequence may need more pages than its own and the `shared` ones of its prompt."""

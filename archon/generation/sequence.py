@@ -53,6 +53,9 @@ class Sequence:
         self.prompt = self.request.input_ids
         self.total = len(self.prompt)  # tokens so far, prompt and answer
         self.max_cached = self.total + self.limit - 1  # the last token of the longest answer is never cached
+        g = self.request.gconfig
+        self.min_new_tokens = g.min_new_tokens
+        self.sampling = (g.temperature, g.greedy, g.top_p, g.top_k or 0, self.seed)  # as in SamplingParams
 
     @property
     def is_leader(self) -> bool:

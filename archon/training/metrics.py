@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from archon.checkpoint.atomic import write_synced
 from archon.schema.errors import DatasetError
 
 METRICS_FILE = "metrics.jsonl"
@@ -35,7 +36,8 @@ class JsonlWriter:
         """Write `record` and return what was written: numbers of torch and numpy as Python's, NaN and infinities as
         `"NaN"`, `"Infinity"` and `"-Infinity"`."""
         plain = _to_json(record)
-        line = memoryview(_line(plain))
+        # A lone surrogate, which UTF-8 cannot encode, becomes JSON's escape.
+        line = memoryview(_line(plain).encode("utf-8", "backslashreplace"))
         end = self._file.seek(0, os.SEEK_END)
         try:
             while line:
@@ -52,10 +54,7 @@ class JsonlWriter:
         if len(kept) < len(records):
             self._file.close()
             temporary = self.path.with_name(self.path.name + ".tmp")
-            with temporary.open("wb") as file:
-                file.writelines(map(_line, kept))
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(temporary, "".join(map(_line, kept)))
             temporary.replace(self.path)
             self._file = self.path.open("ab", buffering=0)
         return len(records) - len(kept)
@@ -144,9 +143,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
-    """Returns a line of JSON in UTF-8; a lone surrogate, which UTF-8 cannot encode, is escaped (`\\ud800`)."""
-    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _to_json(value: Any) -> Any:

@@ -13,28 +13,20 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 ROWS_SHOWN = 12
+LINE_SECONDS = 2.0
 
 
 class Progress:
     """A context manager that displays a loop of `total` steps.
 
     A terminal shows the last `ROWS_SHOWN` steps in a table above a bar with elapsed and remaining time. Otherwise a
-    step is a line `rl 12/300  loss 0.1234  …`: at most one per `line_seconds`, and always the last.
+    step is a line `rl 12/300  loss 0.1234  …`: at most one per `LINE_SECONDS`, and always the last.
     """
 
-    def __init__(
-        self,
-        title: str,
-        total: int,
-        *,
-        start: int,
-        columns: Sequence[str],
-        console: Console,
-        line_seconds: float,
-    ):
+    def __init__(self, title: str, total: int, *, start: int, columns: Sequence[str], console: Console):
         self.title, self.total, self.step = title, total, start
         self.columns = tuple(columns)
-        self._console, self._line_seconds = console, line_seconds
+        self._console = console
         self._rows: list[tuple[int, dict[str, Any]]] = []
         self._unprinted: dict[str, Any] | None = None
         self._last_line = float("-inf")
@@ -71,7 +63,7 @@ class Progress:
             self._rows = [*self._rows, (step, shown)][-ROWS_SHOWN:]
             self._bar.update(self._task, completed=step)
             self._live.update(Group(self._table(), self._bar))
-        elif time.monotonic() - self._last_line >= self._line_seconds:
+        elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._print(shown)
         else:
             self._unprinted = shown

@@ -168,7 +168,6 @@ class Runner:
         resume: bool = False,
         sinks: MetricsConfig | None = None,
         console: Console | None = None,
-        line_seconds: float = 2.0,
     ):
         self.directory = RunDirectory(run_dir)
         self.config = config
@@ -177,7 +176,6 @@ class Runner:
         self._sinks: Sinks | None = None
         self.world = ControlPlane.of_run()
         self.console = console or Console(quiet=not self.world.is_main)
-        self._line_seconds = line_seconds
         self._signals = StopSignal(self.world)
         self._stopping = 0
 
@@ -251,9 +249,7 @@ class Runner:
 
     def progress(self, title: str, total: int, *, start: int = 0, columns: Sequence[str] = ()) -> Progress:
         """Returns a display of `total` steps; `columns` names the metrics to show, by default all."""
-        return Progress(
-            title, total, start=start, columns=columns, console=self.console, line_seconds=self._line_seconds
-        )
+        return Progress(title, total, start=start, columns=columns, console=self.console)
 
     def log(self, message: str) -> None:
         """Print a line, above the live table if there is one."""

@@ -1,6 +1,7 @@
 """Sends the metrics of `metrics.jsonl` to TensorBoard, W&B or Trackio as well.
 
 Packages are imported only if configured, before training starts. A sink that fails later is dropped with a warning.
+`write` gets the time in seconds since the epoch; `close`, whether an error ended the run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from archon.schema.errors import ConfigError
 
@@ -27,16 +28,6 @@ class SinkRun:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
-
-
-class Sink(Protocol):
-    """A destination of metrics. An exception disables the sink and does not end the run."""
-
-    def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        """Send the metrics of `step`; `time` is in seconds since the epoch."""
-
-    def close(self, failed: bool) -> None:
-        """Flush and close; `failed` if an error ended the run."""
 
 
 class TensorBoard:
@@ -106,8 +97,8 @@ class Trackio:
         self._run.finish()
 
 
-SinkType = type[TensorBoard | WandB | Trackio]
-SINKS: dict[str, SinkType] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+Sink = TensorBoard | WandB | Trackio
+SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 def require_sinks(names: Iterable[str]) -> None:
@@ -116,7 +107,7 @@ def require_sinks(names: Iterable[str]) -> None:
         _import(SINKS[name])
 
 
-def _import(sink: SinkType) -> Any:
+def _import(sink: type[Sink]) -> Any:
     try:
         return importlib.import_module(sink.module)
     except ImportError as error:

@@ -62,7 +62,7 @@ def _tiny_checkpoint(tmp_path_factory) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from archon.rl.bootstrap import make_tokenizer
-    from archon.training.bootstrap_config import TokenizerRecipe
+    from archon.training.config import TokenizerRecipe
 
     folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
     tokenizer = make_tokenizer(TokenizerRecipe(kind="characters", alphabet=ALPHABET, chat_template="plain"))

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from archon.schema.config import OptimizerConfig
 from archon.schema.errors import ConfigError
+from archon.training import progress as progress_module
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
 
@@ -117,9 +118,10 @@ def show_steps(runner):
             progress.update(step, {"loss": 1 / step, "tokens": 20000 * step, "hidden": 0})
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path):
+def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path, monkeypatch):
     screen = io.StringIO()
-    with Runner(tmp_path, OptimizerConfig(), console=Console(file=screen), line_seconds=3600) as runner:
+    monkeypatch.setattr(progress_module, "LINE_SECONDS", 3600)
+    with Runner(tmp_path, OptimizerConfig(), console=Console(file=screen)) as runner:
         show_steps(runner)
     assert screen.getvalue().splitlines() == ["sft 1/3  loss 1  tokens 20,000", "sft 3/3  loss 0.3333  tokens 60,000"]
 

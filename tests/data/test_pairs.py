@@ -12,7 +12,7 @@ from archon.data import get_custom_dataset, get_torl_data_rl_dataset
 from archon.rl.bootstrap import make_tokenizer
 from archon.rl.rewards import get_reward_fn
 from archon.schema.errors import DatasetError
-from archon.training.bootstrap_config import TokenizerRecipe
+from archon.training.config import TokenizerRecipe
 
 HUMAN = "\n\nHuman: 1?\n\nAssistant: 2\n\nHuman: 3?\n\nAssistant: "
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from archon.rl import RLTrainer, SFTTrainer
 from archon.rl.bootstrap import write_blank
 from archon.rl.config import RLConfig
-from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe
-from archon.training.config import SFTConfig
+from archon.training.config import BootstrapConfig, SFTConfig, TokenizerRecipe
 from tests.small_qwen3 import SMALL_QWEN3
 
 

@@ -21,7 +21,7 @@ from archon.parallel.control_plane import ControlPlane
 from archon.rl import SFTTrainer
 from archon.rl.bootstrap import warm_up
 from archon.schema.errors import ConfigError
-from archon.training.bootstrap_config import WarmupConfig
+from archon.training.config import WarmupConfig
 from archon.training.metrics import read_jsonl
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import make_inputs, rl_config, sft_config, train_rl, train_sft

@@ -12,7 +12,7 @@ from archon.generation import InProcessEngine
 from archon.models.base import BaseArchonModel
 from archon.rl.bootstrap import make_tokenizer, write_blank
 from archon.rl.config import RLConfig
-from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe
+from archon.training.config import BootstrapConfig, TokenizerRecipe
 from tests.small_qwen3 import SMALL_QWEN3, small_model
 
 

@@ -16,7 +16,7 @@ from archon.rl.bootstrap import write_blank
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.rollout import WorkflowError
-from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe
+from archon.training.config import BootstrapConfig, TokenizerRecipe
 from archon.training.metrics import read_jsonl
 from tests.serve.test_workflow import ask, rows_of
 from tests.small_qwen3 import SMALL_QWEN3

@@ -23,7 +23,7 @@ from archon.rl.config import RLConfig
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.schema.config import EngineConfig, StrictModel
 from archon.schema.errors import ConfigError
-from archon.training.bootstrap_config import BootstrapConfig, TokenizerRecipe
+from archon.training.config import BootstrapConfig, TokenizerRecipe
 from archon.training.metrics import read_jsonl
 
 MakeConfig = Callable[..., RLConfig]

@@ -23,7 +23,7 @@ from archon.rl.rewards import RewardRaised
 from archon.schema.errors import ConfigError, DatasetError
 from archon.schema.lazy import import_dotted
 from archon.serve import AgentServer
-from archon.training.bootstrap_config import TokenizerRecipe
+from archon.training.config import TokenizerRecipe
 from archon.training.metrics import read_jsonl
 from tests.rl.written import assert_each_prompt_trained_once
 from tests.serve.scripted import Scripted

@@ -19,7 +19,7 @@ from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_co
 from archon.rl.trajectories import validate_trajectory
 from archon.rl.workflows import resolve_workflow
 from archon.schema.errors import ConfigError, ContextOverflowError
-from archon.training.bootstrap_config import TokenizerRecipe
+from archon.training.config import TokenizerRecipe
 from tests.rl import rewards_for_tests as rewards
 
 ROW = {"messages": [{"role": "user", "content": "12+34="}], "prompt": "12+34=", "answer": "46"}

@@ -13,7 +13,7 @@ from archon.generation.types import GenerationHyperparameters
 from archon.models.base import BaseArchonModel
 from archon.rl.bootstrap import make_tokenizer
 from archon.serve import AgentServer
-from archon.training.bootstrap_config import TokenizerRecipe
+from archon.training.config import TokenizerRecipe
 from tests.serve.scripted import Start
 from tests.small_qwen3 import small_model
 

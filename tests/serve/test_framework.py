@@ -19,7 +19,7 @@ from archon.rl.bootstrap import make_tokenizer
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
 from archon.rl.workflows.agent import AgentWorkflow
-from archon.training.bootstrap_config import TokenizerRecipe
+from archon.training.config import TokenizerRecipe
 from tests.serve.scripted import Scripted
 from tests.small_qwen3 import small_model
 

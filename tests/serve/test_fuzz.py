@@ -24,7 +24,7 @@ from archon.generation.types import GenerationHyperparameters
 from archon.rl.bootstrap import make_tokenizer
 from archon.serve import AgentServer, Limits
 from archon.serve.routes import app
-from archon.training.bootstrap_config import TokenizerRecipe
+from archon.training.config import TokenizerRecipe
 from tests.small_qwen3 import small_model
 
 TOKEN = "secret"

@@ -15,7 +15,7 @@ from archon.rl import GenerationHyperparameters, TrinityWorkflow, Workflow
 from archon.rl.bootstrap import make_tokenizer
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.trajectories import checked_group
-from archon.training.bootstrap_config import TokenizerRecipe
+from archon.training.config import TokenizerRecipe
 from tests.rl import rewards_for_tests as rewards
 from tests.small_qwen3 import small_model
 

@@ -14,7 +14,7 @@ from archon.rl.compat.trinity.react import calculator, tool_schema
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
 from archon.schema.errors import ConfigError, RolloutError
-from archon.training.bootstrap_config import TokenizerRecipe
+from archon.training.config import TokenizerRecipe
 from tests.serve.scripted import Scripted
 from tests.serve.test_framework import learn
 from tests.small_qwen3 import small_model
