@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
 from archon.models.hf_config import DENSE_FIELDS, Field, read_config
-from archon.models.layers.feed_forward import ACTIVATIONS
+from archon.models.layers.feed_forward import get_activation
 from archon.models.layers.rope import RopeConfig
 from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
@@ -75,12 +75,11 @@ class BaseModelArgs:
             raise ConfigError(
                 f"head_dim is {self.head_dim}; expected an even number, since RoPE rotates pairs of features"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            raise ConfigError(f"hidden_act is {self.hidden_act!r}; expected one of {', '.join(ACTIVATIONS)}")
-        candidates(self.attn_type)  # raises for an unknown name
+        get_activation(self.hidden_act)  # raises for an unknown name, as the next line does
+        candidates(self.attn_type)
         if len(self.layer_windows) != self.n_layers:
             raise ConfigError(
-                f"layer_windows has {len(self.layer_windows)} entries; expected one of each layer, {self.n_layers}"
+                f"layer_windows has {len(self.layer_windows)} entries; expected one per layer, {self.n_layers}"
             )
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ConfigError(f"pad_token_id is {self.pad_token_id}; expected a token below {self.vocab_size}, or null")
@@ -115,13 +114,12 @@ class BaseModelArgs:
         names = {f.name for f in fields(cls)}
         for name in kwargs:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                raise ConfigError(
-                    f"{cls.__name__} has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-                )
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
         args = read_config(hf_config, cls.hf_fields, cls.model_types)
         if "sliding_window" in kwargs:
-            # It applies to the layers that have a window in the config; where none has one, to all layers.
+            # It applies to the layers that have a window in the config, or to all layers if none has.
             windows, window = args["layer_windows"], kwargs["sliding_window"]
             args["layer_windows"] = tuple(old and window for old in windows) if any(windows) else ()
         return cls(**{**args, "is_critic": is_critic, **kwargs})

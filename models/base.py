@@ -1,4 +1,4 @@
-"""The decoder that dense families share, and the contract of every model in the zoo."""
+"""The decoder that families share, and the interface of every model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from archon.models.args import BaseModelArgs
 from archon.models.attention.meta import AttentionMeta, PackedAttention
+from archon.models.attention.registry import saved_ops
 from archon.models.head import LMHead, TokenScores, WeightedLoss
 from archon.models.layers.attention import Attention
 from archon.models.layers.feed_forward import FeedForward
@@ -20,13 +21,13 @@ from archon.models.layers.norm import RMSNorm
 from archon.models.layers.rope import RotaryEmbedding
 from archon.parallel.comm import all_gather_replicated
 
-__all__ = ["BaseArchonModel", "BaseModelArgs", "MoETransformerBlock", "TransformerBlock"]
+__all__ = ["BaseArchonModel", "BaseModelArgs", "TransformerBlock"]
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward network, each added to the residual stream."""
+    """Pre-norm attention and feed-forward network, or mixture of experts, each added to the residual stream."""
 
-    def __init__(self, layer: int, args: BaseModelArgs, *, dense: bool = True) -> None:
+    def __init__(self, layer: int, args: BaseModelArgs, moe: MoE | None = None) -> None:
         super().__init__()
         self.attention = Attention(
             layer,
@@ -39,29 +40,22 @@ class TransformerBlock(nn.Module):
             qk_norm_eps=args.norm_eps if args.qk_norm else None,
             window=args.layer_windows[layer],
         )
-        if dense:
+        if moe is None:
             self.feed_forward = FeedForward(args.dim, args.hidden_dim, args.hidden_act)
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionMeta) -> Tensor:
-        """[T, dim] to [T, dim]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, attention)
-        return x + self.feed_forward(self.ffn_norm(x))
-
-
-class MoETransformerBlock(TransformerBlock):
-    """The block with a mixture of experts in place of the one network."""
-
-    def __init__(self, layer: int, args: BaseModelArgs, moe: MoE) -> None:
-        super().__init__(layer, args, dense=False)
         self.moe = moe
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionMeta
-    ) -> tuple[Tensor, RouterStats]:
-        """[T, dim] to [T, dim], and what the router did: returned, so that a recomputed one does not count twice."""
+    ) -> Tensor | tuple[Tensor, RouterStats]:
+        """Returns [T, dim] for x [T, dim]; with experts also the router's statistics.
+
+        They are returned, not stored, so that recomputation does not count them twice.
+        """
         x = x + self.attention(self.attention_norm(x), cos, sin, attention)
+        if self.moe is None:
+            return x + self.feed_forward(self.ffn_norm(x))
         out, stats = self.moe(self.ffn_norm(x), attention.valid_mask)
         return x + out, stats
 
@@ -69,8 +63,12 @@ class MoETransformerBlock(TransformerBlock):
 class BaseArchonModel(nn.Module):
     """A decoder: actor with a language-model head `output`, or critic with a value head `score`.
 
-    Built on the current default device; the engine builds on meta, parallelises, then materialises and calls
-    `init_buffers`. A pipeline stage sets the modules it does not own to None.
+    The engine builds it on the meta device, parallelizes it, allocates its memory and calls `init_buffers`. A pipeline
+    stage sets the modules that it does not own to None.
+
+    Attributes:
+        model_class: the class it was built as; `fully_shard` changes the type of the object.
+        router_stats: statistics of each mixture of experts in the last forward, in the order of the layers.
     """
 
     args_class: ClassVar[type[BaseModelArgs]] = BaseModelArgs
@@ -79,13 +77,11 @@ class BaseArchonModel(nn.Module):
         super().__init__()
         self.args = args
         self.model_class = type(self)
-        """The class it was built as; `fully_shard` puts one of its own in front."""
         self.tok_embeddings = Embedding(args.vocab_size, args.dim, padding_idx=args.pad_token_id)
         self.rope = RotaryEmbedding(args.rope_scaling, args.rope_theta, args.head_dim, args.max_seq_len)
         self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.router_stats: list[RouterStats] = []
-        """Of each mixture of experts in the last forward, in the order of the layers."""
         self.output: LMHead | None = None
         self.score: Linear | None = None
         if args.is_critic:
@@ -95,13 +91,18 @@ class BaseArchonModel(nn.Module):
             self.tie_weights()
 
     def build_block(self, layer: int) -> nn.Module:
-        """One layer; a family whose layers differ overrides this."""
+        """Returns a layer; a family whose layers differ overrides this."""
         return TransformerBlock(layer, self.args)
 
     def tie_weights(self) -> None:
-        """Make `output.weight` the very parameter of `tok_embeddings` where the config ties them; idempotent."""
+        """Make `output.weight` and `tok_embeddings.weight` one parameter if the config ties them; idempotent."""
         if self.args.tie_word_embeddings and self.output is not None and self.tok_embeddings is not None:
             self.output.weight = self.tok_embeddings.weight
+
+    @property
+    def attention_ops(self) -> frozenset[str]:
+        """The attention operators whose results selective recomputation keeps."""
+        return saved_ops(self.args.attn_type)
 
     def forward(
         self,
@@ -124,17 +125,13 @@ class BaseArchonModel(nn.Module):
             positions: int, shaped as tokens: position within the document.
             cu_seqlens: int32 [B + 1], the documents' boundaries, from 0 to T.
             max_seqlen: length of the longest document.
-            tree_attn_meta: how tokens attend, in place of plain packed documents.
-            labels: int64, shaped as tokens: the token each position predicts, -100 for none.
-            temperature: divides the logits before the softmax; a number, or one a token [T].
-            entropy: whether scores carry entropies.
-            loss_weights: float, shaped as tokens; asks for the fused weighted loss in place of scores.
-            label_rows: int64 [n], the positions whose labels are tokens of the vocabulary, where they are known; then
-                the host need not wait for a GPU to find and check them.
+            tree_attn_meta: how tokens attend; by default within packed documents.
+            labels, temperature, entropy, loss_weights, label_rows: see `LMHead.forward`, where the last two are
+                `weights` and `rows`; labels and weights are shaped as tokens.
 
         Returns:
-            Logits [T, vocab] ([1, T, vocab]) without labels; `TokenScores` of [T] with them; `WeightedLoss` with
-            `loss_weights`; values [T] ([1, T]) of a critic; hidden states of a stage without a head.
+            What `LMHead.forward` returns, the values [T] of a critic, or the hidden states [T, dim] of a stage without
+            a head; with a leading dimension of 1 if tokens have one.
         """
         batched = positions.dim() == 2
         if batched:
@@ -143,33 +140,26 @@ class BaseArchonModel(nn.Module):
             tokens, positions = tokens.squeeze(0), positions.squeeze(0)
             labels = None if labels is None else labels.squeeze(0)
             loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
-        attention = tree_attn_meta
-        if attention is None:
-            attention = PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
-        hidden = self.hidden_states(tokens, positions, attention)
+        attention = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
+        out: Any = self.hidden_states(tokens, positions, attention)
         if self.score is not None:
-            values = self.score(hidden).squeeze(-1)
+            values = self.score(out).squeeze(-1)
             if self.score.tp is not None:
                 values = all_gather_replicated(values, self.score.tp)
             values = values.to(torch.promote_types(values.dtype, torch.float32))
-            return values.unsqueeze(0) if batched else values
-        if self.output is None:
-            return hidden.unsqueeze(0) if batched else hidden
-        if labels is None:
-            logits = self.output(hidden)
-            return logits.unsqueeze(0) if batched else logits
-        scores = self.output(hidden, labels, temperature, entropy=entropy, weights=loss_weights, rows=label_rows)
-        if not batched or isinstance(scores, Tensor):
-            return scores
-        if isinstance(scores, WeightedLoss):
-            return WeightedLoss(scores.loss, scores.logprobs.unsqueeze(0))
-        entropies = None if scores.entropy is None else scores.entropy.unsqueeze(0)
-        return TokenScores(scores.logprobs.unsqueeze(0), entropies)
+            out = values
+        elif self.output is not None:
+            out = self.output(out, labels, temperature, entropy=entropy, weights=loss_weights, rows=label_rows)
+        if not batched:
+            return out
+        if isinstance(out, Tensor):
+            return out.unsqueeze(0)
+        return out._make(x if x is None or x.dim() == 0 else x.unsqueeze(0) for x in out)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, attention: AttentionMeta) -> Tensor:
-        """Tokens [T] (or a stage's hidden states [T, dim]) to hidden states, after the final norm if this stage has it.
+        """Returns hidden states for tokens [T] or a stage's hidden states [T, dim], after the final norm if it has one.
 
-        Returns [T, dim], or [N, dim] of the tokens that `attention.gather_index` [N] names.
+        They are [T, dim], or [N, dim] at `attention.gather_index` [N].
         """
         hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         attention.prepare(hidden)
@@ -187,13 +177,13 @@ class BaseArchonModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Fresh weights as Hugging Face makes them: normal(0, initializer_range) matrices, zero biases, unit norms."""
+        """Initialize weights as Hugging Face does: normal(0, initializer_range) matrices, zero biases, unit norms."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         for name, fill in self.initializers():
             fill(parameters[name])
 
     def initializers(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
-        """Name of each parameter, and what fills it or a tensor of its shape; a tied one is named, and drawn, twice."""
+        """Yields each parameter's name and the function that initializes it in place; a tied one occurs twice."""
         normal = partial(nn.init.normal_, std=self.args.initializer_range)
         for prefix, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -206,8 +196,7 @@ class BaseArchonModel(nn.Module):
                 yield from ((f"{prefix}.{name}", normal) for name, _ in module.named_parameters())
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Recompute on `device` what no checkpoint of Hugging Face's holds: rotary frequencies, balancing biases of
-        0."""
+        """Recompute on `device` what Hugging Face checkpoints lack: rotary frequencies, and balancing biases of 0."""
         self.rope.init_buffers(device)
         for module in self.modules():
             if isinstance(module, Router) and module.expert_bias is not None:

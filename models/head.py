@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -34,24 +34,26 @@ class WeightedLoss(NamedTuple):
 
 
 class _RowSelection:
-    """Selects the scored rows of [T], so that ignored rows are left out of the matrix products."""
+    """Selects the scored rows [n] of [T], so that ignored rows are left out of the matrix products."""
 
     def __init__(self, total: int, index: Tensor) -> None:
-        self.total = total
-        self.index = None if index.shape[0] == total else index
+        self.total, self.index = total, index
 
     def select(self, x: Tensor) -> Tensor:
-        return x if self.index is None else x.index_select(0, self.index)
+        return x if len(self.index) == self.total else x.index_select(0, self.index)
 
     def scatter(self, values: Tensor) -> Tensor:
         """Returns `values` [n] of the selected rows as [T], 0 elsewhere."""
-        if self.index is None:
+        if len(self.index) == self.total:
             return values
         return values.new_zeros(self.total).index_copy(0, self.index, values)
 
 
 class LMHead(nn.Linear):
-    """Projection to the vocabulary, weight [vocab, dim], without bias; in a tied model it is the embedding's weight."""
+    """Projection to the vocabulary, weight [vocab, dim], without bias.
+
+    `tied`: the weight is the embedding's, or a copy of it in the last stage of a pipeline.
+    """
 
     role: Role = "head"
     tp: Group | None = None
@@ -59,32 +61,8 @@ class LMHead(nn.Linear):
     def __init__(self, dim: int, vocab_size: int, *, tied: bool = False) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.tied = tied
-        """Whether the weight is tied to the embedding, also where a pipeline's last stage has a copy of it."""
 
-    @overload
-    def forward(self, hidden: Tensor) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        temperature: float | Tensor = 1.0,
-        *,
-        entropy: bool = True,
-        rows: Tensor | None = None,
-    ) -> TokenScores: ...
-    @overload
-    def forward(
-        self,
-        hidden: Tensor,
-        labels: Tensor | None,
-        temperature: float | Tensor,
-        *,
-        entropy: bool = True,
-        weights: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor | TokenScores | WeightedLoss: ...
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
         labels: Tensor | None = None,
@@ -94,7 +72,9 @@ class LMHead(nn.Linear):
         weights: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
-        """Compute logits, token scores or a weighted loss; one method, because FSDP hooks wrap `forward`.
+        """Returns logits [T, vocab] in hidden's dtype, or `TokenScores` with labels, or `WeightedLoss` with weights.
+
+        One method, because FSDP hooks wrap `forward`.
 
         Args:
             hidden: [T, dim], after the final norm; under tensor parallelism this rank's shard [T / tp, dim].
@@ -102,11 +82,8 @@ class LMHead(nn.Linear):
             temperature: divides the logits; a positive number, or [T].
             entropy: compute entropies too, which takes three more passes over each tile.
             weights: [T]; compute the fused weighted loss instead of scores.
-            rows: int64 [n], the positions to score, if known to the caller, with valid labels; by default they are
-                found and checked here, for which the host waits for the GPU.
-
-        Returns:
-            Logits [T, vocab] in hidden's dtype without labels, else `TokenScores`, or `WeightedLoss` with `weights`.
+            rows: int64 [n], the positions to score, if known, with valid labels; by default they are found and checked
+                here, for which the host waits for the GPU.
 
         Raises ValueError for a label outside the vocabulary, for a temperature that is not positive and for weights
         without labels; LayoutError for logits under tensor parallelism.

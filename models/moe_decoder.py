@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from archon.models.base import BaseArchonModel, BaseModelArgs, MoETransformerBlock, TransformerBlock
+from archon.models.base import BaseArchonModel, BaseModelArgs, TransformerBlock
 from archon.models.hf_config import as_dict, reject_field
 from archon.models.layers.moe import MoE
 from archon.parallel.layout import ModelSizes
@@ -16,14 +16,13 @@ from archon.schema.errors import ConfigError
 
 @dataclass
 class MoEModelArgs(BaseModelArgs):
-    """Arguments of a decoder in which some layers, or all, are mixtures of experts.
+    """Arguments of a decoder in which some or all layers have a mixture of experts.
 
     Attributes:
         n_experts, n_experts_per_token: experts in a layer, and experts chosen per token.
         moe_hidden_dim: inner width of one expert; `hidden_dim` is that of the dense layers.
-        norm_topk_prob: the chosen experts' weights are divided by their sum.
-        balance_by_bias: keep a bias per layer that balances the experts' load; a Hugging Face checkpoint cannot
-            hold it.
+        norm_topk_prob: divide the chosen experts' weights by their sum.
+        balance_by_bias: balance the experts' load by a bias per layer, which Hugging Face checkpoints cannot store.
 
     Raises ConfigError for values that contradict each other.
     """
@@ -45,7 +44,7 @@ class MoEModelArgs(BaseModelArgs):
                 raise ConfigError(f"moe_hidden_dim is {self.moe_hidden_dim}; expected at least 1")
 
     def is_sparse(self, layer: int) -> bool:
-        """Returns whether this layer, counted from 0, has experts."""
+        """Returns whether this layer (from 0) has experts."""
         return self.n_experts > 0
 
     @property
@@ -76,14 +75,14 @@ class MoEModelArgs(BaseModelArgs):
 
 
 class MoEDecoder(BaseArchonModel):
-    """A decoder whose arguments are `MoEModelArgs`; `is_sparse` says which layers hold experts."""
+    """A decoder with `MoEModelArgs`, whose `is_sparse` tells the layers with experts."""
 
     args: MoEModelArgs
     shared_hidden_dim: ClassVar[int] = 0
     """Inner width of the shared experts' network; 0 in families without shared experts."""
 
     def build_block(self, layer: int) -> nn.Module:
-        """Returns a dense layer where the arguments say so, else one with experts."""
+        """Returns a layer, with experts if `args.is_sparse(layer)`."""
         args = self.args
         if not args.is_sparse(layer):
             return TransformerBlock(layer, args)
@@ -93,8 +92,8 @@ class MoEDecoder(BaseArchonModel):
             args.hidden_act,
             n_experts=args.n_experts,
             top_k=args.n_experts_per_token,
-            normalise=args.norm_topk_prob,
+            normalize=args.norm_topk_prob,
             shared_hidden_dim=self.shared_hidden_dim,
             balance=args.balance_by_bias,
         )
-        return MoETransformerBlock(layer, args, moe)
+        return TransformerBlock(layer, args, moe)

@@ -25,16 +25,15 @@ logger = logging.getLogger(__name__)
 def parallelize_decoder(
     model: nn.Module,
     parallel_dims: ArchonParallelDims,
-    tp_plan: Mapping[str, Treatment] | None = None,
-    *,
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     loss_parallel: bool = True,
     cpu_offload: bool = False,
     reshard_after_forward_policy: ReshardPolicy = "default",
     ac_config: ActivationCheckpointConfig | None = None,
-    attention_ops: frozenset[str] = frozenset(),
     enable_compile: CompileChoice = "auto",
+    *,
+    tp_plan: Mapping[str, Treatment],
 ) -> nn.Module:
     """Apply the layout `parallel_dims` to `model`, built on the meta device, in place.
 
@@ -44,16 +43,16 @@ def parallelize_decoder(
     always applied to several ranks; on one process only to compute in another dtype than the model was built in.
 
     Args:
-        model: has its blocks in order in `layers`, an `nn.ModuleDict`, and a method `tie_weights`.
-        tp_plan: the family's tensor-parallel plan, by role; consulted where tp > 1.
+        model: has its blocks in order in `layers`, an `nn.ModuleDict`, a method `tie_weights`, and `attention_ops`,
+            the operators of attention whose results selective recomputation keeps.
         param_dtype: dtype of the computation.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
         loss_parallel: keep the vocabulary sharded through the loss; consulted where tp > 1.
         cpu_offload: keep shards on the CPU; an error on one process.
         reshard_after_forward_policy: see `apply_fsdp`.
         ac_config: activation checkpointing; None keeps everything.
-        attention_ops: operators of attention whose results selective recomputation keeps.
         enable_compile: torch.compile each block; `auto` is on for CUDA.
+        tp_plan: the family's tensor-parallel plan, by role; consulted where tp > 1.
 
     Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
     """
@@ -69,11 +68,11 @@ def parallelize_decoder(
     if (dims.ep_enabled or dims.etp_enabled) and not has_experts and dims.pp == 1:
         raise LayoutError(f"ep = {dims.ep} and etp = {dims.etp} lay out experts, and this model has none; leave e out")
     if dims.tp_enabled:
-        apply_tensor_parallel(model, dims.get_mesh("tp"), tp_plan or {})
+        apply_tensor_parallel(model, dims.get_mesh("tp"), tp_plan)
     if has_experts and (dims.ep_enabled or dims.etp_enabled):
         apply_expert_parallel(model, *(dims.get_mesh(d) if getattr(dims, d) > 1 else None for d in ("ep", "etp")))
     # Context parallelism splits the batch, not the model; see `archon.parallel.context`.
-    apply_activation_checkpointing(decoder.layers, ac, attention_ops)
+    apply_activation_checkpointing(decoder.layers, ac, decoder.attention_ops)
     if compiled:
         apply_compile(decoder.layers, memory_budget=budget)
     decoder.tie_weights()

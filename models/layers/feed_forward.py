@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,36 +14,34 @@ from archon.models.layers.linear import Linear
 from archon.parallel.comm import Group, all_gather
 from archon.schema.errors import ConfigError
 
+Activation = Callable[[Tensor], Tensor]
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _gelu_new(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-# By Hugging Face's `hidden_act`; any other name raises ConfigError.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_GELU_TANH = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
-    "gelu_new": _gelu_new,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
+    "gelu_new": _GELU_TANH,
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
-    "relu2": _relu_squared,
+    "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
+"""The activations, by Hugging Face's `hidden_act`."""
+
+
+def get_activation(name: str) -> Activation:
+    """Returns the activation with this name in `ACTIVATIONS`. Raises ConfigError for an unknown one."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"hidden_act is {name!r}; expected one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def gated(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """Returns act(gate) * up."""
+    return swiglu(gate, up) if act is F.silu else act(gate) * up
 
 
 class FeedForward(nn.Module):
@@ -53,10 +51,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, hidden_act: str) -> None:
         super().__init__()
-        if hidden_act not in ACTIVATIONS:
-            raise ConfigError(f"hidden_act is {hidden_act!r}; expected one of {', '.join(ACTIVATIONS)}")
-        self.act = ACTIVATIONS[hidden_act]
-        self.is_swiglu = self.act is F.silu
+        self.act = get_activation(hidden_act)
         self.w1 = Linear(dim, hidden_dim, bias=False, role="column")
         self.w2 = Linear(hidden_dim, dim, bias=False, role="row")
         self.w3 = Linear(dim, hidden_dim, bias=False, role="column")
@@ -64,5 +59,4 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.tp is not None:
             x = all_gather(x, self.tp)
-        gate, up = self.w1(x), self.w3(x)
-        return self.w2(swiglu(gate, up) if self.is_swiglu else self.act(gate) * up)
+        return self.w2(gated(self.act, self.w1(x), self.w3(x)))

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.layers.feed_forward import ACTIVATIONS, FeedForward
-from archon.models.layers.fused import swiglu
+from archon.models.layers.feed_forward import FeedForward, gated, get_activation
 from archon.models.layers.linear import Linear, Role
 from archon.parallel.comm import Group, all_gather, all_reduce, all_reduce_replicated, local, reduce_scatter
 from archon.parallel.expert import ExpertParallel
@@ -45,20 +44,20 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
 
-    def __init__(self, dim: int, n_experts: int, top_k: int, *, normalise: bool, balance: bool) -> None:
+    def __init__(self, dim: int, n_experts: int, top_k: int, *, normalize: bool, balance: bool) -> None:
         super().__init__()
-        self.top_k, self.normalise = top_k, normalise
+        self.top_k, self.normalize = top_k, normalize
         self.gate = Linear(dim, n_experts, bias=False, role="router")
         self.register_buffer("expert_bias", torch.zeros(n_experts) if balance else None)
 
     def forward(self, x: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, RouterStats]:
-        """x [T, dim] to weights [T, k] in x's dtype, experts int64 [T, k], statistics over `valid_mask` [T]."""
+        """Returns weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], statistics over `valid_mask` [T]."""
         logits = self.gate(x)
         p = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
         scores = p.detach() if self.expert_bias is None else p.detach() + self.expert_bias
         experts = scores.topk(self.top_k, dim=-1).indices
         weights = p.gather(-1, experts)
-        if self.normalise:
+        if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         ones = torch.ones_like(experts, dtype=p.dtype) if valid_mask is None else valid_mask.to(p.dtype).unsqueeze(-1)
         counts = p.new_zeros(p.shape[-1]).scatter_add_(0, experts.flatten(), ones.expand_as(experts).flatten())
@@ -68,14 +67,14 @@ class Router(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """The experts' gated networks, each weight stacked as [E, out, in]; under expert parallelism E are this rank's."""
+    """The experts' gated networks, with weights [E, out, in]; under expert parallelism of this rank's experts."""
 
     role: Role = "experts"
 
     def __init__(self, n_experts: int, dim: int, hidden_dim: int, hidden_act: str) -> None:
         super().__init__()
         self.n_experts = n_experts
-        self.act = ACTIVATIONS[hidden_act]
+        self.act = get_activation(hidden_act)
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
@@ -83,8 +82,7 @@ class GroupedExperts(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Returns [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert."""
         w1, w2, w3 = local(self.w1), local(self.w2), local(self.w3)
-        gate, up = grouped_linear(x, w1, counts), grouped_linear(x, w3, counts)
-        hidden = swiglu(gate, up) if self.act is F.silu else self.act(gate) * up
+        hidden = gated(self.act, grouped_linear(x, w1, counts), grouped_linear(x, w3, counts))
         return grouped_linear(hidden, w2, counts)
 
     def extra_repr(self) -> str:
@@ -109,11 +107,12 @@ class MoE(nn.Module):
     Args:
         shared_hidden_dim: inner width of the shared experts' network; 0 for none.
         balance: keep a balancing bias, see `Router`.
+
+    `etp` are the ranks that shard each expert's hidden features; tokens are gathered over them.
     """
 
     ep: ExpertParallel | None = None
     etp: Group | None = None
-    """The ranks that shard each expert's hidden features, if any; tokens are gathered over them."""
 
     def __init__(
         self,
@@ -123,17 +122,17 @@ class MoE(nn.Module):
         *,
         n_experts: int,
         top_k: int,
-        normalise: bool,
+        normalize: bool,
         shared_hidden_dim: int = 0,
         balance: bool = False,
     ) -> None:
         super().__init__()
-        self.router = Router(dim, n_experts, top_k, normalise=normalise, balance=balance)
+        self.router = Router(dim, n_experts, top_k, normalize=normalize, balance=balance)
         self.experts = GroupedExperts(n_experts, dim, hidden_dim, hidden_act)
         self.shared_experts = FeedForward(dim, shared_hidden_dim, hidden_act) if shared_hidden_dim else None
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> tuple[Tensor, RouterStats]:
-        """[T, dim] to [T, dim] and the router's statistics over the tokens that `valid_mask` (bool [T]) marks."""
+        """Returns [T, dim] for x [T, dim], and the router's statistics over `valid_mask` (bool [T])."""
         weights, experts, stats = self.router(x, valid_mask)
         rows = x
         if self.etp is not None:
@@ -145,10 +144,10 @@ class MoE(nn.Module):
         return (out if self.shared_experts is None else out + self.shared_experts(x)), stats
 
     def _routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)
+        expert_ids = experts.flatten()
+        order = expert_ids.argsort(stable=True)
         counts = torch.zeros(self.experts.n_experts, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
         rows = x.index_select(0, order // experts.shape[1])
         if self.ep is None:
             out = self.experts(rows, counts)
@@ -160,17 +159,16 @@ class MoE(nn.Module):
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the live balancing bias [E] of each router that has one, by name, in the order of the layers."""
+    """Returns the balancing bias [E] (not a copy) of each router that has one, by name, in the order of the layers."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")}
 
 
 def load_balancing_loss(stats: Sequence[RouterStats], groups: Sequence[Group] = ()) -> Tensor:
     """Returns E * sum over experts of f_e P_e: share of the choices times mean probability, over all layers' tokens.
 
-    As transformers computes it (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6, over top-k choices and all
-    layers at once), without a gradient through f. It is computed over the tokens of `stats` on the ranks of `groups`,
-    and is not the mean of the losses of two halves of them. A scalar, equal on every rank, whose gradient must be
-    counted once.
+    As in transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6, over top-k choices and all layers at
+    once), without a gradient through f. It is a scalar over the tokens of `stats` on the ranks of `groups`, equal on
+    every rank; its gradient must be counted once. It is not the mean of the losses of two halves of the tokens.
     """
     counts = torch.stack([s.counts for s in stats]).sum(0)
     probabilities = torch.stack([s.probabilities for s in stats]).sum(0)

@@ -276,7 +276,7 @@ def test_compiled_blocks_give_the_same_gradients() -> None:
         ({"n_heads": 3}, "n_kv_heads is 2; expected a divisor of n_heads 3"),
         ({"n_layers": 0}, "n_layers is 0"),
         ({"attn_type": "eager"}, "attn_type is 'eager'"),
-        ({"layer_windows": (1, 2, 3)}, "layer_windows has 3 entries; expected one of each layer, 2"),
+        ({"layer_windows": (1, 2, 3)}, "layer_windows has 3 entries; expected one per layer, 2"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(changes: dict[str, Any], message: str) -> None:

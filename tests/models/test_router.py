@@ -17,9 +17,9 @@ from tests.tolerances import FORMULA_FP64
 T, DIM, EXPERTS, TOP_K = 40, 12, 16, 3
 
 
-def router(dtype: torch.dtype, *, normalise: bool, balance: bool = False, experts: int = EXPERTS) -> Router:
+def router(dtype: torch.dtype, *, normalize: bool, balance: bool = False, experts: int = EXPERTS) -> Router:
     """Random weights; with `balance` a bias that is as large as the probabilities."""
-    made = Router(DIM, experts, TOP_K, normalise=normalise, balance=balance).to(dtype)
+    made = Router(DIM, experts, TOP_K, normalize=normalize, balance=balance).to(dtype)
     torch.nn.init.normal_(made.gate.weight)
     if balance:
         made.expert_bias = torch.randn(experts, dtype=torch.promote_types(dtype, torch.float32))
@@ -33,12 +33,12 @@ def plain(module: Router, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scores = p if module.expert_bias is None else p + module.expert_bias
     experts = scores.argsort(dim=-1, descending=True)[:, :TOP_K]
     weights = torch.stack([p[t, experts[t]] for t in range(len(x))])
-    return p, weights / weights.sum(-1, keepdim=True) if module.normalise else weights, experts
+    return p, weights / weights.sum(-1, keepdim=True) if module.normalize else weights, experts
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_the_balancing_bias_decides_which_experts_are_chosen_and_not_what_they_weigh(normalise: bool) -> None:
-    module = router(torch.float64, normalise=normalise, balance=True)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_balancing_bias_decides_which_experts_are_chosen_and_not_what_they_weigh(normalize: bool) -> None:
+    module = router(torch.float64, normalize=normalize, balance=True)
     x = torch.randn(T, DIM, dtype=torch.float64)
     _, expected, chosen = plain(module, x)
     weights, experts, _ = module(x, None)
@@ -49,10 +49,10 @@ def test_the_balancing_bias_decides_which_experts_are_chosen_and_not_what_they_w
     assert not torch.equal(module(x, None)[1], experts), "a bias of this size is meant to change the choice"
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_under_bf16_compute_the_softmax_over_the_experts_runs_in_fp32(normalise: bool) -> None:
+@pytest.mark.parametrize("normalize", [True, False])
+def test_under_bf16_compute_the_softmax_over_the_experts_runs_in_fp32(normalize: bool) -> None:
     """Of 128 experts: probabilities of 1/128 in bfloat16 are often equal, and then others are chosen."""
-    module = router(torch.bfloat16, normalise=normalise, experts=128)
+    module = router(torch.bfloat16, normalize=normalize, experts=128)
     with torch.no_grad():
         module.gate.weight.mul_(0.05)
     x = torch.randn(T, DIM, dtype=torch.bfloat16)
@@ -100,9 +100,9 @@ def test_padding_is_left_out_of_the_counts_wherever_it_stands_among_documents_of
         assert float(stats.tokens) == len(tokens) - 2
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts(normalise: bool) -> None:
-    module = MoE(DIM, 8, "silu", n_experts=EXPERTS, top_k=TOP_K, normalise=normalise, shared_hidden_dim=6).double()
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts(normalize: bool) -> None:
+    module = MoE(DIM, 8, "silu", n_experts=EXPERTS, top_k=TOP_K, normalize=normalize, shared_hidden_dim=6).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(T, DIM, dtype=torch.float64)
