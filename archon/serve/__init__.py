@@ -1,10 +1,8 @@
 """HTTP over a generator: OpenAI's and Anthropic's protocols, and sessions that record every token exactly.
 
-FastAPI routes, validates and describes; uvicorn with httptools reads HTTP. A stub generator behind it, on 2 cores, 64
-clients that keep their connections, medians of alternating rounds: 708 answers/s (p99 406 ms, 0.9 ms of processor time
-each), streams of 14 tokens 422/s (475 ms, 1.5 ms). The aiohttp server before it: 763/s (375 ms, 0.6 ms) and 472/s (561
-ms, 1.1 ms). With uvicorn's other parser, h11, it is 528/s and 354/s, which is why httptools is required. A model of 26
-million parameters samples 14 tokens in some 40 ms, so that the difference is 1 % of an answer.
+FastAPI routes, validates and describes; uvicorn parses HTTP with httptools, because its other parser, h11, is slower by
+a fourth. With a stub generator, on 2 cores and with 64 clients that keep their connections: 708 answers/s (p99 406 ms)
+and 422 streams of 14 tokens/s (475 ms); aiohttp: 763/s and 472/s. That is 1 % of a small model's answer.
 """
 
 from archon.schema.lazy import lazy_exports

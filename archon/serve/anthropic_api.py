@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from archon.serve.answer_text import Delta, Part, ToolCall
-from archon.serve.answering import Call, Choice
+from archon.serve.answering import Choice
 from archon.serve.api import (
     Api,
     Body,
     Content,
+    Conversation,
     Count,
-    Event,
     FunctionSpec,
     Positive,
     RequestModel,
     ResponseModel,
     StopString,
     TextPart,
-    prompt_tokens,
+    sse,
+    template_call,
     text_of,
-    tool_call_message,
 )
-from archon.serve.sessions import Caller
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -60,23 +58,22 @@ class AnthropicMessage(RequestModel):
     role: Literal["user", "assistant"]
     content: str | Annotated[list[Block], Field(min_length=1)]
 
-    def for_template(self, where: str) -> list[dict[str, Any]]:
-        """Returns it as chat templates expect it: results of tools are messages of their own, and come first."""
+    def template_messages(self, where: str) -> list[dict[str, Any]]:
+        """Returns it as chat templates expect it: tool results become messages of their own, before the text."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        said = [block.text for block in self.content if isinstance(block, TextBlock)]
-        calls = [
-            tool_call_message(block.id, block.name, block.input, where)
-            for block in self.content
-            if isinstance(block, ToolUseBlock)
-        ]
-        messages: list[dict[str, Any]] = [
-            {"role": "tool", "content": text_of(block.content), "tool_call_id": block.tool_use_id}
-            for block in self.content
-            if isinstance(block, ToolResultBlock)
-        ]
-        if said or calls:
-            message = {"role": self.role, "content": "".join(said)}
+        messages: list[dict[str, Any]] = []
+        texts, calls = [], []
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+            elif isinstance(block, ToolUseBlock):
+                calls.append(template_call(block.id, block.name, block.input, where))
+            else:
+                result = {"content": text_of(block.content), "tool_call_id": block.tool_use_id}
+                messages.append({"role": "tool", **result})
+        if texts or calls:
+            message = {"role": self.role, "content": "".join(texts)}
             messages.append(message | {"tool_calls": calls} if calls else message)
         return messages
 
@@ -93,7 +90,7 @@ class AnthropicTool(RequestModel):
 
 
 class ToolChoice(RequestModel):
-    type: Literal["auto", "none"] = Field(description="what the model calls cannot be forced")
+    type: Literal["auto", "none"] = Field(description="a tool call cannot be forced")
     disable_parallel_tool_use: Literal[False] | None = None
 
 
@@ -101,7 +98,7 @@ class NoThinking(RequestModel):
     type: Literal["disabled"]
 
 
-class CountBody(RequestModel):
+class CountBody(Conversation):
     """`POST /v1/messages/count_tokens`: what a message's prompt is made of."""
 
     model: str = Field("", description="any name; the server has one model")
@@ -114,25 +111,21 @@ class CountBody(RequestModel):
 
     @field_validator("messages")
     @classmethod
-    def _user_speaks_last(cls, messages: list[AnthropicMessage]) -> list[AnthropicMessage]:
+    def _last_is_users(cls, messages: list[AnthropicMessage]) -> list[AnthropicMessage]:
         if messages[-1].role != "user":
             raise ValueError("the last message is the assistant's; an answer cannot be begun for the model here")
         return messages
 
-    def offered(self) -> list[dict[str, Any]]:
-        """Returns the tools that the model may call, as chat templates expect them."""
+    def template_messages(self) -> list[dict[str, Any]]:
+        messages = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
+        for number, message in enumerate(self.messages):
+            messages += message.template_messages(f"messages.{number}")
+        return messages
+
+    def template_tools(self) -> list[dict[str, Any]]:
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return []
         return [tool.for_template() for tool in self.tools or []]
-
-    def prompt(self, tokenizer: Any) -> list[int]:
-        """Returns the prompt in tokens."""
-        messages: list[dict[str, Any]] = []
-        if self.system is not None:
-            messages.append({"role": "system", "content": text_of(self.system)})
-        for number, message in enumerate(self.messages):
-            messages += message.for_template(f"messages.{number}")
-        return prompt_tokens(tokenizer, messages, self.offered())
 
 
 class MessagesBody(CountBody, Body):
@@ -141,9 +134,6 @@ class MessagesBody(CountBody, Body):
     max_tokens: Positive
     stop_sequences: list[StopString] | None = None
     service_tier: str | None = Field(None, description="without effect")
-
-    def changes(self) -> dict[str, Any]:
-        return super().changes() | {"max_new_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
 class TextAnswer(ResponseModel):
@@ -177,13 +167,9 @@ class Message(ResponseModel):
 class MessagesApi(Api):
     """`POST /v1/messages`."""
 
-    def __init__(self, body: MessagesBody, caller: Caller, tokenizer: Any, model: str) -> None:
-        self.stream = bool(body.stream)
-        prompt, tools = body.prompt(tokenizer), bool(body.offered())
-        self.call = Call(f"msg_{uuid.uuid4().hex}", [prompt], body.gconfig(caller.gconfig), tools)
-        self._model = model
-        self._blocks = 0  # content blocks begun
-        self._in_text = False
+    id_prefix = "msg_"
+    _n_blocks = 0  # content blocks so far
+    _in_text = False
 
     def response(self, choices: list[Choice]) -> Message:
         choice = choices[0]
@@ -194,48 +180,45 @@ class MessagesApi(Api):
         content = [_block(part) for part in parts]
         return Message(id=self.call.id, model=self._model, content=content, usage=usage, **end)
 
-    def on_start(self) -> Iterable[Event]:
-        started = self._message([], 0, stop_reason=None, stop_sequence=None)
-        yield _event("message_start", message=started.model_dump())
+    def on_start(self) -> Iterable[bytes]:
+        yield _event("message_start", message=self._message([], 0, stop_reason=None, stop_sequence=None))
 
-    def on_delta(self, delta: Delta) -> Iterable[Event]:
+    def on_delta(self, delta: Delta) -> Iterable[bytes]:
         for part in delta.parts:
             if isinstance(part, ToolCall):
                 yield from self._stop_text()
-                yield self._start(_block(part).model_dump() | {"input": {}})
-                yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
-                yield _event("content_block_stop", index=self._blocks - 1)
+                yield self._start_block(ToolUse(id=part.id, name=part.name, input={}))
+                yield self._block_event("delta", delta={"type": "input_json_delta", "partial_json": part.arguments})
+                yield self._block_event("stop")
             else:
                 if not self._in_text:
                     self._in_text = True
-                    yield self._start(_block("").model_dump())
-                yield self._delta({"type": "text_delta", "text": part})
+                    yield self._start_block(TextAnswer(text=""))
+                yield self._block_event("delta", delta={"type": "text_delta", "text": part})
 
-    def on_choice(self, choice: Choice) -> Iterable[Event]:
+    def on_choice(self, choice: Choice) -> Iterable[bytes]:
         yield from self._stop_text()
         yield _event("message_delta", delta=_end(choice), usage={"output_tokens": choice.response.output_len})
-
-    def on_end(self, choices: list[Choice]) -> Iterable[Event]:
         yield _event("message_stop")
 
-    def on_error(self, error: dict[str, Any]) -> Iterable[Event]:
-        yield "error", error
+    def on_error(self, error: dict[str, Any]) -> Iterable[bytes]:
+        yield sse(error, "error")
 
-    def _start(self, block: dict[str, Any]) -> Event:
-        self._blocks += 1
-        return _event("content_block_start", index=self._blocks - 1, content_block=block)
+    def _start_block(self, block: TextAnswer | ToolUse) -> bytes:
+        self._n_blocks += 1
+        return self._block_event("start", content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> Event:
-        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
+    def _block_event(self, name: str, **fields: Any) -> bytes:
+        return _event(f"content_block_{name}", index=self._n_blocks - 1, **fields)
 
-    def _stop_text(self) -> Iterable[Event]:
+    def _stop_text(self) -> Iterable[bytes]:
         if self._in_text:
             self._in_text = False
-            yield _event("content_block_stop", index=self._blocks - 1)
+            yield self._block_event("stop")
 
 
-def _event(kind: str, **fields: Any) -> Event:
-    return kind, {"type": kind, **fields}
+def _event(name: str, **fields: Any) -> bytes:
+    return sse({"type": name, **fields}, name)
 
 
 def _block(part: Part) -> TextAnswer | ToolUse:
@@ -245,7 +228,7 @@ def _block(part: Part) -> TextAnswer | ToolUse:
 
 
 def _end(choice: Choice) -> dict[str, Any]:
-    reason = STOP_REASONS[choice.finish]
+    reason = STOP_REASONS[choice.finish_reason]
     if choice.stop_sequence is not None and reason == "end_turn":
         reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": choice.stop_sequence}

@@ -1,11 +1,12 @@
-"""What the APIs share: sampling fields, contents made of parts, tools, the prompt's tokens, forms of answers."""
+"""What the protocols share: sampling fields, contents made of parts, tools, prompts, the interface of an answer."""
 
 from __future__ import annotations
 
 import json
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -18,10 +19,15 @@ from archon.serve.answer_text import Delta, load_json
 from archon.serve.answering import Call, Choice
 from archon.serve.sessions import Caller
 
-Event = tuple[str | None, dict[str, Any] | str]
-"""A server-sent event: its name, if it has one, and its data."""
-
-MAX_CHOICES = 128
+# Names of `GenerationHyperparameters` for the protocols' fields; other sampling fields have the same name in both.
+ENGINE_NAMES = {
+    "n": "n_samples",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop_sequences": "stop",
+}
 
 
 def _integral(value: Any) -> Any:
@@ -29,21 +35,12 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Zero = Annotated[float, Field(ge=0, le=0)]
 Integer = Annotated[int, BeforeValidator(_integral)]
 Positive = Annotated[Integer, Field(ge=1)]
-# What these refuse further, the engine does, in better words.
+# The limits in these two schemas are checked by the engine, whose errors are clearer.
 TokenId = Annotated[Integer, WithJsonSchema({"type": "integer", "minimum": 0})]
 StopString = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
-
-
 Count = Annotated[int, Field(ge=0)]
-FinishReason = Literal["stop", "length", "tool_calls"]
-
-
-def optional(**constraints: Any) -> Any:
-    """A field of a response that is left out where it is not set."""
-    return Field(None, exclude_if=lambda value: value is None, **constraints)
 
 
 class ResponseModel(BaseModel):
@@ -53,13 +50,13 @@ class ResponseModel(BaseModel):
 
 
 class RequestModel(StrictModel):
-    """A JSON object that a client sends, taken as it stands: "5" is no number, and 5 no text."""
+    """A JSON object that a client sends, without type coercion: "5" is not a number, and 5 not a text."""
 
     model_config = ConfigDict(strict=True)
 
 
 class Body(RequestModel):
-    """Fields of every API. A field that could change the answer and is not honoured is refused, not ignored."""
+    """Fields of every protocol. A field that could change the answer but is not supported is an error."""
 
     model: str = Field("", description="any name; the server has one model")
     stream: bool | None = None
@@ -68,62 +65,49 @@ class Body(RequestModel):
     top_k: Integer | None = Field(None, ge=1, lt=2**63)
     metadata: dict[str, Any] | None = Field(None, description="without effect")
 
-    def changes(self) -> dict[str, Any]:
-        """Returns the sampling values that this body sets, by the names of `GenerationHyperparameters`."""
-        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        if self.temperature is not None:
-            greedy = self.temperature == 0
-            given |= {"greedy": greedy, "temperature": None if greedy else self.temperature}
-        return given
-
     def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Returns `base` with what this body sets; `ConfigError` names a value that is out of range."""
-        given = {name: value for name, value in self.changes().items() if value is not None}
-        if "stop_token_ids" in given:  # beside those that end a turn
+        """Returns `base` with what this body sets; raises `ConfigError` for a value that is out of range."""
+        names = {ENGINE_NAMES.get(name, name): value for name, value in self if value is not None}
+        given = {name: value for name, value in names.items() if name in GenerationHyperparameters.model_fields}
+        if "temperature" in given:
+            given["greedy"] = given["temperature"] == 0
+            if given["greedy"]:
+                del given["temperature"]
+        if "stop_token_ids" in given:  # in addition to those that end a turn
             given["stop_token_ids"] = [*base.stop_token_ids, *given["stop_token_ids"]]
         return GenerationHyperparameters.parse({**base.model_dump(), "n_samples": 1, **given}, source="request")
 
 
-class StreamOptions(RequestModel):
-    include_usage: bool | None = None
+class Conversation(RequestModel):
+    """A body whose prompt the model's chat template renders."""
 
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Returns the messages as chat templates expect them."""
+        raise NotImplementedError
 
-class OpenAISampling(Body):
-    """Sampling fields of chat completions and completions, with vLLM's additions."""
+    def template_tools(self) -> list[dict[str, Any]]:
+        """Returns the tools that the model may call, as chat templates expect them."""
+        raise NotImplementedError
 
-    n: Integer | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: Positive | None = None
-    stop: StopString | list[StopString] | None = None
-    seed: Integer | None = Field(None, ge=0, lt=2**63)
-    min_tokens: Integer | None = Field(None, ge=0)
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = Field(False, description="return the tokens of prompt and answer as well")
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
-    user: str | None = Field(None, description="without effect")
+    def prompts(self, tokenizer: Any) -> list[list[int]]:
+        """Returns the conversation with the generation prompt, in tokens.
 
-    def changes(self) -> dict[str, Any]:
-        return super().changes() | {
-            "n_samples": self.n,
-            "max_new_tokens": self.max_tokens,
-            "stop": self.stop,
-            "seed": self.seed,
-            "min_new_tokens": self.min_tokens,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-        }
-
-    @property
-    def wants_usage(self) -> bool:
-        """Returns whether a stream ends with the number of tokens."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        Raises `RolloutError` if there is no template, or one that leaves tools out; `DatasetError` for a conversation
+        that the template rejects.
+        """
+        if not has_chat_template(tokenizer):
+            raise RolloutError("the model's tokenizer has no chat template; send the whole prompt to /v1/completions")
+        messages, tools = self.template_messages(), self.template_tools()
+        text = render(tokenizer, messages, "messages", add_generation_prompt=True)
+        if tools:
+            without, text = text, render(tokenizer, messages, "messages", add_generation_prompt=True, tools=tools)
+            if text == without:
+                raise RolloutError("tools were given, and the model's chat template has no place for them")
+        return [list(tokenize(tokenizer, text, "messages")["input_ids"])]
 
 
 class TextPart(RequestModel):
-    """A part of a content. Fields of an answer that is sent back have no effect."""
+    """A part of a content. The optional fields are those of an answer that is sent back; they have no effect."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -143,6 +127,10 @@ def text_of(content: str | Sequence[TextPart] | None) -> str:
     return "".join(part.text for part in content)
 
 
+class TextFormat(RequestModel):
+    type: Literal["text"]
+
+
 class FunctionSpec(RequestModel):
     """A tool, as its caller describes it."""
 
@@ -153,10 +141,11 @@ class FunctionSpec(RequestModel):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool as chat templates expect it."""
-        return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"strict"})}
+        function = self.model_dump(exclude_none=True, include={"name", "description", "parameters"})
+        return {"type": "function", "function": function}
 
 
-def tool_call_message(call_id: str, name: str, arguments: str | dict[str, Any], where: str) -> dict[str, Any]:
+def template_call(call_id: str, name: str, arguments: str | dict[str, Any], where: str) -> dict[str, Any]:
     """Returns a tool call of an earlier turn for a chat template; `RolloutError` unless `arguments` is an object."""
     if isinstance(arguments, str):
         try:
@@ -168,63 +157,50 @@ def tool_call_message(call_id: str, name: str, arguments: str | dict[str, Any], 
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
-def prompt_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns a conversation rendered by the chat template with the generation prompt, in tokens.
-
-    Raises `RolloutError` where there is no template, or one that leaves tools out; `DatasetError` for a conversation
-    that the template refuses.
-    """
-    if not has_chat_template(tokenizer):
-        raise RolloutError("the model's tokenizer has no chat template; send the whole prompt to /v1/completions")
-    text = render(tokenizer, messages, "messages", add_generation_prompt=True)
-    if tools:
-        without, text = text, render(tokenizer, messages, "messages", add_generation_prompt=True, tools=list(tools))
-        if text == without:
-            raise RolloutError("tools were given, and the model's chat template has no place for them")
-    return list(tokenize(tokenizer, text, "messages")["input_ids"])
-
-
 class Api(ABC):
-    """One call of one API: reads its body and writes its answers, as a whole or as a stream of server-sent events.
+    """One call of one protocol: reads its body, and formats its answers as a whole or as a stream of events.
 
-    `response` returns the whole; `choices` in order. A stream is what `on_start`, `on_delta` (more of an answer),
-    `on_choice` (an answer is finished) and `on_end` (all are) return, or, where it breaks off, `on_error`.
+    A stream is what `on_start`, `on_delta` (more of an answer), `on_choice` (an answer is finished) and `on_end` (all
+    are) return, or `on_error` if it fails.
 
     Args:
-        body: the request's body.
-        caller: its sampling values hold where the body sets none.
+        body: the request's body, a `Conversation` or one with a method `prompts`.
+        caller: its sampling values are the defaults.
         tokenizer: renders prompts.
         model: the name to answer with.
 
-    Raises a `UserError` for a body that cannot be honoured.
+    Raises a `UserError` for a body that cannot be answered.
     """
 
-    call: Call
-    stream: bool
+    id_prefix: ClassVar[str]
+
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None:
+        self.body, self._tokenizer, self._model = body, tokenizer, model
+        prompts, gconfig = body.prompts(tokenizer), body.gconfig(caller.gconfig)
+        tools = isinstance(body, Conversation) and bool(body.template_tools())
+        self.call = Call(f"{self.id_prefix}{uuid.uuid4().hex}", prompts, gconfig, tools)
 
     @abstractmethod
-    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None: ...
+    def response(self, choices: list[Choice]) -> Any:
+        """Returns the response to a request without `stream`."""
+
+    def on_start(self) -> Iterable[bytes]:
+        return ()
 
     @abstractmethod
-    def response(self, choices: list[Choice]) -> ResponseModel: ...
+    def on_delta(self, delta: Delta) -> Iterable[bytes]: ...
 
     @abstractmethod
-    def on_start(self) -> Iterable[Event]: ...
+    def on_choice(self, choice: Choice) -> Iterable[bytes]: ...
 
-    @abstractmethod
-    def on_delta(self, delta: Delta) -> Iterable[Event]: ...
+    def on_end(self, choices: list[Choice]) -> Iterable[bytes]:
+        return ()
 
-    @abstractmethod
-    def on_choice(self, choice: Choice) -> Iterable[Event]: ...
-
-    @abstractmethod
-    def on_end(self, choices: list[Choice]) -> Iterable[Event]: ...
-
-    @abstractmethod
-    def on_error(self, error: dict[str, Any]) -> Iterable[Event]: ...
+    def on_error(self, error: dict[str, Any]) -> Iterable[bytes]:
+        return [sse(error)]
 
 
-def event_bytes(event: Event) -> bytes:
-    """Returns a server-sent event as it goes over the wire."""
-    name, data = event
-    return format_sse_event(event=name, data_str=data if isinstance(data, str) else json.dumps(data))
+def sse(data: dict[str, Any] | str, event: str | None = None) -> bytes:
+    """Returns a server-sent event; models in `data` become JSON."""
+    text = data if isinstance(data, str) else json.dumps(data, default=BaseModel.model_dump)
+    return format_sse_event(event=event, data_str=text)

@@ -1,4 +1,4 @@
-"""Failures as JSON, in the format of the API that was asked."""
+"""Errors as JSON, in the format of the protocol of the request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from archon.serve.sessions import LimitError
 
 logger = logging.getLogger(__name__)
 
-# Types of errors by status: OpenAI's, Anthropic's.
+# Error types by status: OpenAI's and Anthropic's.
 _TYPES = {
     401: ("authentication_error", "authentication_error"),
     403: ("permission_error", "permission_error"),
@@ -46,7 +46,7 @@ class AnthropicError(ResponseModel):
 
 
 class Failure(NamedTuple):
-    """How a failed request is answered; `code` is OpenAI's name of the case, where it has one."""
+    """The answer to a failed request; `code` is OpenAI's name of the case, if it has one."""
 
     status: int
     message: str
@@ -54,8 +54,8 @@ class Failure(NamedTuple):
 
 
 def failure_of(error: Exception, path: str) -> Failure:
-    """Returns the answer to a request to `path` that failed with `error`: the client's mistakes are 4xx with one line
-    that says what to change, our own failures are logged, and 500 without details."""
+    """Returns the answer to a request to `path` that failed with `error`: 4xx with one line that says what to change
+    for the client's mistakes; 500 without details for the server's, which are logged."""
     if isinstance(error, HTTPException):
         return Failure(error.status_code, error.detail)
     if isinstance(error, RequestValidationError):
@@ -79,15 +79,10 @@ def failure_of(error: Exception, path: str) -> Failure:
     return Failure(500, "the server failed; its log says why")
 
 
-def error_model(path: str) -> type[OpenAIError | AnthropicError]:
-    """Returns the form of errors that clients of `path` expect."""
-    return AnthropicError if path.startswith("/v1/messages") else OpenAIError
-
-
 def error_body(failure: Failure, path: str) -> dict[str, Any]:
-    """Returns the JSON of an error, in the form that clients of `path` expect."""
+    """Returns the JSON of an error, in the format of the protocol that `path` belongs to."""
     default = "invalid_request_error" if failure.status < 500 else "api_error"
     openai, anthropic = _TYPES.get(failure.status, (default, default))
-    if error_model(path) is AnthropicError:
+    if path.startswith("/v1/messages"):
         return AnthropicError(error={"type": anthropic, "message": failure.message}).model_dump()
     return OpenAIError(error=OpenAIErrorDetail(message=failure.message, type=openai, code=failure.code)).model_dump()

@@ -3,39 +3,69 @@
 from __future__ import annotations
 
 import time
-import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field
 
 from archon.data.encoding import encode_prompt
 from archon.schema.errors import RolloutError
 from archon.serve.answer_text import Delta, Part, ToolCall
-from archon.serve.answering import Call, Choice, token_texts
+from archon.serve.answering import Choice
 from archon.serve.api import (
-    MAX_CHOICES,
     Api,
+    Body,
     Content,
+    Conversation,
     Count,
-    Event,
-    FinishReason,
     FunctionSpec,
     Integer,
-    OpenAISampling,
     Positive,
     RequestModel,
     ResponseModel,
+    StopString,
+    TextFormat,
     TokenId,
-    optional,
-    prompt_tokens,
+    sse,
+    template_call,
     text_of,
-    tool_call_message,
 )
 from archon.serve.sessions import Caller
 
-DONE: Event = (None, "[DONE]")
+MAX_CHOICES = 128
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+def optional(**constraints: Any) -> Any:
+    """Declares a field of a response that is left out if it is None."""
+    return Field(None, exclude_if=lambda value: value is None, **constraints)
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+
+
+class OpenAISampling(Body):
+    """Sampling fields of chat completions and completions, with vLLM's additions."""
+
+    n: Integer | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: Positive | None = None
+    stop: StopString | list[StopString] | None = None
+    seed: Integer | None = Field(None, ge=0, lt=2**63)
+    min_tokens: Integer | None = Field(None, ge=0)
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = Field(False, description="return the tokens of prompt and answer as well")
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    user: str | None = Field(None, description="without effect")
 
 
 class CalledFunction(RequestModel):
@@ -50,55 +80,37 @@ class SentToolCall(RequestModel):
     index: Integer | None = None
 
 
-# The validator of the same name, as JSON Schema.
-_HAS_CONTENT: dict[str, Any] = {
-    "anyOf": [
-        {"properties": {"role": {"const": "assistant"}}},
-        {
-            "properties": {
-                "content": {"not": {"type": "null"}},
-                "tool_calls": {"anyOf": [{"type": "null"}, {"maxItems": 0}]},
-            },
-            "required": ["content"],
-        },
-    ]
-}
-
-
-class ChatMessage(RequestModel):
+class _Message(RequestModel):
     """A message of the conversation. The fields that must be empty are those of an answer that is sent back."""
 
-    model_config = ConfigDict(json_schema_extra=_HAS_CONTENT)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
     name: str | None = None
-    tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
     annotations: list[Any] | None = Field(None, max_length=0)
     refusal: None = None
     audio: None = None
     function_call: None = None
 
-    @model_validator(mode="after")
-    def _has_content(self) -> ChatMessage:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"a message of role {self.role} needs a content")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls are the assistant's, not a message's of role {self.role}")
-        return self
 
-    def for_template(self, where: str) -> dict[str, Any]:
-        """Returns it as chat templates expect it."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": text_of(self.content)}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                tool_call_message(call.id, call.function.name, call.function.arguments, where)
-                for call in self.tool_calls
-            ]
-        named = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return message | {key: value for key, value in named.items() if value is not None}
+class AssistantMessage(_Message):
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[SentToolCall] | None = None
+
+
+class InputMessage(_Message):
+    role: Literal["system", "developer", "user", "tool"]
+    content: Content
+    tool_calls: list[SentToolCall] | None = Field(None, max_length=0)
+
+
+def _template_message(message: AssistantMessage | InputMessage, where: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    converted: dict[str, Any] = {"role": role, "content": text_of(message.content)}
+    if message.tool_calls:
+        converted["tool_calls"] = [
+            template_call(call.id, call.function.name, call.function.arguments, where) for call in message.tool_calls
+        ]
+    return converted | message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
 class ChatTool(RequestModel):
@@ -106,29 +118,25 @@ class ChatTool(RequestModel):
     function: FunctionSpec
 
 
-class TextFormat(RequestModel):
-    type: Literal["text"]
-
-
-class ChatBody(OpenAISampling):
+class ChatBody(OpenAISampling, Conversation):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[Annotated[AssistantMessage | InputMessage, Field(discriminator="role")]] = Field(min_length=1)
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
     tools: list[ChatTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = Field(None, description="what the model calls cannot be forced")
+    tool_choice: Literal["auto", "none"] | None = Field(None, description="a tool call cannot be forced")
     parallel_tool_calls: Literal[True] | None = None
     response_format: TextFormat | None = None
     store: bool | None = Field(None, description="without effect")
     service_tier: str | None = Field(None, description="without effect")
 
-    def changes(self) -> dict[str, Any]:
-        changes = super().changes()
-        if self.max_completion_tokens is not None:
-            changes["max_new_tokens"] = self.max_completion_tokens
-        return changes
+    def template_messages(self) -> list[dict[str, Any]]:
+        return [_template_message(message, f"messages.{i}") for i, message in enumerate(self.messages)]
+
+    def template_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else [tool.function.for_template() for tool in self.tools or []]
 
 
 class Usage(ResponseModel):
@@ -171,7 +179,7 @@ class ChatChoice(ResponseModel):
 
 
 class ChatCompletion(ResponseModel):
-    """With `return_token_ids`, `prompt_token_ids` and each choice's `token_ids` come too, as from vLLM."""
+    """With `return_token_ids` there are also `prompt_token_ids` and each choice's `token_ids`, as from vLLM."""
 
     id: str
     object: Literal["chat.completion"]
@@ -182,123 +190,116 @@ class ChatCompletion(ResponseModel):
     prompt_token_ids: list[Count] | None = optional()
 
 
-def usage(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Returns tokens read and sampled; each prompt counts once."""
-    read, sampled = sum(map(len, prompts)), sum(choice.response.output_len for choice in choices)
-    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
-
-
 class _Completions(Api):
-    """What both completion APIs have in common: chunks of one form, and `[DONE]`."""
+    """What both completion endpoints have in common: chunks, and the `[DONE]` at their end."""
 
-    chunk_object: str
-    response_class: type[ResponseModel]
-    body: OpenAISampling
-    _logprobs: bool
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
 
-    def _envelope(self, name: str, model: str) -> None:
-        self._head = {"id": self.call.id, "object": name, "created": int(time.time()), "model": model}
-        self.stream = bool(self.body.stream)
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None:
+        super().__init__(body, caller, tokenizer, model)
+        self._logprobs = body.logprobs is not None and body.logprobs is not False  # a completion's 0 asks for them
+        self._created = int(time.time())
 
-    def _chunk(self, *choices: dict[str, Any], **further: Any) -> Event:
-        return None, {**self._head, "object": self.chunk_object, "choices": list(choices), **further}
+    def _envelope(self, name: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self.call.id, "object": name, "created": self._created, "model": self._model}
+        return {**head, "choices": choices, **more}
 
-    def response(self, choices: list[Choice]) -> ResponseModel:
-        written = [self._choice(choice) for choice in choices]
-        given = {**self._head, "choices": written, "usage": usage(choices, self.call.prompts), **self._prompt()}
-        return self.response_class.model_validate(given)
+    def _chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
+        return sse(self._envelope(self.chunk_name, list(choices), **more))
+
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+        """Returns the numbers of tokens; each prompt counts once."""
+        read, sampled = sum(map(len, self.call.prompts)), sum(choice.response.output_len for choice in choices)
+        return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
     def _prompt(self) -> dict[str, Any]:
-        """Returns what a response or the first chunks say of the prompt."""
+        """Returns the prompt's fields in a response and in the first chunks."""
         return {}
 
-    def on_end(self, choices: list[Choice]) -> Iterable[Event]:
-        if self.body.wants_usage:
-            yield self._chunk(usage=usage(choices, self.call.prompts))
-        yield DONE
+    def response(self, choices: list[Choice]) -> dict[str, Any]:
+        written = [
+            self._with_tokens(
+                {"index": choice.index, **self._content(choice), "finish_reason": choice.finish_reason},
+                choice.response.output_tokens,
+                choice.response.output_logprobs,
+            )
+            for choice in choices
+        ]
+        return self._envelope(self.object_name, written, usage=self._usage(choices), **self._prompt())
 
-    def on_error(self, error: dict[str, Any]) -> Iterable[Event]:
-        return [(None, error)]
+    def _with_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+        """Returns a choice with its tokens and their logprobs, if the client asked for them."""
+        choice["logprobs"] = None
+        if self._logprobs:
+            texts = [str(self._tokenizer.decode([token])) for token in tokens]
+            choice["logprobs"] = self._format_logprobs(choice["index"], texts, logprobs)
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(tokens)
+        return choice
 
-    @property
-    def _shows_tokens(self) -> bool:
-        """Returns whether the client sees the tokens themselves, or their logprobs."""
-        return self.body.return_token_ids or self._logprobs
+    def on_end(self, choices: list[Choice]) -> Iterable[bytes]:
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            yield self._chunk(usage=self._usage(choices))
+        yield sse("[DONE]")
+
+    def _has_chunk(self, delta: Delta) -> bool:
+        """Returns whether a delta adds anything that the client sees."""
+        return bool(delta.parts or (delta.tokens and (self._logprobs or self.body.return_token_ids)))
 
     @abstractmethod
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        """Returns an answer as the response to a request without `stream` has it."""
+    def _content(self, choice: Choice) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]: ...
 
 
 class ChatApi(_Completions):
     """`POST /v1/chat/completions`."""
 
-    chunk_object = "chat.completion.chunk"
-    response_class = ChatCompletion
+    id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None:
-        self.body: ChatBody = body
-        self._logprobs, self._tokenizer = bool(body.logprobs), tokenizer
-        tools = [] if body.tool_choice == "none" else [tool.function.for_template() for tool in body.tools or []]
-        messages = [message.for_template(f"messages.{i}") for i, message in enumerate(body.messages)]
-        prompt = prompt_tokens(tokenizer, messages, tools)
-        self.call = Call(f"chatcmpl-{uuid.uuid4().hex}", [prompt], body.gconfig(caller.gconfig), bool(tools))
-        self._n_calls = dict.fromkeys(range(self.call.gconfig.n_samples), 0)
-        self._envelope("chat.completion", model)
+    def __init__(self, body: ChatBody, caller: Caller, tokenizer: Any, model: str) -> None:
+        super().__init__(body, caller, tokenizer, model)
+        self._n_calls: Counter[int] = Counter()  # tool calls of each choice so far
 
     def _prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.call.prompts[0]} if self.body.return_token_ids else {}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"content": choice.text}
-        if choice.calls:
-            calls = [_tool_call(call) for call in choice.calls]
-            message = {"content": choice.text or None, "tool_calls": calls}
-        response = choice.response
-        written = self._tokens(response.output_tokens, response.output_logprobs)
-        return {"index": choice.index, "message": message, "finish_reason": choice.finish} | written
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        if not choice.calls:
+            return {"message": {"content": choice.text}}
+        return {"message": {"content": choice.text or None, "tool_calls": list(map(_tool_call, choice.calls))}}
 
-    def _tokens(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        written: dict[str, Any] = {"logprobs": None}
-        if self._logprobs:
-            texts = token_texts(self._tokenizer, tokens)
-            written["logprobs"] = {
-                "content": [
-                    {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                    for text, logprob in zip(texts, logprobs, strict=True)
-                ],
-                "refusal": None,
-            }
-        if self.body.return_token_ids:
-            written["token_ids"] = list(tokens)
-        return written
+    def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+        content = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
 
-    def on_start(self) -> Iterable[Event]:
-        for index in self._n_calls:
+    def on_start(self) -> Iterable[bytes]:
+        for index in range(self.call.gconfig.n_samples):
             delta = {"role": "assistant", "content": ""}
             yield self._chunk({"index": index, "delta": delta, "finish_reason": None}, **self._prompt())
 
-    def on_delta(self, delta: Delta) -> Iterable[Event]:
-        written = self._tokens(delta.tokens, delta.logprobs)
-        messages = self._messages(delta.parts, delta.index)
-        if not messages and delta.tokens and self._shows_tokens:
-            messages = [{}]
-        for message in messages:
-            yield self._chunk({"index": delta.index, "delta": message, "finish_reason": None} | written)
-            written = self._tokens([], [])  # with the first of them only
+    def on_delta(self, delta: Delta) -> Iterable[bytes]:
+        if not self._has_chunk(delta):
+            return
+        tokens, logprobs = delta.tokens, delta.logprobs
+        for message in [self._message(part, delta.index) for part in delta.parts] or [{}]:
+            choice = {"index": delta.index, "delta": message, "finish_reason": None}
+            yield self._chunk(self._with_tokens(choice, tokens, logprobs))
+            tokens, logprobs = [], []  # are in the first chunk only
 
-    def _messages(self, parts: Sequence[Part], index: int) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                messages.append({"tool_calls": [{"index": self._n_calls[index], **_tool_call(part)}]})
-                self._n_calls[index] += 1
-            else:
-                messages.append({"content": part})
-        return messages
+    def _message(self, part: Part, index: int) -> dict[str, Any]:
+        if not isinstance(part, ToolCall):
+            return {"content": part}
+        self._n_calls[index] += 1
+        return {"tool_calls": [{"index": self._n_calls[index] - 1, **_tool_call(part)}]}
 
-    def on_choice(self, choice: Choice) -> Iterable[Event]:
-        yield self._chunk({"index": choice.index, "delta": {}, "finish_reason": choice.finish})
+    def on_choice(self, choice: Choice) -> Iterable[bytes]:
+        yield self._chunk({"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason})
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
@@ -318,10 +319,16 @@ class CompletionBody(OpenAISampling):
     suffix: None = None
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
-        """Returns them in tokens; text as the tokenizer begins a text."""
+        """Returns the prompts in tokens; those in text begin with the tokenizer's special tokens."""
         given: Any = self.prompt
         if isinstance(given, str) or not any(isinstance(item, str | list) for item in given):
             given = [given]
+        answers = len(given) * (self.n or 1)
+        if answers > MAX_CHOICES:
+            raise RolloutError(
+                f"{len(given)} prompts with n = {self.n or 1} are {answers} answers; one request may ask for "
+                f"{MAX_CHOICES}"
+            )
         return [encode_prompt(tokenizer, {"prompt": item}) if isinstance(item, str) else item for item in given]
 
 
@@ -355,58 +362,26 @@ class Completion(ResponseModel):
 class CompletionApi(_Completions):
     """`POST /v1/completions`; choice i answers prompt i // n."""
 
-    chunk_object = "text_completion"
-    response_class = Completion
+    id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None:
-        self.body: CompletionBody = body
-        self._logprobs, self._tokenizer = body.logprobs is not None, tokenizer
-        prompts, gconfig = body.prompts(tokenizer), body.gconfig(caller.gconfig)
-        if len(prompts) * gconfig.n_samples > MAX_CHOICES:
-            raise RolloutError(
-                f"{len(prompts)} prompts with n = {gconfig.n_samples} are {len(prompts) * gconfig.n_samples} answers; "
-                f"one request may ask for {MAX_CHOICES}"
-            )
-        self.call = Call(f"cmpl-{uuid.uuid4().hex}", prompts, gconfig)
-        self._offsets: dict[int, int] = {}
-        self._envelope("text_completion", model)
+    def __init__(self, body: CompletionBody, caller: Caller, tokenizer: Any, model: str) -> None:
+        super().__init__(body, caller, tokenizer, model)
+        self._offsets: Counter[int] = Counter()  # characters of each choice so far, special tokens included
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        response = choice.response
-        written = self._tokens(choice.index, response.output_tokens, response.output_logprobs)
-        if self.body.return_token_ids:
-            written["prompt_token_ids"] = response.input_tokens
-        return {"index": choice.index, "text": choice.text, "finish_reason": choice.finish} | written
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        prompt = {"prompt_token_ids": choice.response.input_tokens} if self.body.return_token_ids else {}
+        return {"text": choice.text, **prompt}
 
-    def _tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        written: dict[str, Any] = {"logprobs": None}
-        if self._logprobs:
-            texts = token_texts(self._tokenizer, tokens)
-            offsets = list(self._offsets_of(index, texts))
-            written["logprobs"] = {
-                "tokens": texts,
-                "token_logprobs": list(logprobs),
-                "top_logprobs": None,
-                "text_offset": offsets,
-            }
-        if self.body.return_token_ids:
-            written["token_ids"] = list(tokens)
-        return written
+    def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
+        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
 
-    def _offsets_of(self, index: int, texts: Sequence[str]) -> Iterator[int]:
-        """Yields where each token's text begins, in characters, special tokens counted."""
-        for text in texts:
-            yield self._offsets.setdefault(index, 0)
-            self._offsets[index] += len(text)
-
-    def on_start(self) -> Iterable[Event]:
-        return ()
-
-    def on_delta(self, delta: Delta) -> Iterable[Event]:
-        if delta.parts or (delta.tokens and self._shows_tokens):
+    def on_delta(self, delta: Delta) -> Iterable[bytes]:
+        if self._has_chunk(delta):
             text = "".join(part for part in delta.parts if isinstance(part, str))
-            written = self._tokens(delta.index, delta.tokens, delta.logprobs)
-            yield self._chunk({"index": delta.index, "text": text, "finish_reason": None} | written)
+            choice = {"index": delta.index, "text": text, "finish_reason": None}
+            yield self._chunk(self._with_tokens(choice, delta.tokens, delta.logprobs))
 
-    def on_choice(self, choice: Choice) -> Iterable[Event]:
-        yield self._chunk({"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish})
+    def on_choice(self, choice: Choice) -> Iterable[bytes]:
+        end = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
+        yield self._chunk(end)

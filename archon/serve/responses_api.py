@@ -10,22 +10,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from archon.serve.answer_text import Delta, Part, ToolCall
-from archon.serve.answering import Call, Choice
+from archon.serve.answering import Choice
 from archon.serve.api import (
     Api,
     Body,
     Content,
+    Conversation,
     Count,
-    Event,
     FunctionSpec,
     Positive,
     RequestModel,
     ResponseModel,
-    prompt_tokens,
+    TextFormat,
+    sse,
+    template_call,
     text_of,
-    tool_call_message,
 )
-from archon.serve.openai_chat import TextFormat
 from archon.serve.sessions import Caller
 
 
@@ -54,7 +54,7 @@ class CallOutputItem(_Item):
     output: Content
 
 
-def _kind(item: Any) -> str:
+def _item_type(item: Any) -> str:
     return str(item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message"))
 
 
@@ -62,24 +62,19 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")],
-    Discriminator(_kind),
+    Discriminator(_item_type),
 ]
 
 
 class ResponseTool(FunctionSpec):
     type: Literal["function"]
 
-    def for_template(self) -> dict[str, Any]:
-        tool = super().for_template()
-        del tool["function"]["type"]
-        return tool
-
 
 class TextOptions(RequestModel):
     format: TextFormat | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Body, Conversation):
     """`POST /v1/responses`."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -94,33 +89,28 @@ class ResponsesBody(Body):
     store: bool | None = Field(None, description="without effect: nothing is kept")
     user: str | None = Field(None, description="without effect")
 
-    def changes(self) -> dict[str, Any]:
-        return super().changes() | {"max_new_tokens": self.max_output_tokens}
-
-    def messages(self) -> list[dict[str, Any]]:
-        """Returns them as chat templates expect them, calls in the same message as the text before them."""
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Returns them as chat templates expect them; tool calls join the assistant message before them."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        said: dict[str, Any] | None = None  # the assistant's message that further calls belong to
         for number, item in enumerate(self.input):
             if isinstance(item, CallItem):
-                if said is None:
-                    said = {"role": "assistant", "content": ""}
-                    messages.append(said)
-                call = tool_call_message(item.call_id, item.name, item.arguments, f"input.{number}")
-                said.setdefault("tool_calls", []).append(call)
-                continue
-            if isinstance(item, CallOutputItem):
-                message = {"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id}
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                call = template_call(item.call_id, item.name, item.arguments, f"input.{number}")
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif isinstance(item, CallOutputItem):
+                messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
             else:
                 role = "system" if item.role == "developer" else item.role
-                message = {"role": role, "content": text_of(item.content)}
-            messages.append(message)
-            said = message if message["role"] == "assistant" else None
+                messages.append({"role": role, "content": text_of(item.content)})
         return messages
+
+    def template_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools or []]
 
 
 class OutputText(ResponseModel):
@@ -181,12 +171,13 @@ class OpenAIResponse(ResponseModel):
 class ResponsesApi(Api):
     """`POST /v1/responses`."""
 
+    id_prefix = "resp_"
+    _n_events = 0
+    _message: OutputMessage | None = None  # the one that the stream is adding text to
+
     def __init__(self, body: ResponsesBody, caller: Caller, tokenizer: Any, model: str) -> None:
-        self.stream = bool(body.stream)
-        tools = [] if body.tool_choice == "none" else [tool.for_template() for tool in body.tools or []]
-        prompt = prompt_tokens(tokenizer, body.messages(), tools)
-        gconfig = body.gconfig(caller.gconfig)
-        self.call = Call(f"resp_{uuid.uuid4().hex}", [prompt], gconfig, bool(tools))
+        super().__init__(body, caller, tokenizer, model)
+        gconfig = self.call.gconfig
         self._response = OpenAIResponse(
             id=self.call.id,
             model=model,
@@ -198,25 +189,24 @@ class ResponsesApi(Api):
             tools=body.tools or [],
             top_p=gconfig.top_p,
         )
-        self._events = 0
 
     def response(self, choices: list[Choice]) -> OpenAIResponse:
         self._response.output = [_item(part) for part in choices[0].parts] or [_item("")]
         return self._finished(choices[0])
 
     def _finished(self, choice: Choice) -> OpenAIResponse:
-        cut = choice.response.stop_reason == "length"
         read, sampled = choice.response.input_len, choice.response.output_len
         usage = ResponseUsage(input_tokens=read, output_tokens=sampled, total_tokens=read + sampled)
-        details = {"reason": "max_output_tokens"} if cut else None
-        status = "incomplete" if cut else "completed"
-        return self._response.model_copy(update={"status": status, "incomplete_details": details, "usage": usage})
+        end: dict[str, Any] = {"status": "completed"}
+        if choice.response.stop_reason == "length":
+            end = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return self._response.model_copy(update={"usage": usage, **end})
 
-    def on_start(self) -> Iterable[Event]:
-        yield self._event("response.created", response=self._response)
-        yield self._event("response.in_progress", response=self._response)
+    def on_start(self) -> Iterable[bytes]:
+        yield self._event("created", response=self._response)
+        yield self._event("in_progress", response=self._response)
 
-    def on_delta(self, delta: Delta) -> Iterable[Event]:
+    def on_delta(self, delta: Delta) -> Iterable[bytes]:
         for part in delta.parts:
             if isinstance(part, ToolCall):
                 yield from self._close_message()
@@ -224,68 +214,59 @@ class ResponsesApi(Api):
             else:
                 yield from self._add_text(part)
 
-    def on_choice(self, choice: Choice) -> Iterable[Event]:
+    def on_choice(self, choice: Choice) -> Iterable[bytes]:
         if not self._response.output:
             yield from self._add_text("")
         yield from self._close_message()
+        response = self._finished(choice)
+        yield self._event(response.status, response=response)
 
-    def on_end(self, choices: list[Choice]) -> Iterable[Event]:
-        response = self._finished(choices[0])
-        yield self._event(f"response.{response.status}", response=response)
-
-    def on_error(self, error: dict[str, Any]) -> Iterable[Event]:
+    def on_error(self, error: dict[str, Any]) -> Iterable[bytes]:
         yield self._event("error", **{name: error["error"][name] for name in ("code", "message", "param")})
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        self._events += 1
-        written = {
-            name: value.model_dump() if isinstance(value, ResponseModel) else value for name, value in fields.items()
-        }
-        return kind, {"type": kind, "sequence_number": self._events - 1, **written}
+    def _event(self, event: str, **fields: Any) -> bytes:
+        self._n_events += 1
+        event = event if event == "error" else f"response.{event}"
+        return sse({"type": event, "sequence_number": self._n_events - 1, **fields}, event)
 
-    def _of_item(self, kind: str, **fields: Any) -> Event:
+    def _item_event(self, event: str, **fields: Any) -> bytes:
         """Returns an event about the last item."""
-        return self._event(kind, output_index=len(self._response.output) - 1, **fields)
+        return self._event(event, output_index=len(self._response.output) - 1, **fields)
 
-    @property
-    def _open_message(self) -> OutputMessage | None:
-        """The message that is growing."""
-        item = self._response.output[-1] if self._response.output else None
-        return item if isinstance(item, OutputMessage) and item.status == "in_progress" else None
+    def _text_event(self, event: str, message: OutputMessage, **fields: Any) -> bytes:
+        return self._item_event(event, item_id=message.id, content_index=0, **fields)
 
-    def _add_text(self, text: str) -> Iterable[Event]:
-        message = self._open_message
+    def _add_text(self, text: str) -> Iterable[bytes]:
+        message = self._message
         if message is None:
-            message = OutputMessage(status="in_progress", content=[])
+            self._message = message = OutputMessage(status="in_progress", content=[])
             self._response.output.append(message)
-            yield self._of_item("response.output_item.added", item=message)
+            yield self._item_event("output_item.added", item=message)
             message.content = [OutputText(text="")]
-            part = message.content[0]
-            yield self._of_item("response.content_part.added", item_id=message.id, content_index=0, part=part)
+            yield self._text_event("content_part.added", message, part=message.content[0])
         message.content[0].text += text
         if text:
-            at = {"item_id": message.id, "content_index": 0}
-            yield self._of_item("response.output_text.delta", **at, delta=text, logprobs=[])
+            yield self._text_event("output_text.delta", message, delta=text, logprobs=[])
 
-    def _close_message(self) -> Iterable[Event]:
-        message = self._open_message
+    def _close_message(self) -> Iterable[bytes]:
+        message, self._message = self._message, None
         if message is None:
             return
         message.status = "completed"
-        part, at = message.content[0], {"item_id": message.id, "content_index": 0}
-        yield self._of_item("response.output_text.done", **at, text=part.text, logprobs=[])
-        yield self._of_item("response.content_part.done", **at, part=part)
-        yield self._of_item("response.output_item.done", item=message)
+        part = message.content[0]
+        yield self._text_event("output_text.done", message, text=part.text, logprobs=[])
+        yield self._text_event("content_part.done", message, part=part)
+        yield self._item_event("output_item.done", item=message)
 
-    def _add_call(self, call: ToolCall) -> Iterable[Event]:
+    def _add_call(self, call: ToolCall) -> Iterable[bytes]:
         item = _item(call)
         self._response.output.append(item)
         begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        yield self._of_item("response.output_item.added", item=begun)
-        yield self._of_item("response.function_call_arguments.delta", item_id=item.id, delta=call.arguments)
+        yield self._item_event("output_item.added", item=begun)
+        yield self._item_event("function_call_arguments.delta", item_id=item.id, delta=call.arguments)
         written = {"arguments": call.arguments, "name": call.name}
-        yield self._of_item("response.function_call_arguments.done", item_id=item.id, **written)
-        yield self._of_item("response.output_item.done", item=item)
+        yield self._item_event("function_call_arguments.done", item_id=item.id, **written)
+        yield self._item_event("output_item.done", item=item)
 
 
 def _item(part: Part) -> OutputMessage | OutputCall:

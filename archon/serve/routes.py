@@ -19,10 +19,10 @@ from starlette.types import Receive, Scope, Send
 from archon.schema.config import StrictModel
 from archon.schema.errors import UserError
 from archon.serve.answer_text import Delta, load_json
-from archon.serve.answering import Choice, answer
+from archon.serve.answering import Choice, generate
 from archon.serve.anthropic_api import CountBody, Message, MessagesApi, MessagesBody
-from archon.serve.api import Api, Count, Integer, RequestModel, ResponseModel, event_bytes
-from archon.serve.errors import error_body, error_model, failure_of
+from archon.serve.api import Api, Count, Integer, RequestModel, ResponseModel
+from archon.serve.errors import AnthropicError, OpenAIError, error_body, failure_of
 from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion, Completion, CompletionApi, CompletionBody
 from archon.serve.responses_api import OpenAIResponse, ResponsesApi, ResponsesBody
 from archon.serve.service import Service
@@ -30,14 +30,7 @@ from archon.serve.sessions import Caller, ExportStyle, Session
 
 T = TypeVar("T")
 
-ACCESS, BODY = (401, 403), (400, 408, 413, 415)
-
 _bearer, _api_key = HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False)
-
-
-def _service(request: Request) -> Service:
-    service: Service = request.state.service
-    return service
 
 
 class StrictRequest(Request):
@@ -45,21 +38,21 @@ class StrictRequest(Request):
 
     async def body(self) -> bytes:
         content_type = self.headers.get("content-type", "")
-        # application/json is what no page elsewhere can send without being asked first
+        # Browsers let no page of another site send application/json without asking first (a CORS preflight).
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, f"content type {content_type!r:.80}: send application/json")
-        limits = _service(self).limits
+        limits = self.state.service.limits
         body = bytearray()
+        close = {"Connection": "close"}
         try:
             async with asyncio.timeout(limits.request_seconds):
                 async for chunk in self.stream():
                     body += chunk
                     if len(body) > limits.body_bytes:
-                        message = f"the body is longer than {limits.body_bytes} bytes"
-                        raise HTTPException(413, message, {"Connection": "close"})
+                        raise HTTPException(413, f"the body is longer than {limits.body_bytes} bytes", close)
         except TimeoutError:
             message = f"the body did not come within {limits.request_seconds:g} s"
-            raise HTTPException(408, message, {"Connection": "close"}) from None
+            raise HTTPException(408, message, close) from None
         try:
             self._data = load_json(bytes(body))
         except ValueError as error:
@@ -73,7 +66,7 @@ class StrictRequest(Request):
 
 
 class AuthorizedRoute(APIRoute):
-    """Finds out who asks before the body is read."""
+    """Checks access before the body is read."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -82,21 +75,21 @@ class AuthorizedRoute(APIRoute):
             bearer = await _bearer(request)
             key = bearer.credentials if bearer is not None else await _api_key(request)
             host, origin = request.headers.get("host", ""), request.headers.get("origin")
-            request.state.caller = _service(request).caller(key or "", host, origin)
+            request.state.caller = request.state.service.authorize(key or "", host, origin)
             return await handle(StrictRequest(request.scope, request.receive))
 
         return authorized
 
 
 class App(FastAPI):
-    """Describes itself without the status 422, which here is 400."""
+    """Describes itself without FastAPI's status 422, which is 400 here."""
 
     def openapi(self) -> dict[str, Any]:
-        described = super().openapi()
-        for operations in described["paths"].values():
+        description = super().openapi()
+        for operations in description["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-        return described
+        return description
 
 
 app = App(
@@ -107,48 +100,64 @@ app = App(
     redirect_slashes=False,
     generate_unique_id_function=lambda route: route.name,
 )
-router = APIRouter(prefix="/v1", route_class=AuthorizedRoute, dependencies=[Security(_bearer), Security(_api_key)])
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+def _errors(*statuses: int, model: type[ResponseModel] = OpenAIError) -> dict[int | str, dict[str, Any]]:
+    """Returns the descriptions of errors, for `responses` of a route."""
+    return {status: {"model": model} for status in statuses}
+
+
+# Statuses of errors of every route, of routes with a body, and of routes that generate.
+ACCESS, BODY, BUSY = (401, 403), (400, 408, 413, 415), (429, 503)
+
+EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+GENERATION = _errors(*BODY, *BUSY) | {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
+
+router = APIRouter(
+    prefix="/v1",
+    route_class=AuthorizedRoute,
+    dependencies=[Security(_bearer), Security(_api_key)],
+    responses=_errors(*ACCESS),
+)
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
     failure = failure_of(error, request.url.path)
     return JSONResponse(error_body(failure, request.url.path), failure.status, getattr(error, "headers", None))
 
 
-for _kind in (StarletteHTTPException, RequestValidationError, UserError, RecursionError, Exception):
-    app.add_exception_handler(_kind, _refuse)
+for _error_class in (StarletteHTTPException, RequestValidationError, UserError, RecursionError, Exception):
+    app.add_exception_handler(_error_class, _error_response)
 
 
-def _described(path: str, *refusals: int) -> dict[str, Any]:
-    """Returns a route's path and its documented errors, each in the form of that path's API."""
-    return {"path": path, "responses": {status: {"model": error_model(f"/v1{path}")} for status in refusals}}
+async def _service(request: Request) -> Service:
+    service: Service = request.state.service
+    return service
 
 
-def _generates(path: str) -> dict[str, Any]:
-    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
-    described = _described(path, *ACCESS, *BODY, 429, 503)
-    described["responses"][200] = {"content": {"text/event-stream": {"schema": event | {"required": ["data"]}}}}
-    return described
-
-
-async def _answering(request: Request) -> AsyncIterator[AsyncExitStack]:
-    """Counts the request until it is answered, streams included; what the stack holds is closed then."""
+async def _exit_stack(request: Request) -> AsyncIterator[AsyncExitStack]:
+    """Counts the request until its answer, stream included, is sent; then closes what the stack holds."""
     caller: Caller | None = request.state.caller
     if caller is None:
-        raise HTTPException(401, "this server answers sessions alone; use a session's key")
+        raise HTTPException(401, "this server answers sessions only; use a session's key")
     async with AsyncExitStack() as stack:
-        stack.enter_context(_service(request).answering(caller))
+        stack.enter_context(request.state.service.count_request(caller))
         yield stack
 
 
-Answering = Annotated[AsyncExitStack, Depends(_answering)]
+ServiceOf = Annotated[Service, Depends(_service)]
+Stack = Annotated[AsyncExitStack, Depends(_exit_stack)]
 
 
 async def _answer(request: Request, api_class: type[Api], body: Any, stack: AsyncExitStack) -> Any:
-    service, caller = _service(request), request.state.caller
+    service, caller = await _service(request), request.state.caller
     api = api_class(body, caller, service.tokenizer, service.model)
-    items = await stack.enter_async_context(aclosing(answer(caller, api.call, service.tokenizer, api.stream)))
-    if api.stream:  # what fails before the first token still has a status of its own
+    items = await stack.enter_async_context(aclosing(generate(caller, api.call, service.tokenizer, bool(body.stream))))
+    if body.stream:  # a failure before the first token still gets its own status
         first = await _while_connected(request.receive, anext(items))
         return EventStream(_events(request, api, first, items), headers={"Cache-Control": "no-store"})
     choices = await _while_connected(request.receive, _choices(items))
@@ -160,7 +169,7 @@ async def _choices(items: AsyncIterator[Delta | Choice]) -> list[Choice]:
 
 
 async def _while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns what `work` does; it is cancelled when the client goes."""
+    """Returns the result of `work`, which is canceled if the client disconnects."""
     task = asyncio.ensure_future(work)
 
     async def watch() -> None:
@@ -176,8 +185,8 @@ async def _while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """Ends when the client goes. Starlette's own cancels through anyio, which waits for a turn of the loop in which no
-    token comes, and while the generator runs on the same loop there is none."""
+    """Ends when the client disconnects. Starlette's own cancels through anyio, which waits for a turn of the event
+    loop without a token, and there is none while the generator runs on the same loop."""
 
     media_type = "text/event-stream"
 
@@ -188,7 +197,7 @@ class EventStream(StreamingResponse):
 async def _events(
     request: Request, api: Api, first: Delta | Choice, items: AsyncGenerator[Delta | Choice, None]
 ) -> AsyncIterator[bytes]:
-    """Server-sent events of an answer."""
+    """Yields the server-sent events of an answer."""
     choices: list[Choice] = []
     events = list(api.on_start())
     item: Delta | Choice | None = first
@@ -199,44 +208,48 @@ async def _events(
                 events += api.on_choice(item)
             else:
                 events += api.on_delta(item)
-            if events:  # together: what sending costs does not depend on how much is sent
-                yield b"".join(map(event_bytes, events))
+            if events:  # joined, because the cost is per send
+                yield b"".join(events)
                 events = []
             item = await anext(items, None)
         last = api.on_end(choices)
-    except Exception as error:  # noqa: BLE001 (told to the client)
+    except Exception as error:  # noqa: BLE001 (sent to the client)
         last = api.on_error(error_body(failure_of(error, request.url.path), request.url.path))
-    yield b"".join(map(event_bytes, last))
+    yield b"".join(last)
 
 
-@router.post(**_generates("/chat/completions"), response_model=ChatCompletion)
-async def chat(request: Request, body: ChatBody, stack: Answering) -> Any:
+@router.post("/chat/completions", response_model=ChatCompletion, responses=GENERATION)
+async def chat(request: Request, body: ChatBody, stack: Stack) -> Any:
     """An answer of the model, as OpenAI's chat completions have it."""
     return await _answer(request, ChatApi, body, stack)
 
 
-@router.post(**_generates("/completions"), response_model=Completion)
-async def completion(request: Request, body: CompletionBody, stack: Answering) -> Any:
+@router.post("/completions", response_model=Completion, responses=GENERATION)
+async def completion(request: Request, body: CompletionBody, stack: Stack) -> Any:
     """A continuation of text or tokens, as OpenAI's completions have it."""
     return await _answer(request, CompletionApi, body, stack)
 
 
-@router.post(**_generates("/responses"), response_model=OpenAIResponse)
-async def response(request: Request, body: ResponsesBody, stack: Answering) -> Any:
+@router.post("/responses", response_model=OpenAIResponse, responses=GENERATION)
+async def response(request: Request, body: ResponsesBody, stack: Stack) -> Any:
     """An answer of the model, as OpenAI's responses have it; nothing is kept."""
     return await _answer(request, ResponsesApi, body, stack)
 
 
-@router.post(**_generates("/messages"), response_model=Message)
-async def message(request: Request, body: MessagesBody, stack: Answering) -> Any:
+@router.post(
+    "/messages",
+    response_model=Message,
+    responses=GENERATION | _errors(*ACCESS, *BODY, *BUSY, model=AnthropicError),
+)
+async def message(request: Request, body: MessagesBody, stack: Stack) -> Any:
     """An answer of the model, as Anthropic's messages have it."""
     return await _answer(request, MessagesApi, body, stack)
 
 
-@router.post(**_described("/messages/count_tokens", *ACCESS, *BODY))
-async def count_tokens(request: Request, body: CountBody) -> dict[Literal["input_tokens"], Count]:
+@router.post("/messages/count_tokens", responses=_errors(*ACCESS, *BODY, model=AnthropicError))
+async def count_tokens(service: ServiceOf, body: CountBody) -> dict[Literal["input_tokens"], Count]:
     """How many tokens a message's prompt has."""
-    return {"input_tokens": len(body.prompt(_service(request).tokenizer))}
+    return {"input_tokens": len(body.prompts(service.tokenizer)[0])}
 
 
 class Model(ResponseModel):
@@ -251,23 +264,27 @@ class ModelList(ResponseModel):
     data: list[Model]
 
 
-@router.get(**_described("/models", *ACCESS))
-async def models(request: Request) -> ModelList:
+@router.get("/models")
+async def models(service: ServiceOf) -> ModelList:
     """The one model."""
-    return ModelList(data=[Model(id=_service(request).model)])
+    return ModelList(data=[Model(id=service.model)])
 
 
-@router.get(**_described("/models/{model}", *ACCESS, 404))
-async def model(request: Request, model: str) -> Model:
+@router.get("/models/{model}", responses=_errors(404))
+async def model(service: ServiceOf, model: str) -> Model:
     """The model, by its name."""
-    served = _service(request).model
-    if model != served:
-        raise HTTPException(404, f"no model {model!r:.80}; the model here is {served!r}")
-    return Model(id=served)
+    if model != service.model:
+        raise HTTPException(404, f"no model {model!r:.80}; the model here is {service.model!r}")
+    return Model(id=model)
+
+
+SESSION_ID = "^session-[0-9a-f]{24}$"
+# The pattern is for readers of the description only: another id is a session that does not exist.
+SessionId = Annotated[str, Path(alias="session", json_schema_extra={"pattern": SESSION_ID})]
 
 
 class OpenedSession(ResponseModel):
-    id: str = Field(pattern="^session-[0-9a-f]{24}$")
+    id: str = Field(pattern=SESSION_ID)
     api_key: str
 
 
@@ -312,42 +329,38 @@ class ClosedSession(ResponseModel):
     answers: Count
 
 
-# A pattern for readers of the description only: another id is a session that is not there.
-SessionId = Annotated[str, Path(alias="session", json_schema_extra={"pattern": "^session-[0-9a-f]{24}$"})]
+_ID_LINK = {"parameters": {"session": "$response.body#/id"}}
+SESSION_LINKS = {name: {"operationId": name, **_ID_LINK} for name in ("reward", "export", "close_session")}
 
 
-def _opens_session() -> dict[str, Any]:
-    described = _described("/sessions", *ACCESS, 429)
-    leads = {"parameters": {"session": "$response.body#/id"}}
-    links = {name: {"operationId": name, **leads} for name in ("reward", "export", "close_session")}
-    described["responses"][201] = {"links": links}
-    return described
-
-
-@router.post(**_opens_session(), status_code=201)
-async def open_session(request: Request) -> OpenedSession:
-    """Open a session: what its key asks is recorded."""
+@router.post("/sessions", status_code=201, responses=_errors(429) | {201: {"links": SESSION_LINKS}})
+async def open_session(request: Request, service: ServiceOf) -> OpenedSession:
+    """Open a session: requests with its key are recorded."""
     caller: Caller | None = request.state.caller
     if caller is None or isinstance(caller, Session):
         raise HTTPException(403, "only the server's token opens sessions")
-    session = _service(request).sessions.open(caller.engine, caller.gconfig)
+    session = service.sessions.open(caller.engine, caller.gconfig)
     return OpenedSession(id=session.id, api_key=session.key)
 
 
 def _session(request: Request, session_id: str) -> Session:
-    return _service(request).session(request.state.caller, session_id)
+    """Returns the session of that id, unless the request has another session's key."""
+    session: Session | None = request.state.service.sessions.of_id(session_id)
+    if session is None or (isinstance(request.state.caller, Session) and request.state.caller is not session):
+        raise HTTPException(404, f"no open session {session_id!r:.80}")
+    return session
 
 
-@router.post(**_described("/sessions/{session}/reward", *ACCESS, *BODY, 404))
+@router.post("/sessions/{session}/reward", responses=_errors(*BODY, 404))
 async def reward(request: Request, session_id: SessionId, body: RewardBody) -> dict[Literal["reward"], float]:
     """Reward an answer."""
     _session(request, session_id).set_reward(body.reward, body.completion_id, body.choice)
     return {"reward": body.reward}
 
 
-@router.get(**_described("/sessions/{session}/export", *ACCESS, 400, 404), response_model=Export)
+@router.get("/sessions/{session}/export", response_model=Export, responses=_errors(400, 404))
 async def export(request: Request, session_id: SessionId, query: Annotated[ExportQuery, Query()]) -> dict[str, Any]:
-    """What can be trained on, in tokens."""
+    """The rows to train on, in tokens."""
     rows = [
         {
             **{name: value for name, value in vars(row.record).items() if name != "turns"},
@@ -359,17 +372,17 @@ async def export(request: Request, session_id: SessionId, query: Annotated[Expor
     return {"style": query.style, "trajectories": rows}
 
 
-@router.delete(**_described("/sessions/{session}", *ACCESS, 404))
-async def close_session(request: Request, session_id: SessionId) -> ClosedSession:
+@router.delete("/sessions/{session}", responses=_errors(404))
+async def close_session(request: Request, service: ServiceOf, session_id: SessionId) -> ClosedSession:
     """Forget a session and its key."""
     session = _session(request, session_id)
-    _service(request).sessions.close(session)
+    service.sessions.close(session)
     return ClosedSession(id=session.id, answers=len(session.interactions))
 
 
 @app.get("/health")
 async def health() -> dict[Literal["status"], Literal["ok"]]:
-    """Whether the server is there."""
+    """Whether the server is up."""
     return {"status": "ok"}
 
 

@@ -1,50 +1,129 @@
-"""The HTTP server that agents speak to: OpenAI's and Anthropic's endpoints over a generator, and sessions."""
+"""The HTTP server: uvicorn's connections with the limits that they lack. All uses of uvicorn's internals are here."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import json
+from email.utils import formatdate
 
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from archon.schema.errors import ConfigError
-from archon.serve.connection import Connection, configured
+from archon.serve.errors import Failure, error_body
 from archon.serve.routes import app
 from archon.serve.service import Limits, Service, check_host
 
 __all__ = ["AgentServer", "Limits", "check_host"]
 
+KEEP_ALIVE_SECONDS = 3600  # between two requests; a client that reuses its connection must not find it closed
+
 
 class AgentServer(Service):
-    """Serves on one event loop, whose signals stay its owner's; start it, and close it, there. Arguments are those of
-    `Service`."""
+    """Serves on the caller's event loop without touching its signal handlers. Start and close it on the same loop."""
 
     port: int
-    _listening: asyncio.Server | None = None
+    _listener: asyncio.Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listen. Returns the base URL, which ends in /v1; port 0 takes a free one.
+        """Starts to listen. Returns the base URL, which ends in /v1; port 0 takes a free one.
 
         Raises `ConfigError` for a host beyond loopback without a token, and for a port in use.
         """
         check_host(host, self._token)
-        config, self._state = configured(app), ServerState()
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",  # the app logs its own errors
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        self._state = ServerState()
         loop = asyncio.get_running_loop()
         try:
-            self._listening = await loop.create_server(lambda: Connection(config, self._state, self), host, port)
+            self._listener = await loop.create_server(lambda: Connection(config, self._state, self), host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise ConfigError(f"port {port} on {host} is in use; choose another, or 0 for any that is free") from None
-        self.port = self._listening.sockets[0].getsockname()[1]
+        self.port = self._listener.sockets[0].getsockname()[1]
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
     async def close(self) -> None:
-        """Stop listening and break off every connection; what is being answered is cancelled, and awaited."""
-        if self._listening is None:
+        """Stops listening, aborts every connection, cancels the requests in progress and waits for their end."""
+        if self._listener is None:
             return
-        self._listening.close()
-        self._listening = None
+        self._listener.close()
+        self._listener = None
         for connection in list(self._state.connections):
             connection.transport.abort()
         await asyncio.gather(*self._state.tasks, return_exceptions=True)
+
+
+class Connection(HttpToolsProtocol):
+    """Is closed if a request's headers take too long. Too many or too long headers, and anything that is not HTTP,
+    get status 400 with a JSON body."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, service: Service) -> None:
+        super().__init__(config, state, {"service": service})  # the last becomes each request's `state`
+        self._limits = service.limits
+        self._timeout: asyncio.TimerHandle | None = None  # while a request's headers are incomplete
+        self._received = 0  # bytes in that time
+        self._refusal: str | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timeout()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._timeout is not None and not self.transport.is_closing():
+            self._received += len(data)
+            if self._received > self._limits.header_bytes * self._limits.headers:
+                self.send_400_response("the headers are too long")
+
+    def on_message_begin(self) -> None:
+        if self._timeout is None:
+            self._expect_headers()
+        self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        limits = self._limits
+        if len(self.headers) >= limits.headers:
+            self._refusal = f"the request has more than {limits.headers} headers"
+        elif len(name) + len(value) > limits.header_bytes:
+            self._refusal = f"the header {name[:80]!r} is longer than {limits.header_bytes} bytes"
+        if self._refusal is not None:
+            raise ValueError(self._refusal)  # stops the parser
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._cancel_timeout()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        body = json.dumps(error_body(Failure(400, self._refusal or msg), "")).encode()
+        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+    def _expect_headers(self) -> None:
+        self._received = 0
+        self._timeout = self.loop.call_later(self._limits.request_seconds, self.transport.close)
+
+    def _cancel_timeout(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None

@@ -1,14 +1,14 @@
-"""Agent sessions: what an agent asked and was answered, token for token, and what each answer is worth."""
+"""Agent sessions: the exact tokens of every request and answer, linked into a tree, with the answers' rewards."""
 
 from __future__ import annotations
 
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, SupportsFloat
 
 from archon.generation.record import TokenRecord, UnusableAnswerError, check_answer
@@ -24,38 +24,38 @@ class InvalidRewardError(RewardError):
 
 
 class LimitError(RolloutError):
-    """More sessions, calls or requests at a time than the server allows."""
+    """More sessions, answers or concurrent requests than the server allows."""
 
 
 class Caller:
-    """Whoever sends requests: which generator answers, and its default sampling values. Keeps no record."""
+    """Whoever sends requests: the generator that answers and its default sampling values. Keeps no record."""
 
     def __init__(self, engine: InferenceEngine, gconfig: GenerationHyperparameters) -> None:
         self.engine, self.gconfig = engine, gconfig
         self.refusal: ConfigError | None = None  # the first request whose sampling values the trainer cannot replay
-        self.unfinished = 0  # answers asked for that have neither come nor failed; of those broken off for good
+        self.unfinished = 0  # answers requested that neither finished nor failed, including canceled ones
 
     def next_seed(self) -> int | None:
         """Returns the seed of the next answer; None leaves it to the engine."""
         return None
 
     def admit(self, answers: int) -> None:
-        """Raises `LimitError` where not so many further answers are allowed."""
+        """Raises `LimitError` where this many further answers are not allowed."""
 
     def record(self, completion: str, choice: int, response: ModelResponse) -> None:
-        """Records an answer; raises `UnusableAnswerError` for one that cannot be relied on."""
+        """Records an answer; raises `UnusableAnswerError` for one that cannot be trained on."""
         check_answer(response)
 
 
 @dataclass(eq=False)
 class Interaction:
-    """One answer of a session, and its place in the tree of calls.
+    """One answer of a session, a node in the tree of its requests.
 
-    `parent` is the answer whose prompt and tokens this one's prompt begins with (the longest such), None for a root.
+    `parent` is the longest answer whose prompt and tokens this one's prompt begins with, None for a root.
     """
 
-    completion: str  # id that the client was given
-    choice: int  # which of its n answers
+    completion: str  # the response's id
+    choice: int  # index among its n answers
     response: ModelResponse = field(repr=False)
     parent: Interaction | None = field(default=None, repr=False)
     children: list[Interaction] = field(default_factory=list, repr=False)
@@ -84,11 +84,11 @@ class Trajectory:
 
 
 class Session(Caller):
-    """One agent's calls under one key.
+    """One agent's requests under one key.
 
-    An answer is the child of an earlier one only when its prompt begins with exactly that one's tokens. An agent sends
-    text; where the text of an earlier answer is tokenised otherwise than it was sampled, a new tree begins, and nothing
-    is trained behind tokens that the model did not see.
+    An answer is the child of an earlier one only if its prompt begins with exactly that one's tokens. An agent sends
+    text; where an earlier answer's text is tokenized differently from how it was sampled, a new tree begins, and no
+    tokens are trained after a prefix that the model did not see.
 
     Args:
         seed: every answer's random stream derives from it and the answer's number; None leaves them to the engine.
@@ -107,11 +107,12 @@ class Session(Caller):
         self.id = f"session-{secrets.token_hex(12)}"
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.interactions: list[Interaction] = []
-        self._seed, self._asked, self._max_calls = seed, 0, max_calls
+        self.active_requests, self.last_used = 0, time.monotonic()
+        self._seed, self._n_seeds, self._max_calls = seed, 0, max_calls
 
     def next_seed(self) -> int | None:
-        self._asked += 1
-        return None if self._seed is None else derive_seed(self._seed, self._asked - 1)
+        self._n_seeds += 1
+        return None if self._seed is None else derive_seed(self._seed, self._n_seeds - 1)
 
     def admit(self, answers: int) -> None:
         if len(self.interactions) + answers > self._max_calls:
@@ -122,47 +123,38 @@ class Session(Caller):
 
     def record(self, completion: str, choice: int, response: ModelResponse) -> None:
         super().record(completion, choice, response)
-        self.admit(1)  # again: others that were asked for at the same time may have come first
-        parent = self._parent_of(response.input_tokens)
+        self.admit(1)  # again: concurrent requests may have been recorded since this one was admitted
+        prefixes = [node for node in self.interactions if response.input_tokens[: len(node.tokens)] == node.tokens]
+        parent = max(reversed(prefixes), key=lambda node: len(node.tokens), default=None)
         interaction = Interaction(completion, choice, response, parent)
         if parent is not None:
             parent.children.append(interaction)
         self.interactions.append(interaction)
 
-    def _parent_of(self, prompt: list[int]) -> Interaction | None:
-        found: Interaction | None = None
-        for other in self.interactions:
-            longer = found is None or len(other.tokens) >= len(found.tokens)
-            if longer and prompt[: len(other.tokens)] == other.tokens:
-                found = other
-        return found
-
     def set_reward(self, reward: float, completion: str | None = None, choice: int = 0) -> None:
-        """Set the reward of the last answer, or of answer `choice` of the call that has the id `completion`.
+        """Sets the reward of the last answer, or of answer `choice` of the response with the id `completion`.
 
-        Raises `InvalidRewardError` for a reward that is not a finite number, `RolloutError` where there is no such
+        Raises `InvalidRewardError` for a reward that is not a finite number, `RolloutError` if there is no such
         answer.
         """
         reward = finite_reward(reward)
         if not self.interactions:
             raise RolloutError("a reward was given before the first answer; ask the model first")
-        if completion is None:
-            self.interactions[-1].reward = reward
-            return
-        for interaction in self.interactions:
-            if interaction.place == (completion, choice):
-                interaction.reward = reward
-                return
-        raise RolloutError(f"this session has no answer {choice} of a call {completion!r}; use the id of its response")
+        nodes = [node for node in self.interactions if completion is None or node.place == (completion, choice)]
+        if not nodes:
+            raise RolloutError(
+                f"this session has no answer {choice} of a call {completion!r}; use the id of its response"
+            )
+        nodes[-1].reward = reward
 
     def reward_every_branch(self, reward: float) -> None:
-        """Set the reward of an episode: that of the last answer of every branch that has none."""
+        """Sets an episode's reward: that of the last answer of every branch, unless it already has one."""
         reward = finite_reward(reward)
         if not self.interactions and self.unfinished:
             raise UnusableAnswerError(
                 "broken_off",
-                f"the agent returned a reward and has read none of its {self.unfinished} answers to the end; what was "
-                "broken off is not trained",
+                f"the agent returned a reward, but canceled all of its {self.unfinished} answers; a canceled answer "
+                "is not trained",
             )
         if not self.interactions:
             raise RolloutError("the agent returned a reward and has not asked the model once; nothing can be trained")
@@ -171,58 +163,55 @@ class Session(Caller):
                 interaction.reward = reward
 
     def export(self, style: ExportStyle = "individual", turn_discount: float = 1.0) -> list[Trajectory]:
-        """Returns the rows to train on, in the order of the (last) answers.
+        """Returns the rows to train on, in the order of their (last) answers.
 
-        `individual`: one row an answer. It is credited with its own reward and `turn_discount` times the mean credit of
-        the answers that follow it.
-        `concat`: one row a branch, from a root to an answer that nothing follows; all its answers are trained, with
-        Σ turn_discount^k · (own reward of the k-th). Branches that part share their beginning, which stands in each.
+        `individual`: one row per answer. Its credit is its own reward plus `turn_discount` times the mean credit of
+        its children.
+        `concat`: one row per branch, from a root to a leaf; all its answers are trained, with the reward
+        Σ turn_discount^k · (own reward of the k-th). Branches repeat the prefix that they share.
 
-        Rows without any reward are left out, for no reward is not a reward of 0. Raises `RolloutError` when none is
-        left, `InvalidRewardError` where rewards add up to no finite number.
+        Rows without any reward are left out, because no reward is not a reward of 0. Raises `RolloutError` if none
+        is left, `InvalidRewardError` if rewards do not add up to a finite number.
         """
         if style not in ("individual", "concat") or not 0 < turn_discount <= 1:
             raise RolloutError(
                 f"export: got style {style!r} and turn_discount {turn_discount!r}; expected 'individual' or 'concat', "
                 "and a number in (0, 1]"
             )
-        rows = self._branches(turn_discount) if style == "concat" else self._answers(turn_discount)
-        found = list(rows)
-        if not found:
+        rows = list(self._branch_rows(turn_discount) if style == "concat" else self._answer_rows(turn_discount))
+        if not rows:
             raise RolloutError(
                 f"none of the session's {len(self.interactions)} answers has a reward; set one before exporting"
             )
-        for row in found:
+        for row in rows:
             finite_reward(row.reward)
-        return found
+        return rows
 
-    def _answers(self, discount: float) -> Iterator[Trajectory]:
+    def _answer_rows(self, discount: float) -> Iterator[Trajectory]:
         credit: dict[Interaction, float] = {}
-        for node in reversed(self.interactions):  # a child was recorded after its parent
+        for node in reversed(self.interactions):  # children are recorded after their parents
             later = [credit[child] for child in node.children if child in credit]
-            if node.reward is None and not later:
-                continue
-            credit[node] = (node.reward or 0.0) + (discount * sum(later) / len(later) if later else 0.0)
+            if node.reward is not None or later:
+                credit[node] = (node.reward or 0.0) + (discount * sum(later) / len(later) if later else 0.0)
         for node in self.interactions:
             if node in credit:
                 yield Trajectory(TokenRecord.of_answer(node.response), credit[node], [node.place])
 
-    def branches(self) -> list[TokenRecord]:
-        """Returns every branch, from a root to an answer that nothing follows, rewarded or not."""
-        return [_record_of(leaf.branch()) for leaf in self.interactions if not leaf.children]
+    def _branch_rows(self, discount: float) -> Iterator[Trajectory]:
+        for branch in self._branches():
+            rewards = [discount**turn * node.reward for turn, node in enumerate(branch) if node.reward is not None]
+            if rewards:
+                yield Trajectory(_record_of(branch), sum(rewards), [node.place for node in branch])
 
-    def _branches(self, discount: float) -> Iterator[Trajectory]:
-        for leaf in self.interactions:
-            branch = [] if leaf.children else leaf.branch()
-            rewards = [(turn, node.reward) for turn, node in enumerate(branch) if node.reward is not None]
-            if not rewards:
-                continue
-            total = sum(discount**turn * reward for turn, reward in rewards)
-            yield Trajectory(_record_of(branch), total, [node.place for node in branch])
+    def _branches(self) -> Iterator[list[Interaction]]:
+        return (node.branch() for node in self.interactions if not node.children)
+
+    def branches(self) -> list[TokenRecord]:
+        """Returns every branch, from a root to a leaf, whether rewarded or not."""
+        return list(map(_record_of, self._branches()))
 
 
 def _record_of(branch: list[Interaction]) -> TokenRecord:
-    """Returns the answers of a branch as one trajectory."""
     record = TokenRecord()
     for node in branch:
         record.observe(node.response.input_tokens[len(record.input_ids) :])
@@ -231,10 +220,10 @@ def _record_of(branch: list[Interaction]) -> TokenRecord:
 
 
 def finite_reward(value: object) -> float:
-    """Returns `value` as a float; `InvalidRewardError` unless it is a finite number."""
+    """Returns `value` as a float; raises `InvalidRewardError` unless it is a finite number."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of many elements, say
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # for example a tensor of many elements
         number = math.nan
     if not math.isfinite(number):
         raise InvalidRewardError(f"a reward must be a finite number, got {value!r:.80}")
@@ -245,72 +234,59 @@ class Sessions:
     """The open sessions of a server, by id and by key.
 
     Args:
-        max_open: sessions at a time.
-        max_calls: answers that each records.
-        idle_seconds: after which a session that nobody asks by, or for, is closed.
+        max_open: concurrently open sessions.
+        max_calls: answers recorded per session.
+        idle_seconds: a session unused for this long is closed.
     """
 
     def __init__(self, max_open: int, max_calls: int, idle_seconds: float = math.inf) -> None:
         self._max_open, self._max_calls, self._idle_seconds = max_open, max_calls, idle_seconds
-        self._by_id: dict[str, Session] = {}
+        self._by_id: dict[str, Session] = {}  # least recently used first
         self._by_key: dict[str, Session] = {}
-        self._used: dict[Session, float] = {}  # since when each is idle, the longest first; without those in use
-        self._users: Counter[Session] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def open(self, engine: InferenceEngine, gconfig: GenerationHyperparameters, seed: int | None = None) -> Session:
-        """Returns a new session; `LimitError` when as many are open as may be."""
+        """Returns a new session; raises `LimitError` at the limit of open sessions."""
         self._close_idle()
         if len(self) >= self._max_open:
             raise LimitError(f"{self._max_open} sessions are open, as many as this server allows; close some")
         session = Session(engine, gconfig, seed=seed, max_calls=self._max_calls)
         self._by_id[session.id] = self._by_key[session.key] = session
-        self._touch(session)
         return session
 
     def close(self, session: Session) -> None:
-        """Forget a session; its key is no longer valid."""
+        """Removes a session; its key is no longer valid."""
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.key, None)
-        self._used.pop(session, None)
 
     def of_key(self, key: str) -> Session | None:
-        return self._found(self._by_key, key)
+        self._close_idle()
+        return self._touch(self._by_key.get(key))
 
     def of_id(self, session_id: str) -> Session | None:
-        return self._found(self._by_id, session_id)
+        self._close_idle()
+        return self._touch(self._by_id.get(session_id))
 
     @contextmanager
-    def in_use(self, caller: Caller) -> Iterator[None]:
-        """While it is answered, a session is not idle."""
-        if not isinstance(caller, Session):
-            yield
-            return
-        self._users[caller] += 1
-        self._used.pop(caller, None)
+    def in_use(self, session: Session) -> Iterator[None]:
+        """Keeps a session from being closed as idle while it is used."""
+        session.active_requests += 1
         try:
             yield
         finally:
-            self._users[caller] -= 1
-            if self._users[caller] == 0:
-                del self._users[caller]
-                self._touch(caller)
-
-    def _found(self, among: dict[str, Session], name: str) -> Session | None:
-        self._close_idle()
-        session = among.get(name)
-        if session is not None:
+            session.active_requests -= 1
             self._touch(session)
-        return session
 
-    def _touch(self, session: Session) -> None:
-        self._used.pop(session, None)
-        if session not in self._users and session.id in self._by_id:
-            self._used[session] = time.monotonic()
+    def _touch(self, session: Session | None) -> Session | None:
+        if session is not None and session.id in self._by_id:
+            session.last_used = time.monotonic()
+            self._by_id[session.id] = self._by_id.pop(session.id)
+        return session
 
     def _close_idle(self) -> None:
         oldest = time.monotonic() - self._idle_seconds
-        while self._used and (first := next(iter(self._used))) and self._used[first] < oldest:
-            self.close(first)
+        for session in list(takewhile(lambda session: session.last_used < oldest, self._by_id.values())):
+            if session.active_requests == 0:
+                self.close(session)

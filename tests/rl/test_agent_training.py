@@ -147,5 +147,5 @@ def test_a_run_whose_agent_breaks_answers_off_trains_the_others_and_shows_the_co
 
 
 def test_an_agent_that_reads_no_answer_to_its_end_ends_the_run_in_one_line(roomy_config: RLConfig) -> None:
-    with pytest.raises(WorkflowError, match="has read none of its 1 answers to the end; what was broken off is not"):
+    with pytest.raises(WorkflowError, match="canceled all of its 1 answers; a canceled answer is not"):
         RLTrainer(roomy_config).train(f"{__name__}.OnlyBreaksOff")

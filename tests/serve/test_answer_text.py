@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from archon.serve.answer_text import AnswerReader, Part, StopText, ToolCall, ToolText, load_json, parse_tool_call
+from archon.serve.answer_text import (
+    AnswerParser,
+    Part,
+    StopStringFilter,
+    ToolCall,
+    ToolCallParser,
+    load_json,
+    parse_tool_call,
+)
 from tests.data.toy_tokenizers import toy_tokenizer
 from tests.serve.scripted import ASKS_WEATHER
 
@@ -19,7 +27,7 @@ def in_pieces(text: str, seed: int) -> list[str]:
 
 
 def read_tools(pieces: list[str]) -> list[Part]:
-    reader = ToolText()
+    reader = ToolCallParser()
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
     joined: list[Part] = []
     for part in parts:
@@ -64,7 +72,7 @@ def test_tool_calls_are_the_same_in_whatever_pieces_they_come(text: str) -> None
 
 
 def test_text_is_given_as_soon_as_it_cannot_be_a_call() -> None:
-    reader = ToolText()
+    reader = ToolCallParser()
     assert reader.feed("1 <") == ["1"]
     assert reader.feed(" 2") == [" < 2"]
     assert reader.feed("<tool_") == []
@@ -96,9 +104,9 @@ def test_json_is_that_of_the_standard() -> None:
 )
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], said: str, found: str | None) -> None:
     for pieces in ([text], list(text), *(in_pieces(text, seed) for seed in range(20))):
-        reader = StopText(stops)
+        reader = StopStringFilter(stops)
         assert "".join(map(reader.feed, pieces)) + reader.finish() == said
-        assert reader.found == found
+        assert reader.matched == found
 
 
 @pytest.mark.parametrize("text", ["Größe 数学 émile 🙂🙃 apples", ASKS_WEATHER, "x\n数<tool_call>\n"])
@@ -109,9 +117,9 @@ def test_a_stream_of_tokens_reads_as_the_whole_does(text: str) -> None:
     assert text.isascii() or any("\ufffd" in tokenizer.decode([token]) for token in tokens)
     logprobs = [-float(i) for i in range(len(tokens))]
     for tools in (False, True):
-        whole = AnswerReader(tokenizer, [], tools)
+        whole = AnswerParser(tokenizer, [], tools)
         whole.finish(tokens, logprobs)
-        streamed = AnswerReader(tokenizer, [], tools)
+        streamed = AnswerParser(tokenizer, [], tools)
         pieces = [piece for token, lp in zip(tokens, logprobs, strict=True) if (piece := streamed.feed(token, lp))]
         pieces.append(streamed.finish(tokens, logprobs))
         assert streamed.parts == whole.parts
@@ -125,7 +133,7 @@ def test_bytes_of_no_text_do_not_hold_a_stream_back() -> None:
     tokenizer = toy_tokenizer()
     token = tokenizer.convert_tokens_to_ids("Ġ")  # a space
     lone = next(i for i in range(len(tokenizer)) if tokenizer.decode([i]) == "\ufffd")
-    reader = AnswerReader(tokenizer, [], tools=False)
+    reader = AnswerParser(tokenizer, [], tools=False)
     pieces = [reader.feed(lone, 0.0) for _ in range(40)]
     assert sum(piece is not None for piece in pieces) == 2
     assert reader.feed(token, 0.0) is not None
