@@ -8,33 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from archon.serve import base
 from archon.serve.answer_text import Delta, Part, ToolCall
-from archon.serve.answering import Choice
-from archon.serve.api import (
-    Api,
-    Body,
-    Content,
-    Conversation,
-    Count,
-    FunctionSpec,
-    Positive,
-    RequestModel,
-    ResponseModel,
-    StopString,
-    TextPart,
-    sse,
-    template_call,
-    text_of,
-)
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class TextBlock(TextPart):
+class TextBlock(base.TextPart):
     type: Literal["text"]
 
 
-class ToolUseBlock(RequestModel):
+class ToolUseBlock(base.RequestModel):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -43,10 +27,10 @@ class ToolUseBlock(RequestModel):
     caller: dict[str, Any] | None = None
 
 
-class ToolResultBlock(RequestModel):
+class ToolResultBlock(base.RequestModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Content = ""
+    content: base.Content = ""
     is_error: bool | None = Field(None, description="without effect: say so in the content")
     cache_control: dict[str, Any] | None = None
 
@@ -54,7 +38,7 @@ class ToolResultBlock(RequestModel):
 Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class AnthropicMessage(RequestModel):
+class AnthropicMessage(base.RequestModel):
     role: Literal["user", "assistant"]
     content: str | Annotated[list[Block], Field(min_length=1)]
 
@@ -68,9 +52,9 @@ class AnthropicMessage(RequestModel):
             if isinstance(block, TextBlock):
                 texts.append(block.text)
             elif isinstance(block, ToolUseBlock):
-                calls.append(template_call(block.id, block.name, block.input, where))
+                calls.append(base.template_call(block.id, block.name, block.input, where))
             else:
-                result = {"content": text_of(block.content), "tool_call_id": block.tool_use_id}
+                result = {"content": base.text_of(block.content), "tool_call_id": block.tool_use_id}
                 messages.append({"role": "tool", **result})
         if texts or calls:
             message = {"role": self.role, "content": "".join(texts)}
@@ -78,7 +62,7 @@ class AnthropicMessage(RequestModel):
         return messages
 
 
-class AnthropicTool(RequestModel):
+class AnthropicTool(base.RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -86,19 +70,21 @@ class AnthropicTool(RequestModel):
     cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        return FunctionSpec(name=self.name, description=self.description, parameters=self.input_schema).for_template()
+        return base.FunctionSpec(
+            name=self.name, description=self.description, parameters=self.input_schema
+        ).for_template()
 
 
-class ToolChoice(RequestModel):
+class ToolChoice(base.RequestModel):
     type: Literal["auto", "none"] = Field(description="a tool call cannot be forced")
     disable_parallel_tool_use: Literal[False] | None = None
 
 
-class NoThinking(RequestModel):
+class NoThinking(base.RequestModel):
     type: Literal["disabled"]
 
 
-class CountBody(Conversation):
+class CountBody(base.Conversation):
     """`POST /v1/messages/count_tokens`: what a message's prompt is made of."""
 
     model: str = Field("", description="any name; the server has one model")
@@ -117,7 +103,7 @@ class CountBody(Conversation):
         return messages
 
     def template_messages(self) -> list[dict[str, Any]]:
-        messages = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
+        messages = [] if self.system is None else [{"role": "system", "content": base.text_of(self.system)}]
         for number, message in enumerate(self.messages):
             messages += message.template_messages(f"messages.{number}")
         return messages
@@ -128,32 +114,32 @@ class CountBody(Conversation):
         return [tool.for_template() for tool in self.tools or []]
 
 
-class MessagesBody(CountBody, Body):
+class MessagesBody(CountBody, base.Body):
     """`POST /v1/messages`."""
 
-    max_tokens: Positive
-    stop_sequences: list[StopString] | None = None
+    max_tokens: base.Positive
+    stop_sequences: list[base.StopString] | None = None
     service_tier: str | None = Field(None, description="without effect")
 
 
-class TextAnswer(ResponseModel):
+class TextAnswer(base.ResponseModel):
     type: Literal["text"] = "text"
     text: str
 
 
-class ToolUse(ResponseModel):
+class ToolUse(base.ResponseModel):
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
     input: dict[str, Any]
 
 
-class MessageUsage(ResponseModel):
-    input_tokens: Count
-    output_tokens: Count
+class MessageUsage(base.ResponseModel):
+    input_tokens: base.Count
+    output_tokens: base.Count
 
 
-class Message(ResponseModel):
+class Message(base.ResponseModel):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -164,21 +150,21 @@ class Message(ResponseModel):
     usage: MessageUsage
 
 
-class MessagesApi(Api):
+class MessagesApi(base.Api):
     """`POST /v1/messages`."""
 
     id_prefix = "msg_"
     _n_blocks = 0  # content blocks so far
     _in_text = False
 
-    def response(self, choices: list[Choice]) -> Message:
+    def response(self, choices: list[base.Choice]) -> Message:
         choice = choices[0]
         return self._message(choice.parts, choice.response.output_len, **_end(choice))
 
     def _message(self, parts: list[Part], output_tokens: int, **end: Any) -> Message:
-        usage = MessageUsage(input_tokens=len(self.call.prompts[0]), output_tokens=output_tokens)
+        usage = MessageUsage(input_tokens=len(self.prompts[0]), output_tokens=output_tokens)
         content = [_block(part) for part in parts]
-        return Message(id=self.call.id, model=self._model, content=content, usage=usage, **end)
+        return Message(id=self.id, model=self._model, content=content, usage=usage, **end)
 
     def on_start(self) -> Iterable[bytes]:
         yield _event("message_start", message=self._message([], 0, stop_reason=None, stop_sequence=None))
@@ -196,13 +182,13 @@ class MessagesApi(Api):
                     yield self._start_block(TextAnswer(text=""))
                 yield self._block_event("delta", delta={"type": "text_delta", "text": part})
 
-    def on_choice(self, choice: Choice) -> Iterable[bytes]:
+    def on_choice(self, choice: base.Choice) -> Iterable[bytes]:
         yield from self._stop_text()
         yield _event("message_delta", delta=_end(choice), usage={"output_tokens": choice.response.output_len})
         yield _event("message_stop")
 
     def on_error(self, error: dict[str, Any]) -> Iterable[bytes]:
-        yield sse(error, "error")
+        yield base.sse(error, "error")
 
     def _start_block(self, block: TextAnswer | ToolUse) -> bytes:
         self._n_blocks += 1
@@ -218,7 +204,7 @@ class MessagesApi(Api):
 
 
 def _event(name: str, **fields: Any) -> bytes:
-    return sse({"type": name, **fields}, name)
+    return base.sse({"type": name, **fields}, name)
 
 
 def _block(part: Part) -> TextAnswer | ToolUse:
@@ -227,7 +213,7 @@ def _block(part: Part) -> TextAnswer | ToolUse:
     return TextAnswer(text=part)
 
 
-def _end(choice: Choice) -> dict[str, Any]:
+def _end(choice: base.Choice) -> dict[str, Any]:
     reason = STOP_REASONS[choice.finish_reason]
     if choice.stop_sequence is not None and reason == "end_turn":
         reason = "stop_sequence"

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from archon.generation.record import UnusableAnswerError
 from archon.schema.config import describe_validation_error
 from archon.schema.errors import ContextOverflowError, ExhaustedError, NotFiniteError, UserError
-from archon.serve.api import ResponseModel
+from archon.serve.base import ResponseModel
 from archon.serve.sessions import LimitError
 
 logger = logging.getLogger(__name__)

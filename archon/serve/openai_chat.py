@@ -13,26 +13,8 @@ from pydantic import Field
 
 from archon.data.encoding import encode_prompt
 from archon.schema.errors import RolloutError
+from archon.serve import base
 from archon.serve.answer_text import Delta, Part, ToolCall
-from archon.serve.answering import Choice
-from archon.serve.api import (
-    Api,
-    Body,
-    Content,
-    Conversation,
-    Count,
-    FunctionSpec,
-    Integer,
-    Positive,
-    RequestModel,
-    ResponseModel,
-    StopString,
-    TextFormat,
-    TokenId,
-    sse,
-    template_call,
-    text_of,
-)
 from archon.serve.sessions import Caller
 
 MAX_CHOICES = 128
@@ -46,19 +28,19 @@ def optional(**constraints: Any) -> Any:
     return Field(None, exclude_if=lambda value: value is None, **constraints)
 
 
-class StreamOptions(RequestModel):
+class StreamOptions(base.RequestModel):
     include_usage: bool | None = None
 
 
-class OpenAISampling(Body):
+class OpenAISampling(base.Body):
     """Sampling fields of chat completions and completions, with vLLM's additions."""
 
-    n: Integer | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: Positive | None = None
-    stop: StopString | list[StopString] | None = None
-    seed: Integer | None = Field(None, ge=0, lt=2**63)
-    min_tokens: Integer | None = Field(None, ge=0)
-    stop_token_ids: list[TokenId] | None = None
+    n: base.Integer | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: base.Positive | None = None
+    stop: base.StopString | list[base.StopString] | None = None
+    seed: base.Integer | None = Field(None, ge=0, lt=2**63)
+    min_tokens: base.Integer | None = Field(None, ge=0)
+    stop_token_ids: list[base.TokenId] | None = None
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(False, description="return the tokens of prompt and answer as well")
@@ -68,19 +50,19 @@ class OpenAISampling(Body):
     user: str | None = Field(None, description="without effect")
 
 
-class CalledFunction(RequestModel):
+class CalledFunction(base.RequestModel):
     name: str
     arguments: str
 
 
-class SentToolCall(RequestModel):
+class SentToolCall(base.RequestModel):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Integer | None = None
+    index: base.Integer | None = None
 
 
-class _Message(RequestModel):
+class _Message(base.RequestModel):
     """A message of the conversation. The fields that must be empty are those of an answer that is sent back."""
 
     name: str | None = None
@@ -93,42 +75,43 @@ class _Message(RequestModel):
 
 class AssistantMessage(_Message):
     role: Literal["assistant"]
-    content: Content | None = None
+    content: base.Content | None = None
     tool_calls: list[SentToolCall] | None = None
 
 
 class InputMessage(_Message):
     role: Literal["system", "developer", "user", "tool"]
-    content: Content
+    content: base.Content
     tool_calls: list[SentToolCall] | None = Field(None, max_length=0)
 
 
 def _template_message(message: AssistantMessage | InputMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    converted: dict[str, Any] = {"role": role, "content": text_of(message.content)}
+    converted: dict[str, Any] = {"role": role, "content": base.text_of(message.content)}
     if message.tool_calls:
         converted["tool_calls"] = [
-            template_call(call.id, call.function.name, call.function.arguments, where) for call in message.tool_calls
+            base.template_call(call.id, call.function.name, call.function.arguments, where)
+            for call in message.tool_calls
         ]
     return converted | message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
-class ChatTool(RequestModel):
+class ChatTool(base.RequestModel):
     type: Literal["function"]
-    function: FunctionSpec
+    function: base.FunctionSpec
 
 
-class ChatBody(OpenAISampling, Conversation):
+class ChatBody(OpenAISampling, base.Conversation):
     """`POST /v1/chat/completions`."""
 
     messages: list[Annotated[AssistantMessage | InputMessage, Field(discriminator="role")]] = Field(min_length=1)
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: base.Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
+    top_logprobs: base.Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
     tools: list[ChatTool] | None = None
     tool_choice: Literal["auto", "none"] | None = Field(None, description="a tool call cannot be forced")
     parallel_tool_calls: Literal[True] | None = None
-    response_format: TextFormat | None = None
+    response_format: base.TextFormat | None = None
     store: bool | None = Field(None, description="without effect")
     service_tier: str | None = Field(None, description="without effect")
 
@@ -139,58 +122,58 @@ class ChatBody(OpenAISampling, Conversation):
         return [] if self.tool_choice == "none" else [tool.function.for_template() for tool in self.tools or []]
 
 
-class Usage(ResponseModel):
-    prompt_tokens: Count
-    completion_tokens: Count
-    total_tokens: Count
+class Usage(base.ResponseModel):
+    prompt_tokens: base.Count
+    completion_tokens: base.Count
+    total_tokens: base.Count
 
 
-class TokenLogprob(ResponseModel):
+class TokenLogprob(base.ResponseModel):
     token: str
     logprob: float
-    bytes: list[Count]
+    bytes: list[base.Count]
     top_logprobs: list[Any] = Field([], max_length=0)
 
 
-class ChatLogprobs(ResponseModel):
+class ChatLogprobs(base.ResponseModel):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class AnswerToolCall(ResponseModel):
+class AnswerToolCall(base.ResponseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class AnswerMessage(ResponseModel):
+class AnswerMessage(base.ResponseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     tool_calls: list[AnswerToolCall] | None = optional(min_length=1)
 
 
-class ChatChoice(ResponseModel):
-    index: Count
+class ChatChoice(base.ResponseModel):
+    index: base.Count
     finish_reason: FinishReason
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    token_ids: list[Count] | None = optional()
+    token_ids: list[base.Count] | None = optional()
 
 
-class ChatCompletion(ResponseModel):
+class ChatCompletion(base.ResponseModel):
     """With `return_token_ids` there are also `prompt_token_ids` and each choice's `token_ids`, as from vLLM."""
 
     id: str
     object: Literal["chat.completion"]
-    created: Count
+    created: base.Count
     model: str
     choices: list[ChatChoice] = Field(min_length=1)
     usage: Usage
-    prompt_token_ids: list[Count] | None = optional()
+    prompt_token_ids: list[base.Count] | None = optional()
 
 
-class _Completions(Api):
+class _Completions(base.Api):
     """What both completion endpoints have in common: chunks, and the `[DONE]` at their end."""
 
     object_name: ClassVar[str]
@@ -202,22 +185,22 @@ class _Completions(Api):
         self._created = int(time.time())
 
     def _envelope(self, name: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": self.call.id, "object": name, "created": self._created, "model": self._model}
+        head = {"id": self.id, "object": name, "created": self._created, "model": self._model}
         return {**head, "choices": choices, **more}
 
     def _chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
-        return sse(self._envelope(self.chunk_name, list(choices), **more))
+        return base.sse(self._envelope(self.chunk_name, list(choices), **more))
 
-    def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+    def _usage(self, choices: Sequence[base.Choice]) -> dict[str, int]:
         """Returns the numbers of tokens; each prompt counts once."""
-        read, sampled = sum(map(len, self.call.prompts)), sum(choice.response.output_len for choice in choices)
+        read, sampled = sum(map(len, self.prompts)), sum(choice.response.output_len for choice in choices)
         return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
     def _prompt(self) -> dict[str, Any]:
         """Returns the prompt's fields in a response and in the first chunks."""
         return {}
 
-    def response(self, choices: list[Choice]) -> dict[str, Any]:
+    def response(self, choices: list[base.Choice]) -> dict[str, Any]:
         written = [
             self._with_tokens(
                 {"index": choice.index, **self._content(choice), "finish_reason": choice.finish_reason},
@@ -238,17 +221,17 @@ class _Completions(Api):
             choice["token_ids"] = list(tokens)
         return choice
 
-    def on_end(self, choices: list[Choice]) -> Iterable[bytes]:
+    def on_end(self, choices: list[base.Choice]) -> Iterable[bytes]:
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield self._chunk(usage=self._usage(choices))
-        yield sse("[DONE]")
+        yield base.sse("[DONE]")
 
     def _has_chunk(self, delta: Delta) -> bool:
         """Returns whether a delta adds anything that the client sees."""
         return bool(delta.parts or (delta.tokens and (self._logprobs or self.body.return_token_ids)))
 
     @abstractmethod
-    def _content(self, choice: Choice) -> dict[str, Any]: ...
+    def _content(self, choice: base.Choice) -> dict[str, Any]: ...
 
     @abstractmethod
     def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]: ...
@@ -264,9 +247,9 @@ class ChatApi(_Completions):
         self._n_calls: Counter[int] = Counter()  # tool calls of each choice so far
 
     def _prompt(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.call.prompts[0]} if self.body.return_token_ids else {}
+        return {"prompt_token_ids": self.prompts[0]} if self.body.return_token_ids else {}
 
-    def _content(self, choice: Choice) -> dict[str, Any]:
+    def _content(self, choice: base.Choice) -> dict[str, Any]:
         if not choice.calls:
             return {"message": {"content": choice.text}}
         return {"message": {"content": choice.text or None, "tool_calls": list(map(_tool_call, choice.calls))}}
@@ -279,7 +262,7 @@ class ChatApi(_Completions):
         return {"content": content, "refusal": None}
 
     def on_start(self) -> Iterable[bytes]:
-        for index in range(self.call.gconfig.n_samples):
+        for index in range(self.gconfig.n_samples):
             delta = {"role": "assistant", "content": ""}
             yield self._chunk({"index": index, "delta": delta, "finish_reason": None}, **self._prompt())
 
@@ -298,7 +281,7 @@ class ChatApi(_Completions):
         self._n_calls[index] += 1
         return {"tool_calls": [{"index": self._n_calls[index] - 1, **_tool_call(part)}]}
 
-    def on_choice(self, choice: Choice) -> Iterable[bytes]:
+    def on_choice(self, choice: base.Choice) -> Iterable[bytes]:
         yield self._chunk({"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason})
 
 
@@ -309,10 +292,10 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 class CompletionBody(OpenAISampling):
     """`POST /v1/completions`."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
+    prompt: str | list[base.TokenId] | list[str] | list[list[base.TokenId]] = Field(
         description="text, tokens, or a list of these"
     )
-    logprobs: Integer | None = Field(
+    logprobs: base.Integer | None = Field(
         None, ge=0, le=0, description="0: those of the sampled tokens; there are no others"
     )
     echo: Literal[False] | None = None
@@ -332,28 +315,28 @@ class CompletionBody(OpenAISampling):
         return [encode_prompt(tokenizer, {"prompt": item}) if isinstance(item, str) else item for item in given]
 
 
-class CompletionLogprobs(ResponseModel):
+class CompletionLogprobs(base.ResponseModel):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: None = None
-    text_offset: list[Count]
+    text_offset: list[base.Count]
 
 
-class CompletionChoice(ResponseModel):
-    index: Count
+class CompletionChoice(base.ResponseModel):
+    index: base.Count
     finish_reason: FinishReason
     text: str
     logprobs: CompletionLogprobs | None
-    token_ids: list[Count] | None = optional()
-    prompt_token_ids: list[Count] | None = optional()
+    token_ids: list[base.Count] | None = optional()
+    prompt_token_ids: list[base.Count] | None = optional()
 
 
-class Completion(ResponseModel):
+class Completion(base.ResponseModel):
     """`return_token_ids` as vLLM has it."""
 
     id: str
     object: Literal["text_completion"]
-    created: Count
+    created: base.Count
     model: str
     choices: list[CompletionChoice] = Field(min_length=1)
     usage: Usage
@@ -368,7 +351,7 @@ class CompletionApi(_Completions):
         super().__init__(body, caller, tokenizer, model)
         self._offsets: Counter[int] = Counter()  # characters of each choice so far, special tokens included
 
-    def _content(self, choice: Choice) -> dict[str, Any]:
+    def _content(self, choice: base.Choice) -> dict[str, Any]:
         prompt = {"prompt_token_ids": choice.response.input_tokens} if self.body.return_token_ids else {}
         return {"text": choice.text, **prompt}
 
@@ -382,6 +365,6 @@ class CompletionApi(_Completions):
             choice = {"index": delta.index, "text": text, "finish_reason": None}
             yield self._chunk(self._with_tokens(choice, delta.tokens, delta.logprobs))
 
-    def on_choice(self, choice: Choice) -> Iterable[bytes]:
+    def on_choice(self, choice: base.Choice) -> Iterable[bytes]:
         end = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
         yield self._chunk(end)

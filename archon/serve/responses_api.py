@@ -9,27 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from archon.serve import base
 from archon.serve.answer_text import Delta, Part, ToolCall
-from archon.serve.answering import Choice
-from archon.serve.api import (
-    Api,
-    Body,
-    Content,
-    Conversation,
-    Count,
-    FunctionSpec,
-    Positive,
-    RequestModel,
-    ResponseModel,
-    TextFormat,
-    sse,
-    template_call,
-    text_of,
-)
 from archon.serve.sessions import Caller
 
 
-class _Item(RequestModel):
+class _Item(base.RequestModel):
     id: str | None = None
     status: str | None = None
 
@@ -37,7 +22,7 @@ class _Item(RequestModel):
 class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: base.Content
     phase: str | None = None
 
 
@@ -51,7 +36,7 @@ class CallItem(_Item):
 class CallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: base.Content
 
 
 def _item_type(item: Any) -> str:
@@ -66,20 +51,20 @@ Item = Annotated[
 ]
 
 
-class ResponseTool(FunctionSpec):
+class ResponseTool(base.FunctionSpec):
     type: Literal["function"]
 
 
-class TextOptions(RequestModel):
-    format: TextFormat | None = None
+class TextOptions(base.RequestModel):
+    format: base.TextFormat | None = None
 
 
-class ResponsesBody(Body, Conversation):
+class ResponsesBody(base.Body, base.Conversation):
     """`POST /v1/responses`."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: base.Positive | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
@@ -100,27 +85,27 @@ class ResponsesBody(Body, Conversation):
             if isinstance(item, CallItem):
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
-                call = template_call(item.call_id, item.name, item.arguments, f"input.{number}")
+                call = base.template_call(item.call_id, item.name, item.arguments, f"input.{number}")
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif isinstance(item, CallOutputItem):
-                messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
+                messages.append({"role": "tool", "content": base.text_of(item.output), "tool_call_id": item.call_id})
             else:
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": text_of(item.content)})
+                messages.append({"role": role, "content": base.text_of(item.content)})
         return messages
 
     def template_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools or []]
 
 
-class OutputText(ResponseModel):
+class OutputText(base.ResponseModel):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field([], max_length=0)
     logprobs: list[Any] = Field([], max_length=0)
 
 
-class OutputMessage(ResponseModel):
+class OutputMessage(base.ResponseModel):
     type: Literal["message"] = "message"
     id: str = Field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     role: Literal["assistant"] = "assistant"
@@ -128,7 +113,7 @@ class OutputMessage(ResponseModel):
     content: list[OutputText]
 
 
-class OutputCall(ResponseModel):
+class OutputCall(base.ResponseModel):
     type: Literal["function_call"] = "function_call"
     id: str = Field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
     call_id: str
@@ -137,30 +122,30 @@ class OutputCall(ResponseModel):
     status: Literal["in_progress", "completed"] = "completed"
 
 
-class ResponseUsage(ResponseModel):
-    input_tokens: Count
-    input_tokens_details: dict[Literal["cached_tokens"], Count] = {"cached_tokens": 0}  # noqa: RUF012
-    output_tokens: Count
-    output_tokens_details: dict[Literal["reasoning_tokens"], Count] = {"reasoning_tokens": 0}  # noqa: RUF012
-    total_tokens: Count
+class ResponseUsage(base.ResponseModel):
+    input_tokens: base.Count
+    input_tokens_details: dict[Literal["cached_tokens"], base.Count] = {"cached_tokens": 0}  # noqa: RUF012
+    output_tokens: base.Count
+    output_tokens_details: dict[Literal["reasoning_tokens"], base.Count] = {"reasoning_tokens": 0}  # noqa: RUF012
+    total_tokens: base.Count
 
 
-class OpenAIResponse(ResponseModel):
+class OpenAIResponse(base.ResponseModel):
     id: str
     object: Literal["response"] = "response"
-    created_at: Count = Field(default_factory=lambda: int(time.time()))
+    created_at: base.Count = Field(default_factory=lambda: int(time.time()))
     model: str
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
     error: None = None
     incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None = None
     instructions: str | None
-    max_output_tokens: Count | None
+    max_output_tokens: base.Count | None
     metadata: dict[str, Any]
     output: list[OutputMessage | OutputCall] = []  # noqa: RUF012 (pydantic copies it)
     parallel_tool_calls: Literal[True] = True
     previous_response_id: None = None
     temperature: float
-    text: TextOptions = TextOptions(format=TextFormat(type="text"))
+    text: TextOptions = TextOptions(format=base.TextFormat(type="text"))
     tool_choice: Literal["auto", "none"]
     tools: list[ResponseTool]
     top_p: float
@@ -168,7 +153,7 @@ class OpenAIResponse(ResponseModel):
     usage: ResponseUsage | None = None
 
 
-class ResponsesApi(Api):
+class ResponsesApi(base.Api):
     """`POST /v1/responses`."""
 
     id_prefix = "resp_"
@@ -177,9 +162,9 @@ class ResponsesApi(Api):
 
     def __init__(self, body: ResponsesBody, caller: Caller, tokenizer: Any, model: str) -> None:
         super().__init__(body, caller, tokenizer, model)
-        gconfig = self.call.gconfig
+        gconfig = self.gconfig
         self._response = OpenAIResponse(
-            id=self.call.id,
+            id=self.id,
             model=model,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
@@ -190,11 +175,11 @@ class ResponsesApi(Api):
             top_p=gconfig.top_p,
         )
 
-    def response(self, choices: list[Choice]) -> OpenAIResponse:
+    def response(self, choices: list[base.Choice]) -> OpenAIResponse:
         self._response.output = [_item(part) for part in choices[0].parts] or [_item("")]
         return self._finished(choices[0])
 
-    def _finished(self, choice: Choice) -> OpenAIResponse:
+    def _finished(self, choice: base.Choice) -> OpenAIResponse:
         read, sampled = choice.response.input_len, choice.response.output_len
         usage = ResponseUsage(input_tokens=read, output_tokens=sampled, total_tokens=read + sampled)
         end: dict[str, Any] = {"status": "completed"}
@@ -214,7 +199,7 @@ class ResponsesApi(Api):
             else:
                 yield from self._add_text(part)
 
-    def on_choice(self, choice: Choice) -> Iterable[bytes]:
+    def on_choice(self, choice: base.Choice) -> Iterable[bytes]:
         if not self._response.output:
             yield from self._add_text("")
         yield from self._close_message()
@@ -227,7 +212,7 @@ class ResponsesApi(Api):
     def _event(self, event: str, **fields: Any) -> bytes:
         self._n_events += 1
         event = event if event == "error" else f"response.{event}"
-        return sse({"type": event, "sequence_number": self._n_events - 1, **fields}, event)
+        return base.sse({"type": event, "sequence_number": self._n_events - 1, **fields}, event)
 
     def _item_event(self, event: str, **fields: Any) -> bytes:
         """Returns an event about the last item."""

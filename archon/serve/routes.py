@@ -19,9 +19,8 @@ from starlette.types import Receive, Scope, Send
 from archon.schema.config import StrictModel
 from archon.schema.errors import UserError
 from archon.serve.answer_text import Delta, load_json
-from archon.serve.answering import Choice, generate
 from archon.serve.anthropic_api import CountBody, Message, MessagesApi, MessagesBody
-from archon.serve.api import Api, Count, Integer, RequestModel, ResponseModel
+from archon.serve.base import Api, Choice, Count, Integer, RequestModel, ResponseModel
 from archon.serve.errors import AnthropicError, OpenAIError, error_body, failure_of
 from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion, Completion, CompletionApi, CompletionBody
 from archon.serve.responses_api import OpenAIResponse, ResponsesApi, ResponsesBody
@@ -154,9 +153,9 @@ Stack = Annotated[AsyncExitStack, Depends(_exit_stack)]
 
 
 async def _answer(request: Request, api_class: type[Api], body: Any, stack: AsyncExitStack) -> Any:
-    service, caller = await _service(request), request.state.caller
-    api = api_class(body, caller, service.tokenizer, service.model)
-    items = await stack.enter_async_context(aclosing(generate(caller, api.call, service.tokenizer, bool(body.stream))))
+    service = await _service(request)
+    api = api_class(body, request.state.caller, service.tokenizer, service.model)
+    items = await stack.enter_async_context(aclosing(api.generate()))
     if body.stream:  # a failure before the first token still gets its own status
         first = await _while_connected(request.receive, anext(items))
         return EventStream(_events(request, api, first, items), headers={"Cache-Control": "no-store"})

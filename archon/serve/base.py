@@ -1,22 +1,24 @@
-"""What the protocols share: sampling fields, contents made of parts, tools, prompts, the interface of an answer."""
+"""What the protocols share: types of fields, sampling fields, prompts, tools, and the generation of answers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from archon.data.encoding import has_chat_template, render, tokenize
-from archon.generation.types import GenerationHyperparameters
+from archon.generation.seeds import derive_seed
+from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from archon.schema.config import StrictModel
-from archon.schema.errors import RolloutError
-from archon.serve.answer_text import Delta, load_json
-from archon.serve.answering import Call, Choice
+from archon.schema.errors import ConfigError, RolloutError
+from archon.serve.answer_text import AnswerParser, Delta, Part, ToolCall, load_json
 from archon.serve.sessions import Caller
 
 # Names of `GenerationHyperparameters` for the protocols' fields; other sampling fields have the same name in both.
@@ -157,6 +159,33 @@ def template_call(call_id: str, name: str, arguments: str | dict[str, Any], wher
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
+@dataclass
+class Choice:
+    """A finished answer: its text and tool calls, and the engine's response."""
+
+    index: int
+    parts: list[Part]
+    stop_sequence: str | None
+    response: ModelResponse
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [part for part in self.parts if isinstance(part, ToolCall)]
+
+    @property
+    def finish_reason(self) -> str:
+        """Returns `stop`, `length` or `tool_calls`: the engine's reason, unless the answer calls tools.
+
+        The engine matches stop strings in text with special tokens, and so may miss one in the client's text.
+        """
+        reason = "stop" if self.stop_sequence is not None else self.response.stop_reason
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+
 class Api(ABC):
     """One call of one protocol: reads its body, and formats its answers as a whole or as a stream of events.
 
@@ -175,10 +204,66 @@ class Api(ABC):
     id_prefix: ClassVar[str]
 
     def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None:
-        self.body, self._tokenizer, self._model = body, tokenizer, model
-        prompts, gconfig = body.prompts(tokenizer), body.gconfig(caller.gconfig)
-        tools = isinstance(body, Conversation) and bool(body.template_tools())
-        self.call = Call(f"{self.id_prefix}{uuid.uuid4().hex}", prompts, gconfig, tools)
+        self.body, self._caller, self._tokenizer, self._model = body, caller, tokenizer, model
+        self.prompts, self.gconfig = body.prompts(tokenizer), body.gconfig(caller.gconfig)
+        self.tools = isinstance(body, Conversation) and bool(body.template_tools())
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+
+    async def generate(self) -> AsyncGenerator[Delta | Choice, None]:
+        """Yields the deltas of every answer (of a stream), and each answer once it is finished and recorded.
+
+        Closing the generator, or canceling the task that iterates, aborts unfinished answers. Raises the first failure.
+        """
+        self._caller.admit(len(self.prompts) * self.gconfig.n_samples)
+        items: asyncio.Queue[Delta | Choice | Exception] = asyncio.Queue()
+        one = self.gconfig.model_copy(update={"n_samples": 1})
+
+        async def sample(index: int, request: ModelRequest) -> None:
+            try:
+                parser = AnswerParser(self._tokenizer, one.stop, self.tools, index)
+
+                def on_token(token: int, logprob: float) -> None:
+                    delta = parser.feed(token, logprob)
+                    if delta is not None:
+                        items.put_nowait(delta)
+
+                if self.body.stream:
+                    request.on_token = on_token
+                response = await self._caller.engine.agenerate(request)
+                self._caller.record(self.id, index, response)
+                rest = parser.finish(response.output_tokens, response.output_logprobs)
+                if self.body.stream:
+                    items.put_nowait(rest)
+                items.put_nowait(Choice(index, parser.parts, parser.stop_sequence, response))
+            except Exception as error:  # noqa: BLE001 (raised in the consumer)
+                if isinstance(error, ConfigError) and self._caller.refusal is None:
+                    self._caller.refusal = error
+                items.put_nowait(error)
+            self._caller.unfinished -= 1  # not reached when canceled: the client has gone
+
+        tasks = []
+        for index, prompt in enumerate(prompt for prompt in self.prompts for _ in range(self.gconfig.n_samples)):
+            seed = self._caller.next_seed()
+            if one.seed is not None:  # the client's own; its further answers differ from the first
+                seed = derive_seed(one.seed, index) if index else one.seed
+            request = ModelRequest(prompt, one.model_copy(update={"seed": seed}), tokenizer=self._tokenizer)
+            tasks.append(asyncio.create_task(sample(index, request), name=f"archon-{self.id}-{index}"))
+        self._caller.unfinished += len(tasks)
+        failed = False
+        try:
+            left = len(tasks)
+            while left:
+                item = await items.get()
+                if isinstance(item, Exception):
+                    failed = True
+                    raise item
+                left -= isinstance(item, Choice)
+                yield item
+        finally:
+            for task in tasks:
+                canceled = task.cancel()
+                self._caller.unfinished -= failed and canceled  # another answer failed; the client is still there
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @abstractmethod
     def response(self, choices: list[Choice]) -> Any:
