@@ -78,14 +78,13 @@ class ControlPlane:
             result = work()
         except Exception as raised:  # noqa: BLE001 - raised again once the others know
             error = raised
-        failed = self.all_gather_tensor(torch.tensor([error is not None], device=self.device))
-        if not failed.any():
-            return result
         texts = self.all_gather(b"" if error is None else f"{type(error).__name__}: {error}".encode())
         if error is not None:
             raise error
-        rank = int(failed.flatten().int().argmax())
-        raise CheckpointError(f"rank {rank} failed: {texts[rank].decode()}")
+        for rank, text in enumerate(texts):
+            if text:
+                raise CheckpointError(f"rank {rank} failed: {text.decode()}")
+        return result
 
     def broadcast_json(self, value: Callable[[], Any], source: int = 0) -> Any:
         """Returns on every rank the result of `value`, which only rank `source` calls; it must be JSON."""

@@ -175,7 +175,7 @@ class ArchonParallelDims:
 
 @cache
 def _grid_meshes(dims: ArchonParallelDims) -> dict[str, DeviceMesh]:
-    from archon.parallel.torch_meshes import grids_of_world
+    from archon.parallel.torch_groups import grids_of_world
 
     ensure_process_group(dims.device_type)
     return grids_of_world(dims.device_type, dims.world_size, dims.grids)

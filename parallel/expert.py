@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from archon.parallel.comm import Group, all_to_all
 from archon.parallel.tensor import shard_parameter
-from archon.parallel.torch_meshes import concatenated
+from archon.parallel.torch_groups import concatenated
 from archon.schema.errors import LayoutError
 
 

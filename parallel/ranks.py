@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.schema.errors import BatchError, UserError
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -40,17 +36,6 @@ class Ranks:
         groups = {name: Group.of(dims.get_mesh(name)) for name in ("pp", "dp", "cp", "tp")}
         return cls(**{name: group if group.size > 1 else SOLO for name, group in groups.items()})
 
-    @property
-    def split_tokens(self) -> bool:
-        """Whether ranks split the tokens of a micro-batch."""
-        return self.cp.size * self.tp.size > 1
-
-    def sum(self, values: Tensor, groups: Sequence[Group]) -> Tensor:
-        """Returns the sum of a tensor over the ranks of all groups."""
-        for group in groups:
-            values = all_reduce(values, group)
-        return values
-
     def all_reduce_max(self, number: int, device: torch.device) -> int:
         """Returns the largest of the data-parallel ranks' numbers."""
         if self.dp.size == 1:
@@ -65,14 +50,15 @@ class Ranks:
         """
         if self.dp.size == 1:
             return prepare()
+        error = None
         try:
             result = prepare()
-        except UserError as error:
-            self.all_reduce_max(1, device)
-            ControlPlane.of_run().all_gather(str(error).encode())
-            raise
-        if self.all_reduce_max(0, device):
-            messages = [data.decode() for data in ControlPlane.of_run().all_gather(b"")]
-            rank, message = next((rank, text) for rank, text in enumerate(messages) if text)
-            raise BatchError(f"rank {rank} refused its share of the batch: {message}")
-        return result
+        except UserError as raised:
+            error = raised
+        if not self.all_reduce_max(int(error is not None), device):
+            return result
+        messages = ControlPlane.of_run().all_gather(str(error or "").encode())
+        if error is not None:
+            raise error
+        rank, message = next((rank, text.decode()) for rank, text in enumerate(messages) if text)
+        raise BatchError(f"rank {rank} refused its share of the batch: {message}")

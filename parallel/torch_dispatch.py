@@ -22,21 +22,13 @@ PARTS = (
 )
 require_parts("dry run and count of collectives", PARTS)
 
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: E402
 
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "join_fake_group",
-    "tree_leaves",
-    "unset_fake_temporarily",
-    "wait_tensor",
-]
 
 
 def join_fake_group(rank: int, world_size: int) -> None:

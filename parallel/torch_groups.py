@@ -1,12 +1,14 @@
-"""The private parts of PyTorch's process groups that archon uses: their names and time limits."""
+"""The private parts of PyTorch's process groups and device meshes that archon uses."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from archon.parallel.torch_parts import require_parts
 
@@ -16,8 +18,10 @@ PARTS = (
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.ProcessGroup._device_types",
     "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.device_mesh.DeviceMesh._unflatten",
+    "torch.distributed.device_mesh.DeviceMesh._concatenate",
 )
-require_parts("process groups", PARTS)
+require_parts("process groups and meshes", PARTS)
 
 
 def default_group() -> dist.ProcessGroup:
@@ -47,3 +51,15 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
     """Returns the time limit of the group's CPU collectives; PyTorch's default for a group without options."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", dist.default_pg_timeout)
+
+
+def grids_of_world(device_type: str, world_size: int, grids: Mapping[str, Mapping[str, int]]) -> dict[str, DeviceMesh]:
+    """Returns a mesh for each grid {dimension: size}, all of one root, so that a parameter can be sharded over
+    dimensions of several. Makes their process groups: every rank must call it."""
+    world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
+    return {name: world._unflatten(0, tuple(sizes.values()), tuple(sizes)) for name, sizes in grids.items()}
+
+
+def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Returns one mesh with the dimensions of all, which must be of one root."""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))

@@ -65,7 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the marks of padding are not reordered with the documents",
-        "archon/engine/token_split.py",
+        "archon/engine/train_step.py",
         "        packed.valid_mask = share.valid_mask\n",
         "        packed.valid_mask = None if share.valid_mask is None else share.valid_mask.roll(1)\n",
         (f"{PIPELINE}::test_padding_of_a_pipelines_micro_batches_is_counted_by_no_router",),
@@ -328,7 +328,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the balancing loss of a micro-batch is weighted by their number, not by its tokens",
         "archon/engine/train_step.py",
-        "share = float(loss_weight_fn(mb)) / denominator",
+        "share = float(loss.weight_fn(parts[index])) / loss.denominator",
         "share = 1.0 / len(parts)",
         (f"{MATRIX}[moe-d2e2-float64-router_aux_loss_coef=0.1]",),
     ),
@@ -379,8 +379,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "Adam's betas change places",
         "archon/engine/optim.py",
-        "betas=(config.beta1, config.beta2)",
-        "betas=(config.beta2, config.beta1)",
+        "betas = (config.beta1, config.beta2)",
+        "betas = (config.beta2, config.beta1)",
         ("tests/engine/test_optim.py",),
     ),
     Mutant(
@@ -421,8 +421,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "biases follow the load of a rank's own share of tokens under tensor parallelism",
         "archon/engine/router_balance.py",
-        "ranks.sum(self._counts, (ranks.dp, ranks.cp, ranks.tp))",
-        "ranks.sum(self._counts, (ranks.dp, ranks.cp))",
+        "for group in (ranks.dp, ranks.cp, ranks.tp):",
+        "for group in (ranks.dp, ranks.cp):",
         (f"{MATRIX}[moe-t2-float64-router_bias_update_rate=0.01]",),
     ),
     Mutant(

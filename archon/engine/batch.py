@@ -1,12 +1,11 @@
-"""From padded batches at the engine's door to packed micro-batches, and back.
+"""From padded batches to packed micro-batches, and back.
 
-One alignment rule holds everywhere. At the door every per-token field is *token-aligned*: index t speaks of token t
-(`loss_mask[b, t] = 1`: token t is trained; `advantages[b, t]` is the advantage of having chosen token t). Packing
-shifts every per-token field but `input_ids` one to the left inside its document, so that in a `PackedBatch` index t
-speaks of predicting token t + 1, where the model's output at t is. The last position of a document predicts nothing:
-its label is -100 and its fields are zero. What comes back to the padded form is shifted to the right again. The shift
-happens here, per document and before any split, so no later step can pair a document's end with its neighbour's
-start.
+Per-token fields of a padded batch are *token-aligned*: index t is about token t (`loss_mask[b, t] = 1`: token t is
+trained; `advantages[b, t]` is the advantage of having chosen token t). Packing shifts every per-token field but
+`input_ids` one to the left inside its document, so that in a `PackedBatch` index t is about predicting token t + 1, as
+the model's output at t is. The last position of a document predicts nothing: its label is -100 and its fields are 0.
+Unpacking shifts results to the right again. The shift is done per document and before any split, so that no later step
+can pair a document's end with the next one's start.
 """
 
 from __future__ import annotations
@@ -14,25 +13,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from archon.models.attention.prefix import SharedPrefixes, shared_prefixes
+from archon.models.attention.prefix import SharedPrefixes
 from archon.models.head import IGNORE_INDEX
 from archon.schema.errors import BatchError
 
-_MADE_HERE = frozenset({"tokens", "positions", "position_ids", "labels", "cu_seqlens", "max_seqlen"})
+_DERIVED_FIELDS = frozenset({"tokens", "positions", "position_ids", "labels", "cu_seqlens", "max_seqlen"})
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """B documents laid end to end, T tokens in all, without padding.
+    """B concatenated documents, T tokens in all, without padding.
 
     `tokens`, `positions` (from 0 in each document) and `labels` (the next token, or -100) are int64 [T]; `cu_seqlens`
     is int32 [B + 1]. `fields` holds every other entry of the batch, [T, ...] in the shifted alignment of this module,
-    or [B, ...] for the names in `per_document`. `source` [T] says where each token stood in what this was cut from:
-    the flattened padded batch, or the larger pack.
+    or [B, ...] for the names in `per_document`. `source` [T] is each token's index in the flattened padded batch, or in
+    the larger pack that this one was split from. `shared` are the common prefixes, if they have been searched for;
+    `order` is the order in which the model computes the tokens, if it is another one.
     """
 
     tokens: Tensor
@@ -45,11 +46,9 @@ class PackedBatch:
     per_document: frozenset[str] = frozenset()
     source: Tensor | None = None
     shared: SharedPrefixes | None = None
-    """What the documents begin alike with, where that has been looked for."""
     order: TokenReorder | None = None
-    """The order in which the model computes the tokens, where it is another than this one."""
     rows: tuple[Tensor, Tensor] | None = None
-    """What `labelled_rows` returns, without and with `only_trained`; None until the batch leaves the CPU."""
+    """The results of `labeled_rows` without and with `only_trained`; None until the batch leaves the CPU."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -68,21 +67,22 @@ class PackedBatch:
         return len(self.lengths)
 
     def scored_labels(self) -> Tensor:
-        """Labels [T] with -100 wherever `loss_mask` is 0, so that the head computes only rows that are trained."""
+        """Returns labels [T], -100 where `loss_mask` is 0, so that the head computes only rows that are trained."""
         return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
 
-    def labelled_rows(self, only_trained: bool) -> Tensor:
-        """Where a label is in the model's order, with `only_trained` of `scored_labels`: int64, on the CPU."""
+    def labeled_rows(self, only_trained: bool) -> Tensor:
+        """Returns the indices, in the model's order, of labels, or with `only_trained` of `scored_labels`; int64 on the
+        CPU."""
         return (self.rows or self._find_rows())[only_trained]
 
     def _find_rows(self) -> tuple[Tensor, Tensor]:
-        all_ = (self.in_model_order(self.labels) != IGNORE_INDEX).nonzero().squeeze(1)
+        labeled = (self.in_model_order(self.labels) != IGNORE_INDEX).nonzero().squeeze(1)
         if "loss_mask" not in self or "loss_mask" in self.per_document:
-            return all_, all_
-        return all_, all_[self.in_model_order(self["loss_mask"])[all_] != 0]
+            return labeled, labeled
+        return labeled, labeled[self.in_model_order(self["loss_mask"])[labeled] != 0]
 
     def in_model_order(self, x: Tensor) -> Tensor:
-        """A per-token tensor [T, ...] of this pack as the model is given it."""
+        """Returns a per-token tensor [T, ...] of this pack in the model's order."""
         return x if self.order is None else x.index_select(0, self.order.rows)
 
     def in_pack_order(self, x: Tensor) -> Tensor:
@@ -90,43 +90,30 @@ class PackedBatch:
         return x if self.order is None else x.index_select(0, self.order.inverse)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch on `device`; from pinned memory and without waiting when the device is a GPU."""
+        """Returns the batch on `device`; copied asynchronously from pinned memory if that is a GPU."""
         if self.tokens.device == device:
             return self
-
-        def move(x: Tensor) -> Tensor:
-            return to_device_async(x, device)
-
-        return PackedBatch(
-            tokens=move(self.tokens),
-            positions=move(self.positions),
-            labels=move(self.labels),
-            cu_seqlens=move(self.cu_seqlens),
-            max_seqlen=self.max_seqlen,
-            lengths=self.lengths,
-            fields={name: move(x) for name, x in self.fields.items()},
-            per_document=self.per_document,
-            source=self.source,
+        names = ("tokens", "positions", "labels", "cu_seqlens")
+        tensors: dict[str, Any] = {name: to_device_async(getattr(self, name), device) for name in names}
+        return replace(
+            self,
+            **tensors,
+            fields={name: to_device_async(x, device) for name, x in self.fields.items()},
             shared=None if self.shared is None else self.shared.to(device),
             order=None if self.order is None else self.order.to(device),
             rows=self.rows or (self._find_rows() if self.tokens.device.type == "cpu" else None),
         )
 
-    def with_shared_prefixes(self) -> PackedBatch:
-        """The same batch, on the CPU, whose documents have been searched for common beginnings."""
-        return replace(self, shared=shared_prefixes(self.tokens, self.lengths))
-
     def sorted_for_model(self) -> PackedBatch:
-        """The same batch, on the CPU, for a model that is to compute its documents by length."""
+        """Returns the batch, which is on the CPU, for a model that computes documents by length."""
         return self if self.shared is not None else replace(self, order=TokenReorder.by_length(self.lengths))
 
 
 @dataclass(frozen=True, eq=False)
 class TokenReorder:
-    """Documents in another order: `lengths` in it, and `cu_seqlens` int32 [B + 1].
+    """Another order of a pack's documents: `lengths` and `cu_seqlens`, int32 [B + 1], in it.
 
-    `rows` int64 [T] says which token of the pack stands at each place, `inverse` int64 [T] where each token of the pack
-    stands.
+    `rows` int64 [T] permutes the pack's tokens into this order, `inverse` int64 [T] back.
     """
 
     lengths: tuple[int, ...]
@@ -136,10 +123,10 @@ class TokenReorder:
 
     @classmethod
     def by_length(cls, lengths: Sequence[int]) -> TokenReorder | None:
-        """Shorter documents first, so that those of one length are one batch for attention; None where they are already
-        side by side, or nearly so.
+        """Returns an order by ascending length, in which documents of one length are one batch for attention; None if
+        they are nearly adjacent already.
 
-        With the many short documents of reinforcement learning that is a handful of calls in place of hundreds.
+        For the many short documents of reinforcement learning that is a handful of calls instead of hundreds.
         """
         if sum(1 for _ in groupby(lengths)) <= 2 * len({*lengths}):
             return None
@@ -152,24 +139,24 @@ class TokenReorder:
         return cls(tuple(sorted_lengths.tolist()), bounds.int(), rows, torch.argsort(rows))
 
     def to(self, device: torch.device) -> TokenReorder:
-        """The same with its tensors on `device`."""
+        """Returns the order with its tensors on `device`."""
         tensors = (to_device_async(x, device) for x in (self.cu_seqlens, self.rows, self.inverse))
         return TokenReorder(self.lengths, *tensors)
 
 
 def to_device_async(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on `device`; to a GPU from pinned memory, while the host goes on."""
+    """Returns `x` on `device`; copied asynchronously from pinned memory if that is a GPU."""
     if device.type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 
 def pack(batch: Mapping[str, Tensor]) -> PackedBatch:
-    """Pack a padded batch into one `PackedBatch` of all its documents, in their order, shifting per-token fields.
+    """Packs all documents of a padded batch, in their order, and shifts per-token fields.
 
     `batch` holds `input_ids` int [B, S], `attention_mask` bool or 0/1 [B, S] (padding on either side, never inside)
     and any other tensors of shape [B, S, ...] (per token) or [B] (per document). Tensors are moved to the CPU, where
-    the engine keeps a batch until a micro-batch is due. Raises `BatchError` naming the field or the row at fault.
+    the engine keeps a batch until a micro-batch runs. Raises BatchError naming the wrong field or row.
     """
     input_ids, mask = (_required(batch, name).cpu() for name in ("input_ids", "attention_mask"))
     if input_ids.ndim != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
@@ -184,7 +171,7 @@ def pack(batch: Mapping[str, Tensor]) -> PackedBatch:
     source = rows * input_ids.shape[1] + starts[rows] + positions
     last = cu_seqlens[1:] - 1
     following = source + 1
-    following[last] = source[last]  # any index that exists: these places are overwritten
+    following[last] = source[last]  # any valid index: these positions are overwritten
 
     def shifted(x: Tensor, fill: int) -> Tensor:
         out = x.flatten(0, 1)[following]
@@ -196,7 +183,7 @@ def pack(batch: Mapping[str, Tensor]) -> PackedBatch:
     for name, value in batch.items():
         if name in ("input_ids", "attention_mask"):
             continue
-        if name in _MADE_HERE:
+        if name in _DERIVED_FIELDS:
             raise BatchError(
                 f"field {name!r} is made by archon from input_ids; leave it out (loss_mask says what is trained)"
             )
@@ -225,20 +212,18 @@ def pack(batch: Mapping[str, Tensor]) -> PackedBatch:
 
 
 def split(packed: PackedBatch, max_tokens: int) -> list[PackedBatch]:
-    """Cut a pack into micro-batches of at most `max_tokens` tokens, whole documents only.
+    """Splits a pack between documents into micro-batches of at most `max_tokens` tokens.
 
-    First-fit decreasing [Johnson 1973]: at most 11/9 of the fewest possible micro-batches (plus a constant). Equal
-    inputs give equal splits. Each micro-batch keeps its documents in their original relative order, and its `source`
-    holds the index of each of its tokens in `packed`. Raises `BatchError` when a document is longer than
-    `max_tokens`.
+    First-fit decreasing [Johnson 1973]: at most 11/9 of the fewest possible micro-batches (plus a constant), and
+    deterministic. Each micro-batch keeps its documents in their original order, and its `source` holds the index of
+    each of its tokens in `packed`. Raises BatchError when a document is longer than `max_tokens`.
     """
     starts = [0, *accumulate(packed.lengths)]
     return [_take(packed, documents, starts) for documents in first_fit_decreasing(packed.lengths, max_tokens)]
 
 
 def merge(packed: PackedBatch, micro_batches: Sequence[PackedBatch], values: Sequence[Tensor]) -> Tensor:
-    """Undo `split` for per-token results: one [t, ...] tensor a micro-batch to one [T, ...] in the order of
-    `packed`."""
+    """Undo `split` for per-token results: a [t, ...] tensor of each micro-batch to [T, ...] in `packed`'s order."""
     out = values[0].new_zeros((packed.n_tokens, *values[0].shape[1:]))
     for micro_batch, value in zip(micro_batches, values, strict=True):
         assert micro_batch.source is not None
@@ -257,7 +242,7 @@ def unpack(packed: PackedBatch, values: Tensor, shape: torch.Size | tuple[int, i
 
 
 def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Bins of indices whose lengths sum to at most `limit`; indices ascend in a bin, bins by their first index."""
+    """Returns bins of indices whose lengths sum to at most `limit`; indices ascend in a bin, bins by first index."""
     for index, length in enumerate(lengths):
         if length > limit:
             raise BatchError(
@@ -277,7 +262,7 @@ def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> PackedBatch:
-    """The pack of these documents of `packed`, in this order."""
+    """Returns the pack of these documents of `packed`, in this order."""
     lengths = [packed.lengths[d] for d in documents]
     index = torch.cat([torch.arange(starts[d], starts[d] + packed.lengths[d]) for d in documents])
     chosen = torch.tensor(documents)
@@ -295,7 +280,8 @@ def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> Packe
 
 
 def _document_spans(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Length [B] and first column [B] of each row's document; refuses an empty row and a hole in the mask."""
+    """Returns the length [B] and first column [B] of each row's document. Raises BatchError for an empty row or a gap
+    in the mask."""
     lengths = mask.sum(1)
     starts = mask.int().argmax(1)
     ends = mask.shape[1] - mask.flip(1).int().argmax(1)

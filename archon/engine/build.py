@@ -1,9 +1,10 @@
-"""From a configuration to a model on its device: built on meta, cut into stages, parallelized, materialized, loaded."""
+"""From a configuration to a model on its device: built on meta, pruned to a stage, parallelized, loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from archon.schema.errors import ConfigError
 
 @dataclass(frozen=True)
 class Build:
-    """What a model is built from."""
+    """Builds a model from its configuration and resolved layout."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -42,11 +43,11 @@ class Build:
 
     @property
     def masters(self) -> torch.dtype:
-        """The dtype of the weights; those that are never updated need none wider than the computation's."""
+        """The dtype of the weights: float32 or wider for training, else the computation's."""
         return torch.promote_types(self.compute, torch.float32) if self.config.optimizer else self.compute
 
     def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
-        """Returns the model with its memory, weights undefined; `remove` takes out what this rank does not hold."""
+        """Returns the materialized model with undefined weights; `remove` deletes what this rank does not hold."""
         config = self.config
         with torch.device("meta"):
             model = self.spec.model_class(self.args).to(self.masters)
@@ -61,15 +62,14 @@ class Build:
             ac_config=config.activation_checkpoint,
             enable_compile=config.compile,
         )
-        # FSDP wants the parameters that it offloads on the CPU from the start.
+        # FSDP needs the parameters that it offloads on the CPU from the start.
         materialize(model, "cpu" if config.cpu_offload else self.device)
         model.tie_weights()
         model.init_buffers(self.device)
         return model
 
     def build_stages(self, rank: int) -> StagedModel:
-        """Returns the stages that the `rank`-th rank of a pipeline holds, cut by the family's `pipelining_fn` or by
-        the shared one."""
+        """Returns the stages of a pipeline's rank, pruned by the family's `pipelining_fn` or by the shared one."""
         plan, cut = self.layout.stages, self.spec.pipelining_fn or prune
         assert plan is not None
         return StagedModel(
@@ -77,11 +77,11 @@ class Build:
         )
 
     def load_weights(self, model: BaseArchonModel | StagedModel, adapter: BaseStateDictAdapter) -> None:
-        """Give the model fresh weights where the config asks for them, in part or whole; a checkpoint's otherwise."""
+        """Initialize the weights that the config wants fresh, all or a new score head; load the others."""
         if self.config.init_from_scratch or adapter.init_score:
             gpus = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
-                # DTensor warns of random numbers on CPU meshes because ranks may differ; one process cannot.
+                # DTensor warns that random numbers on CPU meshes may differ between ranks; each rank draws all of them.
                 warnings.filterwarnings("ignore", message="DTensor random operators")
                 torch.manual_seed(self.config.seed)
                 self._init_weights(model, adapter.is_tied)
@@ -90,7 +90,7 @@ class Build:
 
     @torch.no_grad()
     def _init_weights(self, model: BaseArchonModel | StagedModel, tied: bool) -> None:
-        """Fresh weights that do not depend on the layout: every rank draws all of them and keeps its parts."""
+        """Initialize weights independently of the layout: every rank draws all of them and keeps its parts."""
         with torch.device("meta"):
             whole = self.spec.model_class(self.args)
         shapes = dict(whole.named_parameters(remove_duplicate=False))
@@ -104,7 +104,7 @@ class Build:
 
 
 def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
-    """Returns the model argument that adds a balancing bias to routers, where the config asks for one."""
+    """Returns the model argument that adds a balancing bias to routers, if the config needs one."""
     rate = config.router_bias_update_rate
     if not rate:
         return {}
@@ -116,20 +116,15 @@ def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device of that name; `auto` is a GPU where there is one. Raises ConfigError for one that is not
-    there."""
+    """Returns the device of that name; `auto` is a GPU if there is one. Raises ConfigError for an unknown or missing
+    one."""
     if name == "auto":
         return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} was asked for, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
-    if device.type == "cpu" and device.index is not None:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+        raise ConfigError(f"device {name!r} was requested, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and started_processes() > 1:
         if name != "cuda":
             raise ConfigError(f"device {name!r} is one GPU, and there are several processes; set device to cuda")
@@ -138,8 +133,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def use_deterministic_algorithms(device: torch.device) -> None:
-    """For the whole process: refuse kernels whose result depends on timing."""
+    """Make the whole process refuse nondeterministic kernels."""
     if device.type == "cuda":
-        # cuBLAS reads it when its first handle is made.
+        # cuBLAS reads it when it creates its first handle.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -1,12 +1,12 @@
-"""A dry run of a layout on ranks that do not exist: the engine builds one rank's shards and takes a training step,
-on tensors that have a shape and no memory, in a process group that sends nothing.
+"""A dry run of one rank of a layout: the engine builds its shards and takes a training step with fake tensors, which
+have a shape and no memory, in PyTorch's fake process group, which sends nothing.
 
-What runs is `ArchonEngine.train_batch` itself. What a step must *read* is made real or given:
+It runs `ArchonEngine.train_batch` itself. The values that a step *reads* are real or assumed:
 
-- integers and truth values are real tensors, as are floats made from them: token numbers, labels, places of tokens;
+- integers and booleans are real tensors, as are floats made from them: token ids, labels, token indices;
 - other ranks are assumed to hold what this one holds: an all-gather of a real tensor repeats it, a sum multiplies it;
-- routers choose experts in turn, so that every expert meets equally many tokens;
-- a number read from a tensor without memory (the gradient norm, a metric) is 1.
+- routers choose experts round robin, so that every expert gets equally many tokens;
+- a number read from a fake tensor (the gradient norm, a metric) is 1.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from archon.schema.errors import ConfigError, LayoutError
 aten = torch.ops.aten
 # Tokens of a document in a fake step: few enough for one call of the attention kernel.
 DOCUMENT = 64
-# Steps of a run whose schedule has an end: any number beyond its warm-up.
-LONG = 10**9
+# For a learning-rate schedule that needs an end: more than any warm-up.
+TOTAL_STEPS = 10**9
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RankReport:
     """What one rank of a layout holds and sends. Bytes are those of this rank's shards.
 
     `step` are the collectives of one training step: each micro-batch's forward and backward, norm, clipping, metrics.
-    `stages` are the pipeline stages the rank holds, as (first layer, layer after the last).
+    `stages` are the rank's pipeline stages, as (first layer, layer after the last).
     """
 
     rank: int
@@ -61,21 +61,21 @@ class RankReport:
 def dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1) -> RankReport:
     """Returns what rank `rank` of `config.layout` would hold and send in a step on `micro_batches` of `tokens` each.
 
-    Reads config.json alone and takes no memory for weights; works in a process of its own. Raises LayoutError for a
-    rank that the layout has not, and whatever the engine refuses.
+    Reads only config.json, allocates no weights, and runs in a process of its own. Raises LayoutError for a rank beyond
+    the layout's, and the engine's own errors.
     """
     layout = parse_layout(config.layout)
     if not 0 <= rank < layout.world_size:
         raise LayoutError(f"layout {layout} has ranks 0 to {layout.world_size - 1}, got rank {rank}")
     if config.optimizer is None:
-        raise ConfigError("a step is asked for, and optimizer is null; leave it out")
-    # torch keeps what it has learned of a mesh for as long as a process lives, and this one may have a group already.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-        return apart.submit(_dry_run, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
+        raise ConfigError("a dry run takes a training step, and optimizer is null; leave it out")
+    # torch caches meshes for the life of a process, and this one may have a process group already.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_dry_run, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
 
 
 def dry_run_config(config: EngineConfig, tokens: int) -> EngineConfig:
-    """Returns `config` as a fake step of micro-batches of `tokens` runs it."""
+    """Returns the config of a fake step of micro-batches of `tokens`."""
     return config.model_copy(
         update={"device": "cpu", "compile": False, "init_from_scratch": True, "max_tokens_per_mb": tokens}
     )
@@ -93,17 +93,17 @@ def fake_step(
     micro_batches: int,
     watch: Callable[[ArchonEngine], AbstractContextManager[object]] = lambda engine: nullcontext(),
 ) -> tuple[ArchonEngine, CollectiveRecorder]:
-    """Take a fake step in this process, which must belong to no group yet, within `watch` of the engine it is of."""
+    """Take a fake step within `watch(engine)`, in this process, which must not have a process group yet."""
     dims = parse_layout(config.layout).dims()
     if dims.world_size > 1:
         join_fake_group(rank, dims.world_size)
     recorder = FakeExecution(group_names(dims))
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         engine = ArchonEngine(config)
-        engine.initialize(total_steps=LONG)
+        engine.initialize(total_steps=TOTAL_STEPS)
         for module in engine.model.modules():
             if isinstance(module, Router):
-                module.register_forward_hook(_in_turn)
+                module.register_forward_hook(_round_robin)
         recorder.sums.clear()
         batch = documents(engine.args.vocab_size, tokens, micro_batches)
         with watch(engine):
@@ -112,8 +112,8 @@ def fake_step(
 
 
 def documents(vocab_size: int, tokens: int, micro_batches: int = 1) -> PackedBatch:
-    """What fills so many micro-batches of `tokens` exactly: documents of DOCUMENT tokens and one of the rest, every
-    token trained. Attention inside a document sends nothing, so that their length matters to nobody."""
+    """Returns documents that fill `micro_batches` of `tokens` exactly, of DOCUMENT tokens and one of the rest, every
+    token trained. Attention within a document sends nothing, so that their length does not matter."""
     rest = [tokens % DOCUMENT] if tokens % DOCUMENT else []
     lengths = torch.tensor(([DOCUMENT] * (tokens // DOCUMENT) + rest) * micro_batches)
     mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
@@ -126,35 +126,31 @@ def rank_report(engine: ArchonEngine, rank: int, step: Mapping[Traffic, Sum]) ->
     own = [local_tensor(parameter) for parameter in engine.model.parameters() if parameter.requires_grad]
     assert engine.optimizer is not None
     state = [local_tensor(x) for per in engine.optimizer.state.values() for x in per.values() if isinstance(x, Tensor)]
-    held = sum(map(_bytes, own))
+    parameter_bytes = sum(x.nbytes for x in own)
     stages: tuple[tuple[int, int], ...] = ((0, engine.args.n_layers),)
     if isinstance(engine.model, StagedModel):
         stages = tuple(engine.model.plan.layers[number] for number in engine.model.numbers)
-    # A gradient lies beside its parameter, in its dtype; a step count is no moment.
-    moments = sum(_bytes(x) for x in state if x.dim())
-    return RankReport(rank, stages, sum(x.numel() for x in own), held, held, moments, dict(sorted(step.items())))
+    moment_bytes = sum(x.nbytes for x in state if x.dim())  # a step count is a scalar
+    parameters, collectives = sum(x.numel() for x in own), dict(sorted(step.items()))
+    return RankReport(rank, stages, parameters, parameter_bytes, parameter_bytes, moment_bytes, collectives)
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _in_turn(router: Router, args: Any, output: Any) -> Any:
-    """Expert e for token t's choice j with e = t k + j, modulo the number of experts."""
+def _round_robin(router: Router, args: Any, output: Any) -> Any:
+    """Choose expert (t k + j) modulo the number of experts as the j-th of token t's k experts."""
     weights, experts, stats = output
     choices = torch.arange(experts.numel()).view(experts.shape) % router.gate.weight.shape[0]
     return weights, choices, stats
 
 
 class FakeExecution(CollectiveRecorder):
-    """Runs some operators for real, beneath a FakeTensorMode that takes the rest; counts collectives."""
+    """Runs operators of real tensors, below a FakeTensorMode that takes the others; counts collectives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._fused_adamw_.default:
-            return None  # it sends nothing, and laying out its thousands of arguments takes longer than all the rest
+            return None  # it sends nothing, and flattening its thousands of arguments takes longer than the whole step
         if DTensor in types:
-            return NotImplemented  # it comes back with its local tensors
+            return NotImplemented  # dispatched again with its local tensors
         self.record(func, args)
         flat = (x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,)))
         tensors = [x for x in flat if isinstance(x, Tensor)]
@@ -178,7 +174,7 @@ class FakeExecution(CollectiveRecorder):
 
 
 def _is_real(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a tensor made of nothing is real: on the meta device, where none has memory, and integers."""
+    """Whether a factory function makes a real tensor: on the meta device, which takes no memory, and of integers."""
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     if device is not None and device.type == "meta":
         return True
@@ -188,23 +184,23 @@ def _is_real(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _mirror(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective of a real tensor among ranks that all hold the same."""
+    """Returns the result of a collective of a real tensor among ranks that all hold the same."""
     if func.namespace == "c10d":
-        done = func(*args, **kwargs)  # nothing is sent
+        result = func(*args, **kwargs)  # sends nothing
         if func._opname == "allgather_":
             for out, x in zip(args[0], args[1], strict=True):
                 for part in out:
                     part.copy_(x)
         elif func._opname == "recv_":
-            args[0][0].fill_(1)  # stages ask each other whether shapes are known
+            args[0][0].fill_(1)  # stages exchange whether shapes are known
         elif func._opname == "broadcast_" and args[0][0].dtype == torch.uint8:
-            args[0][0].copy_(torch.tensor(list(b"{}".ljust(args[0][0].numel()))))  # what another stage tells: no metric
-        return done
+            args[0][0].copy_(torch.tensor(list(b"{}".ljust(args[0][0].numel()))))  # another stage's metrics: none
+        return result
     x, size = args[0], collective_group(args).size()
     if kind == "all_reduce":
         return x * size if args[1] == "sum" else x.clone()
     if kind == "all_to_all":
-        # Every rank sends this one what it sends itself.
+        # Every rank is assumed to send this one what it sends itself.
         x = x.split(args[2])[collective_group(args).rank()]
     elif kind != "all_gather":
         raise RuntimeError(f"the result of {func} cannot be predicted: it sends values, and a fake group sends none")
@@ -212,7 +208,7 @@ def _mirror(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grouped_shape(left: Tensor, right: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What a grouped product gives: torch's own rule knows bfloat16 alone."""
+    """Returns an empty result of a grouped product; torch's own shape function supports only bfloat16."""
     if right.dim() == 3:
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])

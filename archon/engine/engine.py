@@ -31,12 +31,10 @@ from archon.engine.state import (
     model_state,
     move_optimizer_state,
     optimizer_state,
-    own_value,
     rng_state,
     set_rng_state,
 )
-from archon.engine.token_split import TokenSplit
-from archon.engine.train_step import Batch, MicroBatchRunner, micro_batches, total_weight
+from archon.engine.train_step import Batch, BatchLoss, MicroBatchRunner, TokenSplit, micro_batches, total_weight
 from archon.engine.watchdog import stall_watch
 from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
@@ -54,7 +52,7 @@ from archon.parallel.pipeline_schedule import Pipeline
 from archon.parallel.process_group import join_process_group, limit_collectives
 from archon.parallel.ranks import Ranks
 from archon.parallel.resolve import ResolvedLayout, resolve_layout
-from archon.schema.config import EngineConfig
+from archon.schema.config import EngineConfig, OptimizerConfig
 from archon.schema.errors import CheckpointError, ConfigError
 
 SaveFormat = Literal["hf", "native"]
@@ -86,31 +84,30 @@ class ArchonEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.version = 0
-        """Which weights these are: the caller counts, the engine keeps the number with the weights."""
+        """The version of the weights; the caller counts it, the engine saves it with them."""
         self.step = 0
         """Calls of `train_batch` so far."""
         self.saver = Saver()
         self.stacks = Path("stacks")
-        """Where every rank's stacks are written, in rankN.txt, when a step takes longer than `config.stall_s`."""
+        """The folder of every rank's rankN.txt, its stacks when a step takes longer than `config.stall_s`."""
         self._skips = SkippedSteps()
         self._offloaded = False
-        # True within a sharded model's forward and backward: an error there leaves gathered weights and gradients
-        # behind that nothing clears, and training on would be wrong without a word.
+        # True during a sharded model's forward and backward: an error there leaves gathered weights and gradients that
+        # nothing clears, and further training would be silently wrong.
         self._failed_mid_step = False
 
-    if not TYPE_CHECKING:  # a checker would take every name for an attribute
+    if not TYPE_CHECKING:  # a type checker would accept every name as an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """What `initialize` makes is asked for before it has."""
+            """Raises ConfigError for what `initialize` makes, before it was called."""
             if name in type(self).__annotations__:
                 raise ConfigError(f"the engine has no {name} yet; call initialize() first")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def initialize(self, total_steps: int | None = None) -> None:
-        """Build on the meta device, parallelize, materialize, load; then make optimizer and schedule.
+        """Build the model on the meta device, parallelize, materialize and load it; then make optimizer and schedule.
 
-        `total_steps` is where a linear or cosine schedule ends. Everything that can be refused is refused before
-        memory is taken.
+        `total_steps` is where a linear or cosine schedule ends. Configurations are checked before memory is allocated.
         """
         config = self.config
         self.device = resolve_device(config.device)
@@ -137,9 +134,9 @@ class ArchonEngine:
         tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type)
         self.spec, self.args = spec, args
         # Routers count every token, and some frequencies depend on the length of a token's document.
-        alike = backend.supports_prefixed and not args.sizes.experts and not args.rope_scaling.depends_on_length
-        alone = dims.cp * dims.tp * dims.pp == 1 and not self.layout.compiled
-        self._share_prefixes = config.share_prefixes and alike and alone
+        shareable = backend.supports_prefixed and not args.sizes.experts and not args.rope_scaling.depends_on_length
+        unsplit = dims.context_and_model_parallel_size == 1 and not self.layout.compiled
+        self._share_prefixes = config.share_prefixes and shareable and unsplit
         self._sort_documents = backend.prefers_equal_lengths
         self._failed_mid_step = False
         self._runner: MicroBatchRunner | PipelineRunner
@@ -171,35 +168,28 @@ class ArchonEngine:
     def train_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
     ) -> dict[str, float]:
-        """One optimizer step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
+        """Takes one optimizer step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
 
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `micro_batches`, `loss_weight` (the
         denominator), `skipped` (1 when the gradient was not finite: then no weight or moment changed) and the loss
         function's metrics.
         """
+        optimizer, scheduler, config = self._require_optimizer()
         with stall_watch(self.stacks, self.config.stall_s):
-            return self._train_batch(batch, loss_fn, loss_weight_fn, temperature)
-
-    def _train_batch(
-        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
-    ) -> dict[str, float]:
-        optimizer = self._require_optimizer()
-        assert self.config.optimizer is not None and self.scheduler is not None
-        metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
-        finite = abs(metrics["grad_norm"]) < float("inf")
-        lr = self.scheduler.lr
-        if finite:
-            with phase("optimizer"):
-                clip_gradients(self.model.parameters(), metrics["grad_norm"], self.config.optimizer.max_grad_norm)
-                optimizer.step()
-            if self.config.router_bias_update_rate:
-                for load in self._runner.loads:
-                    load.update_biases(self.config.router_bias_update_rate, self.ranks)
-        optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self._skips.count(not finite, self.step, self.config.optimizer.max_skipped_in_a_row)
-        heap.trim_if_grown("training")
-        return metrics | {"lr": lr, "skipped": float(not finite)}
+            metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
+            finite = abs(metrics["grad_norm"]) < float("inf")
+            if finite:
+                with phase("optimizer"):
+                    clip_gradients(self.model.parameters(), metrics["grad_norm"], config.max_grad_norm)
+                    optimizer.step()
+                if self.config.router_bias_update_rate:
+                    for load in self._runner.loads:
+                        load.update_biases(self.config.router_bias_update_rate, self.ranks)
+            optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            self._skips.count(not finite, self.step, config.max_skipped_in_a_row)
+            heap.trim_if_grown("training")
+            return metrics | {"lr": scheduler.lr, "skipped": float(not finite)}
 
     def gradients(
         self,
@@ -210,89 +200,88 @@ class ArchonEngine:
         *,
         whole: bool = True,
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The gradients that `train_batch` would step with, before clipping; no weight changes. Every rank calls it.
+        """Computes the gradients of `train_batch`, before clipping; no weight changes. Every rank calls it.
 
-        Returns them by parameter name, tied ones once, of the parameters that this rank's pipeline stages hold, in the
-        masters' dtype: whole tensors, gathered from the ranks that share them, or with `whole=False` what this rank
-        holds, as a DTensor where it is sharded. Beside them `loss`, `grad_norm`, `tokens`, `micro_batches`,
-        `loss_weight` and the loss function's metrics.
+        Returns the gradients of the parameters in this rank's pipeline stages by name, tied ones once, in the masters'
+        dtype: whole tensors, gathered from the ranks that share them, or with `whole=False` this rank's, as DTensors
+        where they are sharded. Also returns `loss`, `grad_norm`, `tokens`, `micro_batches`, `loss_weight` and the loss
+        function's metrics.
         """
         metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
-        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         self.model.zero_grad(set_to_none=True)
-        return dict(whole_tensors(found.items())) if whole else found, metrics
+        return dict(whole_tensors(grads.items())) if whole else grads, metrics
 
     def _accumulate(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
     ) -> dict[str, float]:
-        """Leave the batch's gradients at the parameters. Returns what is known before the optimizer's step."""
+        """Accumulate the batch's gradients in the parameters. Returns the metrics before the optimizer's step."""
         packed, parts = self._split(batch)
         weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
+        batch_loss = BatchLoss(loss_fn, loss_weight_fn, weight, temperature)
         self.model.train()
         reduce_every = self.config.gradient_reduction == "per_microbatch"
         self.model.zero_grad(set_to_none=True)
         for load in self._runner.loads:
             load.clear()
         self._failed_mid_step = is_sharded(self.model)
-        loss, sums = self._runner.accumulate(parts, loss_fn, loss_weight_fn, weight, temperature, reduce_every)
+        sums = self._runner.accumulate(parts, batch_loss, reduce_every)
         self._failed_mid_step = False
         with phase("optimizer"):
             norm = self._gradient_norm()
-        metrics = self._runner.read(sums, {"grad_norm": norm}, loss=loss, tokens=torch.tensor(packed.n_tokens))
+        metrics = self._runner.read(sums, {"grad_norm": norm}, tokens=torch.tensor(packed.n_tokens))
         return metrics | {"micro_batches": float(len(parts)), "loss_weight": weight}
 
     def eval_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
     ) -> dict[str, float]:
-        """`loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
+        """Returns `loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
         packed, parts = self._split(batch)
         weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
         self.model.eval()
-        loss, sums = self._runner.evaluate(parts, loss_fn, weight, temperature)
-        metrics = self._runner.read(sums, loss=loss, tokens=torch.tensor(packed.n_tokens))
-        return metrics | {"loss_weight": weight}
+        sums = self._runner.evaluate(parts, BatchLoss(loss_fn, loss_weight_fn, weight, temperature))
+        return self._runner.read(sums, tokens=torch.tensor(packed.n_tokens)) | {"loss_weight": weight}
 
     def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
-        """log p of every token at `temperature`, or a critic's value before it: [B, S], or [T] for a `PackedBatch`.
+        """Returns log p of every token at `temperature`, or a critic's value before it: [B, S], or [T] for a
+        `PackedBatch`.
 
-        `only_trained` scores the tokens that `loss_mask` marks and leaves 0 elsewhere, for less work in the head.
+        `only_trained` scores only the tokens that `loss_mask` marks, 0 elsewhere, for less work in the head.
         """
         return self._score(batch, temperature, entropy=False, only_trained=only_trained)[0]
 
     def forward_with_entropy(
         self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As `forward_batch`, with the entropy (nats) of the distribution each token was drawn from."""
+        """As `forward_batch`, and the entropy (nats) of the distribution each token was drawn from."""
         if self.config.is_critic:
             raise ConfigError("a critic has no entropy; call forward_batch")
         logprobs, entropy = self._score(batch, temperature, entropy=True, only_trained=only_trained)
         return logprobs, entropy
 
     def step_lr_scheduler(self) -> None:
-        """Move the learning rate on to the next optimizer step."""
-        self._require_optimizer()
-        assert self.scheduler is not None
-        self.scheduler.step()
+        """Set the learning rate of the next optimizer step."""
+        self._require_optimizer()[1].step()
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """(native name, whole tensor) of every parameter, tied ones once, and of every balancing bias, in the masters'
-        dtype; of those that are sharded as many are gathered at a time as fit `bucket_bytes`, at least one."""
+        """Yields (native name, whole tensor) of every parameter, tied ones once, and of every balancing bias, in the
+        masters' dtype; sharded ones are gathered in buckets of `bucket_bytes`, at least one tensor each."""
         own, biases = dict(self.model.named_parameters()), expert_biases(self.model)
         if not isinstance(self.model, StagedModel):
             yield from whole_tensors(own.items(), bucket_bytes)
             yield from biases.items()
             return
         with torch.device("meta"):
-            of_all = expert_biases(self.spec.model_class(self.args))
-        # A head tied to the embedding is not among the adapter's shapes; it is the embedding.
-        shapes = self.adapter.native_shapes | {name: tuple(bias.shape) for name, bias in of_all.items()}
+            all_biases = expert_biases(self.spec.model_class(self.args))
+        # A tied head is not among the adapter's shapes; it is the embedding.
+        shapes = self.adapter.native_shapes | {name: tuple(bias.shape) for name, bias in all_biases.items()}
         dtype = next(iter(own.values())).dtype
         yield from staged_tensors(own | biases, shapes, self.ranks.pp, dtype, self.device, bucket_bytes)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor), gathered one by one: the source of every export.
+        """Yields (Hugging Face name, tensor), gathered one by one: the source of every export.
 
-        CheckpointError, on every rank, where a balancing bias is not 0.
+        Raises CheckpointError on every rank where a balancing bias is not 0.
         """
         require_zero_expert_biases(self.model, self.ranks.pp)
         for name, tensor in self.weights(bucket_bytes=0):
@@ -306,14 +295,14 @@ class ArchonEngine:
         asynchronous: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Write the weights, or everything; every rank calls it.
+        """Write the weights, or the whole state; every rank calls it.
 
         Args:
-            format: `hf` exports a Hugging Face checkpoint in any layout: shards, index, config and tokenizer, written
-                by rank 0 alone, which holds a shard at a time. `native` is a checkpoint of this engine's state beneath
-                `path` (see `archon.checkpoint.native`): each rank writes what it holds, and any layout can load it.
-            asynchronous: of `native`: copy to the CPU, and write while the training goes on. What goes wrong is
-                raised by the next save or by `wait_for_saves`.
+            format: `hf` exports a Hugging Face checkpoint from any layout: shards, index, config and tokenizer, written
+                by rank 0 alone, one shard in memory at a time. `native` saves this engine's state below `path` (see
+                `archon.checkpoint.native`): each rank writes its part, and any layout can load it.
+            asynchronous: for `native`: copy to the CPU, and write in the background. Errors are raised by the next save
+                or by `wait_for_saves`.
             dtype: of an `hf` export, by default the masters'.
         """
         if format == "native":
@@ -325,20 +314,17 @@ class ArchonEngine:
         if format != "hf":
             raise ConfigError(f"format must be 'hf' or 'native', got {format!r} (what was 'dcp' is 'native')")
         if asynchronous:
-            raise ConfigError(
-                "asynchronous saves belong to format='native'; an 'hf' export is written before save returns"
-            )
+            raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
         save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype)
 
     def wait_for_saves(self) -> None:
-        """Until the newest asynchronous save is on disk; raises what went wrong."""
+        """Wait until the newest asynchronous save is on disk; raises its error."""
         self.saver.wait()
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the weights by those of a checkpoint of the same model; optimizer and schedule stay.
+        """Load the weights of a checkpoint of the same model; optimizer and schedule stay. Every rank calls it.
 
-        It may be a Hugging Face checkpoint, with which balancing biases start at 0, or a native one of any layout and
-        dtype: then every rank calls it.
+        It may be a Hugging Face checkpoint, which sets balancing biases to 0, or a native one of any layout and dtype.
         """
         folder = find_checkpoint(path)
         if folder is None:
@@ -350,16 +336,15 @@ class ArchonEngine:
             load_model_state(self.model, state["engine"]["model"], self._known_names(), any_dtype=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a bitwise resume needs: weights, moments, schedule, random generators, step, version.
+        """Returns everything a bitwise resume needs: weights, moments, schedule, random generators, step, version.
 
-        Of what is spread over ranks each has its own parts. Tensors are the live ones, as in PyTorch: store or copy
-        them before the next step.
+        Each rank has its own part of sharded tensors. They are not copies, as in PyTorch: store or copy them before the
+        next step.
         """
         self._check_usable()
-        alone = self.parallel_dims.world_size == 1
         state = {
             "model": model_state(self.model),
-            "rng": rng_state() if alone else PerRank((rng_state(),)),
+            "rng": rng_state() if self.parallel_dims.world_size == 1 else PerRank((rng_state(),)),
             "layout": str(self.layout),
             "step": self.step,
             "version": self.version,
@@ -371,11 +356,10 @@ class ArchonEngine:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict` into an initialized engine of the same config; `CheckpointError` names what does not
-        match.
+        """Load a `state_dict` into an initialized engine of the same config. Raises CheckpointError for a mismatch.
 
-        A state from a checkpoint may be of any layout. Each rank's random generators go on where the layout is the
-        same; in another one all of them start from rank 0's.
+        A state from a checkpoint may be of any layout. Each rank's random generators continue in the same layout; in
+        another one all of them start from rank 0's.
         """
         self._check_usable()
         if (self.optimizer is None) != ("optimizer" not in state):
@@ -389,21 +373,23 @@ class ArchonEngine:
             self.scheduler.load_state_dict(state["scheduler"])
             self._skips.total = int(state["skipped_steps"])
         self.step, self.version = int(state["step"]), int(state["version"])
-        same = state.get("layout") == str(self.layout)
-        rank = torch.distributed.get_rank() if self.parallel_dims.world_size > 1 else 0
-        set_rng_state(read_all(own_value(state["rng"], rank, same)))
+        rng = state["rng"]
+        if isinstance(rng, PerRank):
+            same = state.get("layout") == str(self.layout) and len(rng.values) > 1
+            rng = rng.values[torch.distributed.get_rank() if same else 0]
+        set_rng_state(read_all(rng))
 
     def _known_names(self) -> list[str]:
-        """What a state of the whole model holds, where this rank has a part of its layers."""
+        """Returns the names in a state of the whole model; none where this rank holds all layers."""
         if isinstance(self.model, BaseArchonModel):
             return []
         with torch.device("meta"):
             return list(model_state(self.spec.model_class(self.args)))
 
     def offload(self) -> None:
-        """Free the device: gradients are dropped, parameters and optimizer state move to the CPU.
+        """Free the device: drop gradients, move parameters and optimizer state to the CPU.
 
-        On a CPU only the gradients go. Until `onload` the engine refuses to run or save its state.
+        Until `onload` the engine refuses to run or save its state.
         """
         self._move(torch.device("cpu"))
         self._offloaded = True
@@ -424,7 +410,7 @@ class ArchonEngine:
             torch.cuda.empty_cache()
 
     def _gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient as it stands, a scalar on the device, the same on every rank."""
+        """Returns the norm of the whole model's gradient, a scalar on the device, the same on every rank."""
         parameters = dict(self.model.named_parameters())
         if self.adapter.is_tied and self.parallel_dims.pp_enabled:
             parameters.pop("output.weight", None)  # the first stage counts the matrix that the last one shares
@@ -432,14 +418,14 @@ class ArchonEngine:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps of those so far whose gradient was not finite, so that no weight changed."""
+        """The number of steps so far that changed no weight, because their gradient was not finite."""
         return self._skips.total
 
     @property
     def whole_model(self) -> BaseArchonModel:
-        """The model, where this rank holds all of its layers; ConfigError in a pipeline."""
+        """The model, if this rank holds all of its layers. Raises ConfigError in a pipeline."""
         if not isinstance(self.model, BaseArchonModel):
-            raise ConfigError(f"layout {self.config.layout}: a rank of a pipeline holds a part of the model's layers")
+            raise ConfigError(f"layout {self.config.layout}: a pipeline's rank holds only a part of the model's layers")
         return self.model
 
     def _split(self, batch: Batch) -> tuple[Any, list[Any]]:
@@ -453,8 +439,8 @@ class ArchonEngine:
                 sort=self._sort_documents,
             )
 
-        # A rank that refused its batch alone would leave the others waiting in a collective, or, where its caller goes
-        # on to the next batch, adding up two batches.
+        # If only one rank refused its batch, the others would wait in a collective, or mix two batches if its caller
+        # continued with the next.
         return self.ranks.require_on_all(prepare, self.device)
 
     def _score(self, batch: Batch, temperature: float, *, entropy: bool, only_trained: bool) -> list[Tensor]:
@@ -466,16 +452,16 @@ class ArchonEngine:
             return columns
         return [unpack(packed, column, batch["input_ids"].shape) for column in columns]
 
-    def _require_optimizer(self) -> Optimizer:
-        if self.optimizer is None:
+    def _require_optimizer(self) -> tuple[Optimizer, LRSchedule, OptimizerConfig]:
+        if self.optimizer is None or self.scheduler is None or self.config.optimizer is None:
             raise ConfigError("this engine was configured without an optimizer (optimizer: null), so it cannot train")
-        return self.optimizer
+        return self.optimizer, self.scheduler, self.config.optimizer
 
     def _check_usable(self) -> None:
         if self._offloaded:
             raise ConfigError("the engine is offloaded; call onload() first")
         if self._failed_mid_step:
             raise ConfigError(
-                "an error ended an earlier train_batch half way, and its gradients cannot be taken back; "
+                "an error interrupted an earlier train_batch, and its gradients cannot be undone; "
                 "call initialize() and load the last checkpoint"
             )

@@ -1,8 +1,8 @@
-"""Memory that grows without being used, where every batch has another shape.
+"""Returns unused heap memory to the system, which grows when every batch has another shape.
 
-glibc returns only what is free at its heap's end, and so many tensors of so many sizes leave holes before it. And
-oneDNN, which multiplies matrices on a CPU, keeps what it made ready for each shape that it met, a thousand of them, in
-bfloat16 some half a mebibyte each, and PyTorch as many again for each thread.
+glibc returns only free memory at its heap's end, and tensors of many sizes leave holes before it. And oneDNN, which
+multiplies matrices on a CPU, caches up to a thousand primitives by shape, in bfloat16 about half a mebibyte each, and
+PyTorch as many for each thread.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import mmap
 from collections.abc import Callable
 from pathlib import Path
 
-# A process may hold so much more than its steps need, before its heap is trimmed. Looking takes some microseconds,
-# trimming some tens of milliseconds, and some hundreds until the pages of a large step have been provided anew.
-GROWTH, LEAST_BYTES = 1.25, 64 << 20
+# A process may hold GROWTH times what its steps need, plus EXTRA_BYTES, before its heap is trimmed. A check takes some
+# microseconds, trimming tens of milliseconds, and faulting in the pages of a large step again hundreds.
+GROWTH, EXTRA_BYTES = 1.25, 64 << 20
 
-# What may be held now; by work, what was held when its step had the heap trimmed, until its next step.
+# The bytes that may be held now; and by kind of work, the bytes held before its last trim, until its next step.
 _allowed = 0.0
 _held_before: dict[str, int] = {}
 
 
 def trim_if_grown(work: str) -> bool:
-    """Return the heap's free pages to the system, if this process holds a quarter more than its steps need.
+    """Return the heap's free pages to the system if this process holds a quarter more than its steps need.
 
-    Called after a step of `work`; does nothing where the C library cannot. What is held after the step that had the
-    heap trimmed, and again after the next of the same work, is what a step needs. Returns whether it was trimmed.
+    Called after a step of `work`; no effect without glibc. A step needs what is held both after the step that trimmed
+    the heap and after the next one of the same work. Returns whether the heap was trimmed.
     """
     global _allowed
     trim = _malloc_trim()
@@ -44,7 +44,7 @@ def trim_if_grown(work: str) -> bool:
 
 
 def _with_growth(held: int) -> float:
-    return GROWTH * held + LEAST_BYTES
+    return GROWTH * held + EXTRA_BYTES
 
 
 def _resident_bytes() -> int:
@@ -53,7 +53,7 @@ def _resident_bytes() -> int:
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's, on Linux; None elsewhere."""
+    """Returns glibc's function on Linux; None elsewhere."""
     try:
         _resident_bytes()
         function = ctypes.CDLL(None).malloc_trim

@@ -1,9 +1,9 @@
-"""Losses of the engine and the few sums that every loss needs. Pure functions of tensors.
+"""Losses of the engine and the sums that losses need. Pure functions of tensors.
 
-A loss function takes what the model computed for a micro-batch, in the alignment of `archon.engine.batch` (index t
-speaks of predicting token t + 1), and returns the *sum* over its unit, never a mean; its weight function counts those
-units. The engine divides the sum over all micro-batches by the count over all micro-batches, so that neither
-padding, nor packing, nor the number of micro-batches changes a gradient.
+A loss function takes the model's outputs for a micro-batch, in the alignment of `archon.engine.batch` (index t is about
+predicting token t + 1), and returns the *sum* over its unit, never a mean; its weight function counts those units. The
+engine divides the sum over all micro-batches by the count over all micro-batches, so that neither padding, nor packing,
+nor the number of micro-batches changes a gradient.
 """
 
 from __future__ import annotations
@@ -17,34 +17,33 @@ from torch import Tensor
 from archon.engine.batch import PackedBatch
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
-"""Name to (sum, count), both scalars; the engine adds them up over micro-batches and reports sum / count."""
+"""Name to (sum, count), both scalars; the engine adds them over micro-batches and reports sum / count."""
 
 LossWeightFn = Callable[[PackedBatch], Tensor]
-"""The number of units that the loss function summed over in a micro-batch; it runs on the CPU, before the model
-does."""
+"""Counts the units that the loss function sums over in a micro-batch; runs on the CPU, before the model."""
 
 
 @runtime_checkable
 class WeightedTokenLoss(Protocol):
-    """A loss that is Σ -w_t log p_t with weights known beforehand: the head may fuse it and keep no log p for
+    """A loss Σ -w_t log p_t with weights known before the forward: the head can fuse it and keep no log p for
     autograd."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]: ...
 
     def token_weights(self, mb: PackedBatch) -> Tensor:
-        """w, float [T]."""
+        """Returns w, float [T]."""
         ...
 
     def metrics(self, logprobs: Tensor, mb: PackedBatch) -> Metrics:
-        """What `__call__` gives besides the loss."""
+        """Returns the metrics of `__call__`."""
         ...
 
 
 LossFn = Callable[[Tensor, Tensor | None, PackedBatch], Tensor | tuple[Tensor, Metrics]] | WeightedTokenLoss
 """(logprobs [T], entropy [T] or None, micro-batch) to a scalar sum, with metrics or without.
 
-A critic's loss gets values [T] in place of logprobs, and None for the entropy. An attribute `needs_entropy = False`
-spares the head from computing entropies.
+A critic's loss gets values [T] instead of logprobs, and None for the entropy. With an attribute `needs_entropy = False`
+the head computes no entropies.
 """
 
 
@@ -60,28 +59,28 @@ class CrossEntropyLoss:
         return mb["loss_mask"].float()
 
     def metrics(self, logprobs: Tensor, mb: PackedBatch) -> Metrics:
-        """`token_prob`: mean probability of the right token."""
+        """Returns `token_prob`, the mean probability of the correct token."""
         return {"token_prob": masked_sum(logprobs.detach().exp(), mb["loss_mask"])}
 
 
 def loss_token_count(mb: PackedBatch) -> Tensor:
-    """The number of trained tokens: the weight of every token-mean loss."""
+    """Returns the number of trained tokens: the weight of every token-mean loss."""
     return mb["loss_mask"].sum()
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of values [T] over the tokens where mask [T] is not 0, and their number: a metric pair."""
+    """Returns the sum of values [T] over the tokens where mask [T] is not 0, and their number: a metric pair."""
     kept = mask != 0
     return torch.where(kept, values, 0).sum(), kept.sum()
 
 
 def document_ids(mb: PackedBatch) -> Tensor:
-    """The index [T] of each token's document in the micro-batch, on its device and without waiting for it."""
+    """Returns the index [T] of each token's document in the micro-batch, on its device, without synchronization."""
     lengths = mb.cu_seqlens.diff().long()
     ids = torch.arange(mb.n_documents, device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=mb.n_tokens)
 
 
 def document_sums(values: Tensor, mb: PackedBatch) -> Tensor:
-    """Sum of values [T] over each document, [B], with gradient: what sequence-level losses are built from."""
+    """Returns the sum of values [T] over each document, [B], with gradient, for sequence-level losses."""
     return values.new_zeros(mb.n_documents).index_add(0, document_ids(mb), values)

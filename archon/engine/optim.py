@@ -1,4 +1,4 @@
-"""AdamW, gradient clipping and learning-rate schedules: all that happens between a gradient and a new weight."""
+"""AdamW, gradient clipping and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -23,36 +23,31 @@ require_parts("gradient clipping", PARTS)
 
 logger = logging.getLogger(__name__)
 
-# Elements whose squares a CPU may sum in float32: torch adds them one after the other, and the norm of 26 million comes
-# out 0.1 % too small.
-NORM_PIECE = 2**14
+# Elements whose squares a CPU may sum in float32: torch adds them sequentially, and the norm of 26 million is 0.1 % too
+# small.
+NORM_CHUNK = 2**14
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW [Loshchilov & Hutter 2019, algorithm 2] with weight decay on matrices only.
+    """Returns AdamW [Loshchilov & Hutter 2019, algorithm 2] with weight decay on matrices only.
 
-    One fused kernel a group: on a CPU it takes a fifth of the time of the plain loop and a tenth of `foreach`, which
-    walks memory once an operation.
+    It runs one fused kernel a group: on a CPU in a fifth of the time of the plain loop and a tenth of `foreach`, which
+    passes through memory once an operation.
     """
     decayed, plain = decay_groups(model)
     groups: dict[Any, dict[str, Any]] = {}
     for parameters, decay in ((decayed, config.weight_decay), (plain, 0.0)):
         for parameter in parameters:
-            # One kernel takes parameters of one mesh, and experts have another than the rest.
+            # One kernel takes parameters of one mesh, and experts have a mesh of their own.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             group = groups.setdefault((decay, mesh), {"params": [], "weight_decay": decay})
             group["params"].append(parameter)
-    return AdamW(
-        list(groups.values()),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    betas = (config.beta1, config.beta2)
+    return AdamW(list(groups.values()), lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters that weight decay applies to, and those it does not: norms, biases, embeddings.
+    """Returns the trainable parameters with weight decay, and those without: norms, biases, embeddings.
 
     A tied output matrix is the embedding, so it is not decayed. Each parameter appears once.
     """
@@ -71,10 +66,10 @@ def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: Group | None = None) -> Tensor:
-    """Euclidean norm of the whole model's gradient, a float64 scalar, the same on every rank.
+    """Returns the Euclidean norm of the whole model's gradient, a float64 scalar, the same on every rank.
 
-    The squares of a sharded gradient are summed over the ranks that hold its shards, and over no rank that holds a
-    copy: experts, dense weights and replicas each have ranks of their own. `stages` are the ranks of a pipeline.
+    The squares of a gradient are summed over the ranks that hold its shards, which differ for experts and dense
+    weights, and not over replicas. `stages` are the ranks of a pipeline.
     """
     by_ranks: dict[tuple[Group, ...], list[Tensor]] = {}
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -82,21 +77,16 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: Group | None = Non
         by_ranks.setdefault(_holders(grad), []).append(local_tensor(grad))
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
     for groups, parts in by_ranks.items():
-        pieces = [piece for part in parts for piece in _pieces(part)]
-        squares = torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+        chunks = [x for part in parts for x in (part.flatten().split(NORM_CHUNK) if part.is_cpu else (part,))]
+        squares = torch.stack(torch._foreach_norm(chunks)).double().square().sum()
         for group in groups:
             squares = all_reduce(squares, group)
         total += squares
     return (total if stages is None else all_reduce(total, stages)).sqrt()
 
 
-def _pieces(part: Tensor) -> tuple[Tensor, ...]:
-    """What is summed in float32 at a time."""
-    return part.flatten().split(NORM_PIECE) if part.device.type == "cpu" else (part,)
-
-
 def _holders(grad: Tensor) -> tuple[Group, ...]:
-    """The groups over which a gradient is sharded."""
+    """Returns the groups over which a gradient is sharded."""
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh
@@ -106,8 +96,7 @@ def _holders(grad: Tensor) -> tuple[Group, ...]:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float | None) -> None:
-    """Scale every gradient by max_norm / norm where the whole model's `norm` exceeds `max_norm` [Pascanu et al.
-    2013]."""
+    """Scale every gradient by max_norm / norm if the whole model's `norm` exceeds `max_norm` [Pascanu et al. 2013]."""
     if max_norm is None or norm <= max_norm:
         return
     grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
@@ -115,20 +104,20 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
 
 
 class SkippedSteps:
-    """Counts the steps whose gradient was not finite, and stops a run that has too many of them in a row."""
+    """Counts the steps skipped because their gradient was not finite, and stops a run after too many in a row."""
 
     def __init__(self) -> None:
         self.total = 0
         self._in_a_row = 0
 
-    def count(self, skipped: bool, step: int, most_in_a_row: int) -> None:
-        """After step number `step`; UserError when it is the `most_in_a_row`-th skipped one running."""
+    def count(self, skipped: bool, step: int, max_in_a_row: int) -> None:
+        """Record step number `step`. Raises UserError if it is the `max_in_a_row`-th skipped one in a row."""
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped:
             return
         self.total += 1
         logger.warning("step %d skipped: its gradient norm is not finite (%d so far)", step, self.total)
-        if self._in_a_row >= most_in_a_row:
+        if self._in_a_row >= max_in_a_row:
             raise UserError(
                 f"the gradient norm was not finite in {self._in_a_row} steps in a row, up to step {step}; "
                 "lower optimizer.lr, or look for infinite values in the data or the weights"
@@ -136,7 +125,7 @@ class SkippedSteps:
 
 
 def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerConfig) -> float:
-    """Share of the peak learning rate that optimizer step `step` (from 0) uses.
+    """Returns the share of the peak learning rate that optimizer step `step` (from 0) uses.
 
     Warm-up of w steps: (step + 1) / w, from just above 0 to 1 at step w - 1, so no step is wasted at 0. Afterwards,
     with p = (step - w) / (total - w) capped at 1 and r = `min_lr_ratio`: constant 1; linear 1 - (1 - r) p; cosine r +
@@ -154,7 +143,7 @@ def learning_rate_factor(step: int, total_steps: int | None, config: SchedulerCo
 
 
 def check_schedule(config: SchedulerConfig, total_steps: int | None) -> None:
-    """Refuse a decaying schedule without an end, or with no step left between warm-up and end."""
+    """Raises ConfigError for a decaying schedule without an end, or without a step between warm-up and end."""
     if config.kind == "constant":
         return
     if total_steps is None:
@@ -167,7 +156,7 @@ def check_schedule(config: SchedulerConfig, total_steps: int | None) -> None:
 
 
 class LRSchedule:
-    """Sets the learning rate of an optimizer by `learning_rate_factor`; `step` moves on to the next optimizer step."""
+    """Sets the learning rate of an optimizer by `learning_rate_factor`; call `step` after each optimizer step."""
 
     def __init__(self, optimizer: Optimizer, peak_lr: float, config: SchedulerConfig, total_steps: int | None) -> None:
         check_schedule(config, total_steps)

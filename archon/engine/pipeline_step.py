@@ -1,8 +1,9 @@
-"""One pass over a batch when the model is cut into pipeline stages: the interface of `train_step.MicroBatchRunner`."""
+"""Runs the micro-batches of a batch through pipeline stages, with the interface of `train_step.MicroBatchRunner`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archon.engine.batch import PackedBatch
-from archon.engine.loss import LossFn, LossWeightFn
 from archon.engine.router_balance import RouterLoad
-from archon.engine.token_split import TokenSplit
-from archon.engine.train_step import MetricSums, MicroBatchRunner, resharded_afterwards
+from archon.engine.train_step import BatchLoss, MetricSums, MicroBatchRunner, TokenSplit
 from archon.parallel.comm import Group
 from archon.parallel.control_plane import ControlPlane
-from archon.parallel.fsdp import local_tensor
+from archon.parallel.fsdp import local_tensor, reshard
 from archon.parallel.phase import phase
 from archon.parallel.pipeline import SPLIT_BACKWARD, StagedModel
 from archon.parallel.pipeline_schedule import Pipeline
@@ -26,75 +25,38 @@ from archon.parallel.ranks import SOLO, Ranks
 class PipelineRunner:
     """Runs micro-batches through a pipeline; its last stage applies the loss.
 
-    All micro-batches of a batch are padded to the tokens of the longest, since stages pass tensors of one shape; a
-    schedule that wants more micro-batches than there are is given idle ones, of which nothing is scored.
+    All micro-batches of a batch are padded to the longest, since stages send tensors of one shape. A schedule that
+    needs more micro-batches than there are is given idle ones, which are not scored.
     """
 
     def __init__(
         self, model: StagedModel, device: torch.device, tokens: TokenSplit, is_critic: bool, pipeline: Pipeline
     ) -> None:
         self.model, self.device, self.tokens, self.pipeline = model, device, tokens, pipeline
-        # Each stage's own runner, given a share of tokens and, but for the first, hidden states in their place.
+        self.ranks = tokens.ranks
         self.stages = {
             number: MicroBatchRunner(stage, device, tokens, is_critic, RouterLoad(stage))  # type: ignore[arg-type]
             for number, stage in zip(model.numbers, model.stages, strict=True)
         }
+        self.loads = [stage.load for stage in self.stages.values()]
         self.last_stage = model.plan.n_stages - 1
         self.last_rank = model.plan.rank_of(self.last_stage)
-        self._plane = ControlPlane.of_group(tokens.ranks.pp, device)
-        self._tie = _tied_group(model, tokens.ranks, device)
+        self.is_last = self.last_stage in self.stages
+        self._plane = ControlPlane.of_group(self.ranks.pp, device)
+        self._tied_ranks = _tied_group(model, self.ranks, device)
 
-    @property
-    def ranks(self) -> Ranks:
-        return self.tokens.ranks
-
-    @property
-    def loads(self) -> list[RouterLoad]:
-        """As `MicroBatchRunner.loads`, one for each stage of this rank."""
-        return [stage.load for stage in self.stages.values()]
-
-    @property
-    def is_last(self) -> bool:
-        return self.last_stage in self.stages
-
-    def accumulate(
-        self,
-        parts: Sequence[PackedBatch],
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn,
-        denominator: float,
-        temperature: float,
-        reduce_every: bool,
-    ) -> tuple[Tensor, MetricSums]:
-        """As `MicroBatchRunner.accumulate`; loss and metrics are whole on the last stage's ranks, elsewhere empty."""
-        total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
-
-        def finish(runner: MicroBatchRunner, mb: PackedBatch) -> Tensor:
-            loss, extra = runner.loss(mb, loss_fn, temperature, fuse=self.model.plan.schedule not in SPLIT_BACKWARD)
-            loss = loss / denominator
-            total.add_(loss.detach())
-            metrics.add(extra)
-            return loss
-
-        self._run(self.pipeline.backward, parts, finish)
+    def accumulate(self, parts: Sequence[PackedBatch], loss: BatchLoss, reduce_every: bool) -> MetricSums:
+        """As `MicroBatchRunner.accumulate`; the sums are empty except on the last stage's ranks."""
+        sums, fuse = MetricSums(self.device), self.model.plan.schedule not in SPLIT_BACKWARD
+        self._run(self.pipeline.backward, parts, lambda runner, mb: runner.loss(mb, loss, sums, fuse=fuse))
         self._reduce_tied()
-        return total, metrics
+        return sums
 
-    def evaluate(
-        self, parts: Sequence[PackedBatch], loss_fn: LossFn, denominator: float, temperature: float
-    ) -> tuple[Tensor, MetricSums]:
-        """As `MicroBatchRunner.evaluate`, on the last stage's ranks."""
-        total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
-
-        def finish(runner: MicroBatchRunner, mb: PackedBatch) -> Tensor:
-            loss, extra = runner.loss(mb, loss_fn, temperature)
-            total.add_(loss / denominator)
-            metrics.add(extra)
-            return total
-
-        with resharded_afterwards(self.model):
-            self._run(self.pipeline.forward, parts, finish)
-        return total, metrics
+    def evaluate(self, parts: Sequence[PackedBatch], loss: BatchLoss) -> MetricSums:
+        """As `MicroBatchRunner.evaluate`; the sums are empty except on the last stage's ranks."""
+        sums = MetricSums(self.device)
+        self._run(self.pipeline.forward, parts, lambda runner, mb: runner.loss(mb, loss, sums))
+        return sums
 
     def scores(
         self, parts: Sequence[PackedBatch], temperature: float, entropy: bool, only_trained: bool
@@ -106,8 +68,7 @@ class PipelineRunner:
             results.append(runner.score(mb, temperature, entropy, only_trained))
             return mb.tokens
 
-        with resharded_afterwards(self.model):
-            self._run(self.pipeline.forward, parts, finish)
+        self._run(self.pipeline.forward, parts, finish)
         first = results[0][0] if results else None
         dtype, columns = self._plane.broadcast_json(
             lambda: None if first is None else [str(first.dtype).removeprefix("torch."), len(results[0])],
@@ -122,8 +83,10 @@ class PipelineRunner:
                 dist.broadcast(column, group=self.ranks.pp.process_group, group_src=self.last_rank)
         return results
 
-    def read(self, sums: MetricSums, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
-        """As `MetricSums.read`, on every rank: the last stage's ranks tell the others, also what went wrong there."""
+    def read(
+        self, sums: MetricSums, replicated: Mapping[str, Tensor] | None = None, **scalars: Tensor
+    ) -> dict[str, float]:
+        """As `MetricSums.read`; the last stage's ranks broadcast the result or their error."""
         values: Any = None
         error: RuntimeError | None = None
         if self.is_last:
@@ -134,7 +97,7 @@ class PipelineRunner:
         values = self._plane.broadcast_json(lambda: values, self.last_rank)
         if isinstance(values, str):
             raise error or RuntimeError(values)
-        return values | {name: float(value) for name, value in (alike or {}).items()}
+        return values | {name: float(value) for name, value in (replicated or {}).items()}
 
     def _run(
         self,
@@ -142,17 +105,18 @@ class PipelineRunner:
         parts: Sequence[PackedBatch],
         finish: Callable[[MicroBatchRunner, PackedBatch], Tensor],
     ) -> None:
-        """All micro-batches through the pipeline, `finish` being what the last stage does with each but the idle ones,
-        which take part in every collective and in nothing else."""
+        """Run all micro-batches through the pipeline; the last stage calls `finish` with each but the idle ones, which
+        only take part in collectives."""
         count = self.ranks.all_reduce_max(len(parts), self.device)
-        count = self.model.plan.micro_batches(count) if through == self.pipeline.backward else count
-        least = max(self.tokens.rows(mb.lengths) for mb in parts)
+        trains = through == self.pipeline.backward
+        count = self.model.plan.micro_batches(count) if trains else count
+        min_tokens = max(self.tokens.rows(mb.lengths) for mb in parts)
         batches = [mb.to(self.device) for mb in parts]
 
         def run(stage: int, index: int, hidden: Tensor | None) -> Tensor:
             idle = index >= len(batches)
-            mb, runner = batches[0 if idle else index], self.stages[stage]
-            runner = runner.with_input(hidden, least)
+            mb = batches[0 if idle else index]
+            runner = replace(self.stages[stage], input=hidden, min_tokens=min_tokens)
             with phase("forward"):
                 if stage < self.last_stage:
                     out = runner.hidden(mb)
@@ -162,11 +126,15 @@ class PipelineRunner:
                 runner.load.add()
             return out
 
-        through(run, count, least // self.ranks.tp.size)
+        try:
+            through(run, count, min_tokens // self.ranks.tp.size)
+        finally:
+            if not trains:
+                reshard(self.model)
 
     def _reduce_tied(self) -> None:
-        """First and last stage each found a part of the gradient of the one matrix they both hold."""
-        if self._tie is None:
+        """Sum the gradients of a tied matrix, of which the first and the last stage each have a term."""
+        if self._tied_ranks is None:
             return
         named = dict(self.model.named_parameters())
         own = [named[name] for name in ("tok_embeddings.weight", "output.weight") if name in named]
@@ -174,14 +142,14 @@ class PipelineRunner:
             return
         grads = [local_tensor(p.grad) for p in own if p.grad is not None]
         total = torch.stack(grads).sum(0)
-        if self._tie.size > 1:
-            dist.all_reduce(total, group=self._tie.process_group)
+        if self._tied_ranks.size > 1:
+            dist.all_reduce(total, group=self._tied_ranks.process_group)
         for grad in grads:
             grad.copy_(total)
 
 
 def _tied_group(model: StagedModel, ranks: Ranks, device: torch.device) -> Group | None:
-    """The ranks of a pipeline that hold the embedding and the head of a tied model; None for an untied one."""
+    """Returns the ranks of a pipeline that hold the embedding and the head of a tied model; None for an untied one."""
     args: Any = model.stages[0].args
     if not args.tie_word_embeddings or args.is_critic:
         return None

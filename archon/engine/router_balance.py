@@ -1,5 +1,5 @@
-"""Bias-based balancing of experts (Wang et al. 2024, arXiv:2408.15664): after each step, experts that were chosen less
-than the mean become easier to choose, and the others harder."""
+"""Bias-based balancing of experts (Wang et al. 2024, arXiv:2408.15664): after each step, the bias of experts with less
+load than the mean rises, and that of the others falls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
+from archon.parallel.comm import all_reduce
 from archon.parallel.ranks import Ranks
 
 
@@ -22,8 +23,7 @@ class RouterLoad:
         self._counts = None
 
     def add(self) -> None:
-        """Count what the model's last forward chose, padding left out. Forwards that are recomputed do not come
-        here."""
+        """Count the choices of the model's last forward, without padding. Not called for recomputed forwards."""
         if not self.model.router_stats:
             return
         counts = torch.stack([stats.counts.detach() for stats in self.model.router_stats]).double()
@@ -31,10 +31,12 @@ class RouterLoad:
 
     @torch.no_grad()
     def update_biases(self, rate: float, ranks: Ranks) -> None:
-        """bias += rate * sign(mean count - count), with the counts of all ranks that hold tokens of these layers; in
-        place, and the same on every rank."""
+        """Add rate * sign(mean count - count) to the biases, in place. Counts are summed over the ranks that hold these
+        layers' tokens, which keeps their biases equal."""
         if self._counts is None:
             return
-        counts = ranks.sum(self._counts, (ranks.dp, ranks.cp, ranks.tp))
+        counts = self._counts
+        for group in (ranks.dp, ranks.cp, ranks.tp):
+            counts = all_reduce(counts, group)
         for bias, own in zip(expert_biases(self.model).values(), counts, strict=True):
             bias += rate * torch.sign(own.mean() - own)

@@ -1,4 +1,4 @@
-"""The state of a training run as nested dictionaries of tensors and plain values, which need no pickle to be stored."""
+"""The state of a training run as nested dictionaries of tensors and plain values, which can be saved without pickle."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from archon.checkpoint.safetensors_file import LazyTensor, full_region
-from archon.checkpoint.state_tree import PerRank, Shard, select_region
+from archon.checkpoint.state_tree import Shard, select_region
 from archon.models.layers.moe import expert_biases
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.pipeline import StagedModel
 from archon.schema.errors import CheckpointError
 
 EMBEDDING = "tok_embeddings.weight"
+NUMPY_STATE = ("kind", "keys", "position", "has_gauss", "cached")
 
 
 def held(tensor: Tensor) -> Tensor | Shard:
-    """What this rank holds of a parameter or a moment, with its place in the whole: the live memory, not a copy."""
+    """Returns this rank's part of a parameter or a moment, with its region of the whole; not a copy."""
     region = own_part(tensor)
     local = local_tensor(tensor.detach())
     return local if region == full_region(tensor.shape) else Shard(local, tuple(tensor.shape), region)
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor | Shard]:
-    """Every parameter that this rank holds a part of, by name, tied ones once as the embedding, and the routers'
-    balancing biases: the live tensors, not copies."""
+    """Returns this rank's part of every parameter, by name, tied ones once as the embedding, and of the routers'
+    balancing biases; not copies."""
     return {_source(model, name): held(tensor) for name, tensor in _tensors(model).items()}
 
 
@@ -43,8 +44,8 @@ def load_model_state(
     *,
     any_dtype: bool = False,
 ) -> None:
-    """Copy tensors into the parameters of the same names, of each the part that this rank holds; `CheckpointError`
-    unless names and shapes are exactly the model's, and the dtypes too unless `any_dtype`.
+    """Copy this rank's part of each tensor into the parameter of the same name. Raises CheckpointError unless names and
+    shapes are exactly the model's, and dtypes too unless `any_dtype`.
 
     `known` are the names that a pipeline's other ranks hold.
     """
@@ -63,7 +64,7 @@ def load_model_state(
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor | Shard]]:
-    """Moments and step count by parameter name: live tensors; empty before the first step."""
+    """Returns moments and step count by parameter name, not copies; empty before the first step."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         _source(model, names[id(parameter)]): {key: held(value) for key, value in values.items()}
@@ -78,8 +79,7 @@ def load_optimizer_state(
     state: Mapping[str, Mapping[str, Tensor | Shard | LazyTensor]],
     known: Collection[str] = (),
 ) -> None:
-    """Copy moments and step counts to the parameters of the same names; an empty state is that of before the first
-    step."""
+    """Copy moments and step counts to the parameters of the same names; an empty state resets the optimizer."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer.state.clear()
     if not state:
@@ -105,13 +105,12 @@ def load_optimizer_state(
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a state of the model is made of."""
+    """Returns the tensors of a model's state by name."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | expert_biases(model)
 
 
 def _source(model: nn.Module, name: str) -> str:
-    """The name under which a state has it: a pipeline's second copy of the embedding, the head of its last stage that
-    is tied to it, is the embedding."""
+    """Returns a tensor's name in a state: a tied head in a pipeline's last stage is a copy of the embedding."""
     tied = isinstance(model, StagedModel) and any(getattr(module, "tied", False) for module in model.modules())
     return EMBEDDING if tied and name == "output.weight" else name
 
@@ -121,34 +120,27 @@ def _dtype(value: Tensor | Shard | LazyTensor) -> torch.dtype:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every global random generator in use: python, numpy where imported, torch on the CPU and on each
-    GPU, of several processes on that of this one."""
+    """Returns the state of all global random generators: Python's, NumPy's if imported, torch's on the CPU and on this
+    process's GPUs."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"python": {"version": version, "words": list(words), "gauss": gauss}}
     if "numpy" in sys.modules:
-        kind, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy"] = {
-            "kind": kind,
-            "keys": keys.tolist(),
-            "position": position,
-            "has_gauss": has_gauss,
-            "cached": cached,
-        }
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = dict(zip(NUMPY_STATE, (kind, keys.tolist(), *rest), strict=True))
     state["torch"] = torch.get_rng_state()
     state["cuda"] = [torch.cuda.get_rng_state(device) for device in _devices()]
     return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Undo `rng_state`. A generator that the state does not know of is left alone."""
+    """Undo `rng_state`. A generator that is not in the state is left unchanged."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     if "numpy" in state:
         import numpy as np
 
-        saved = state["numpy"]
-        keys = np.array(saved["keys"], dtype=np.uint32)
-        np.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
+        kind, keys, *rest = (state["numpy"][name] for name in NUMPY_STATE)
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"].cpu())
     devices = _devices()
     if len(state["cuda"]) == len(devices):
@@ -157,22 +149,15 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _devices() -> list[int]:
-    """The GPUs this process draws random numbers on."""
+    """Returns the GPUs that this process draws random numbers on."""
     if not torch.cuda.is_available():
         return []
     several = dist.is_initialized() and dist.get_world_size() > 1
     return [torch.cuda.current_device()] if several else [*range(torch.cuda.device_count())]
 
 
-def own_value(value: Any, rank: int, same_layout: bool) -> Any:
-    """Of a `PerRank` this rank's, where the layout is that of the save, else rank 0's; another value as it is."""
-    if not isinstance(value, PerRank):
-        return value
-    return value.values[rank if same_layout and len(value.values) > 1 else 0]
-
-
 def move_optimizer_state(optimizer: Optimizer) -> None:
-    """Move moments and step counts to where their parameters are, in place."""
+    """Move moments and step counts to the devices of their parameters, in place."""
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
             values[key] = value.to(local_tensor(parameter).device)

@@ -1,57 +1,70 @@
-"""One pass over a batch: micro-batches forward and backward, one denominator for all of them, sums of metrics."""
+"""Runs the micro-batches of a batch forward and backward, with one denominator for all, and sums their metrics."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from archon.engine.batch import PackedBatch, pack, split, to_device_async
 from archon.engine.loss import LossFn, LossWeightFn, Metrics, WeightedTokenLoss
 from archon.engine.router_balance import RouterLoad
-from archon.engine.token_split import TokenSplit
+from archon.models.attention.context import ContextParallelAttention, GatheredAttention, UlyssesAttention
 from archon.models.attention.meta import AttentionMeta, PackedAttention, PrefixAttention
+from archon.models.attention.prefix import shared_prefixes
 from archon.models.base import BaseArchonModel
 from archon.models.head import IGNORE_INDEX, TokenScores, WeightedLoss
 from archon.models.layers.moe import load_balancing_loss
 from archon.parallel.comm import all_reduce, all_reduce_replicated
-from archon.parallel.context import SequenceShare
+from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, zigzag_plan
 from archon.parallel.fsdp import reshard, set_gradient_reduction
 from archon.parallel.phase import phase
 from archon.parallel.ranks import Ranks
+from archon.schema.config import ContextParallelKind
 from archon.schema.errors import BatchError, ConfigError
 
 Batch = Mapping[str, Tensor] | PackedBatch
 
 
-@dataclass
-class MetricSums:
-    """Sums and counts of a batch's metrics, kept on the device until all are read at once."""
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a batch: Σ `fn` / `denominator` over all its micro-batches, of log-probabilities at `temperature`."""
 
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    counts: dict[str, Tensor] = field(default_factory=dict)
+    fn: LossFn
+    weight_fn: LossWeightFn
+    denominator: float
+    temperature: float
+
+
+class MetricSums:
+    """The loss of a batch, and the sums and counts of its metrics: on the device until all are read at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}
 
     def add(self, metrics: Metrics) -> None:
         for name, (total, count) in metrics.items():
             self.sums[name] = self.sums.get(name, 0) + total.detach().double()
             self.counts[name] = self.counts.get(name, 0) + count.detach().double()
 
-    def read(self, ranks: Ranks, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
-        """Returns the sum over data-parallel ranks of every scalar and sum / count of every metric, and the scalars
-        that are `alike` on all, in one transfer from the device; a metric whose count is 0 is left out."""
+    def read(self, ranks: Ranks, replicated: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
+        """Returns the sum over data-parallel ranks of the loss and every scalar, sum / count of every metric, and the
+        scalars that are `replicated`, in one transfer from the device. A metric whose count is 0 is left out."""
+        scalars, replicated = {"loss": self.loss, **scalars}, replicated or {}
         _require_same_names([*scalars, *self.sums], ranks)
-        device = next(iter(scalars.values())).device
+        device = self.loss.device
         tensors = [*scalars.values(), *self.sums.values(), *self.counts.values()]
         joined = torch.stack([x.detach().to(device, torch.float64).reshape(()) for x in tensors])
-        alike = alike or {}
-        same = [x.detach().to(device, torch.float64).reshape(1) for x in alike.values()]
+        same = [x.detach().to(device, torch.float64).reshape(1) for x in replicated.values()]
         values = torch.cat([all_reduce(joined, ranks.dp), *same]).tolist()
-        result = dict(zip(scalars, values, strict=False)) | dict(zip(alike, values[len(joined) :], strict=True))
+        result = dict(zip([*scalars, *replicated], values[: len(scalars)] + values[len(joined) :], strict=True))
         sums = values[len(scalars) :][: len(self.sums)]
         counts = values[len(scalars) + len(self.sums) : len(joined)]
         result.update({name: s / c for name, s, c in zip(self.sums, sums, counts, strict=True) if c})
@@ -59,7 +72,7 @@ class MetricSums:
 
 
 def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
-    """Raises RuntimeError, on every rank, where data-parallel ranks would add up metrics of different names."""
+    """Raises RuntimeError on every rank where data-parallel ranks have metrics of different names."""
     if ranks.dp.size == 1:
         return
     digest = float(zlib.crc32(" ".join(names).encode()))
@@ -76,15 +89,15 @@ def micro_batches(
 ) -> tuple[PackedBatch, list[PackedBatch]]:
     """Returns the whole batch as one pack, and its micro-batches, at least one.
 
-    Of these, `share_prefixes` looks for common beginnings, and `sort` has the model compute the others by length; the
-    documents stay in their order. Raises BatchError for a batch without a document, or with a token or label outside
-    the vocabulary.
+    `share_prefixes` searches each for common prefixes; `sort` has the model compute the documents of those without by
+    length, and keeps their order in the pack. Raises BatchError for a batch without a document, or with a token or
+    label outside the vocabulary.
     """
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
     if not packed.lengths:
         raise BatchError(
-            "the batch has no document; give every data-parallel rank one, with a loss_mask of zeros where it is not "
-            "to be trained"
+            "the batch has no document; give every data-parallel rank one, with a loss_mask of zeros if it is not to "
+            "be trained"
         )
     for what, ids in (("token id", packed.tokens), ("label", packed.labels[packed.labels != IGNORE_INDEX])):
         low, high = ids.aminmax() if ids.numel() else (0, 0)
@@ -95,14 +108,14 @@ def micro_batches(
             )
     parts = split(packed, max_tokens)
     if share_prefixes:
-        parts = [mb.with_shared_prefixes() for mb in parts]
+        parts = [replace(mb, shared=shared_prefixes(mb.tokens, mb.lengths)) for mb in parts]
     return packed, [mb.sorted_for_model() for mb in parts] if sort else parts
 
 
 def total_weight(
     parts: Sequence[PackedBatch], loss_weight_fn: LossWeightFn, ranks: Ranks, device: torch.device
 ) -> float:
-    """Returns the one denominator of a batch, the units of all micro-batches of all ranks. Raises BatchError for 0."""
+    """Returns the loss weight of all micro-batches of all ranks. Raises BatchError for 0."""
     total = float(sum(loss_weight_fn(mb) for mb in parts))
     if ranks.dp.size > 1:
         total = float(all_reduce(torch.tensor(total, dtype=torch.float64, device=device), ranks.dp))
@@ -112,9 +125,42 @@ def total_weight(
 
 
 @dataclass(frozen=True)
+class TokenSplit:
+    """How the tokens of a micro-batch are split over context- and tensor-parallel ranks."""
+
+    ranks: Ranks
+    kind: ContextParallelKind
+    attn_type: str
+
+    def share(self, lengths: tuple[int, ...], device: torch.device, min_tokens: int = 0) -> SequenceShare:
+        """Returns this rank's tokens of a pack of documents of `lengths`, with at least `min_tokens` on each rank."""
+        return SequenceShare(self._plan(lengths, min_tokens), self.ranks.cp, self.ranks.tp, device)
+
+    def rows(self, lengths: tuple[int, ...]) -> int:
+        """Returns the number of tokens on each context-parallel rank, padding included."""
+        return sum(stop - start for _, start, stop in self._plan(lengths, 0).chunks[0])
+
+    def _plan(self, lengths: tuple[int, ...], min_tokens: int) -> ContextPlan:
+        plan = zigzag_plan if self.ranks.cp.size > 1 and self.kind == "allgather" else contiguous_plan
+        return plan(lengths, self.ranks.cp.size, self.ranks.tp.size, min_tokens)
+
+    def attention(self, share: SequenceShare) -> ContextParallelAttention | PackedAttention:
+        """Returns the attention metadata of this rank's share."""
+        if self.ranks.cp.size > 1:
+            attention = GatheredAttention if self.kind == "allgather" else UlyssesAttention
+            return attention(share, self.attn_type)
+        packed = PackedAttention.from_lengths(share.plan.lengths, share.index.device, self.attn_type)
+        packed.valid_mask = share.valid_mask
+        return packed
+
+
+@dataclass(frozen=True)
 class MicroBatchRunner:
-    """Runs micro-batches forward and backward through a model and applies a loss to what comes out; on several ranks,
-    each with its share of the tokens."""
+    """Runs micro-batches through a model, forward and backward, on this rank's share of their tokens.
+
+    A pipeline stage is given the previous stage's hidden states as `input`, and micro-batches are padded to
+    `min_tokens` tokens a context-parallel rank.
+    """
 
     model: BaseArchonModel
     device: torch.device
@@ -123,7 +169,7 @@ class MicroBatchRunner:
     load: RouterLoad
     router_aux_loss_coef: float = 0.0
     input: Tensor | None = None
-    least: int = 0
+    min_tokens: int = 0
 
     @property
     def ranks(self) -> Ranks:
@@ -138,28 +184,24 @@ class MicroBatchRunner:
         loss_weights: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
-        """The model's forward on a micro-batch that is on the device. Returns values of all its tokens, in their order,
-        on every rank. `rows`, on the CPU, are those that carry a label, in the model's order."""
+        """Runs the model's forward on a micro-batch that is on the device. Returns the outputs of all its tokens, in
+        pack order, on every rank. `rows`, on the CPU, are the labeled ones, in the model's order."""
         labels, loss_weights = (None if x is None else mb.in_model_order(x) for x in (labels, loss_weights))
         out, share = self._run(mb, labels, loss_weights, rows, temperature=temperature, entropy=entropy)
 
-        def whole(x: Tensor) -> Tensor:
+        def gather(x: Tensor) -> Tensor:
             return mb.in_pack_order(x if share is None else share.gather(x))
 
         if isinstance(out, WeightedLoss):
             loss = out.loss if share is None else all_reduce_replicated(out.loss, self.ranks.cp)
-            return WeightedLoss(loss, whole(out.logprobs))
+            return WeightedLoss(loss, gather(out.logprobs))
         if isinstance(out, TokenScores):
-            return TokenScores(whole(out.logprobs), None if out.entropy is None else whole(out.entropy))
-        return whole(out)
+            return TokenScores(gather(out.logprobs), None if out.entropy is None else gather(out.entropy))
+        return gather(out)
 
     def hidden(self, mb: PackedBatch) -> Tensor:
-        """What a stage without a head passes on: [T / cp / tp, dim] of the padded micro-batch."""
+        """Returns the output of a stage without a head: [T / cp / tp, dim] of the padded micro-batch."""
         return _tensor(self._run(mb, None, None, None)[0])
-
-    def with_input(self, hidden: Tensor | None, least: int) -> MicroBatchRunner:
-        """The same for a pipeline stage: `hidden` in place of tokens, at least `least` tokens a context rank."""
-        return replace(self, input=hidden, least=least)
 
     def _run(
         self,
@@ -169,13 +211,13 @@ class MicroBatchRunner:
         rows: Tensor | None,
         **head: Any,
     ) -> tuple[Tensor | TokenScores | WeightedLoss, SequenceShare | None]:
-        """The model on this rank's share of the tokens, and that share; None where it is all of them."""
-        documents = mb.order or mb  # in the model's order
+        """Runs the model on this rank's share of the tokens. Returns its output and the share, None for all tokens."""
+        documents = mb.order or mb
         tokens, positions = mb.in_model_order(mb.tokens), mb.in_model_order(mb.positions)
         attention: AttentionMeta
         share = None
-        if self.ranks.split_tokens or self.least:
-            share = self.tokens.share(documents.lengths, self.device, self.least)
+        if self.ranks.cp.size * self.ranks.tp.size > 1 or self.min_tokens:
+            share = self.tokens.share(documents.lengths, self.device, self.min_tokens)
             attention = self.tokens.attention(share)
             tokens = share.take(tokens) if self.input is None else self.input
             positions = share.positions(positions)
@@ -191,77 +233,67 @@ class MicroBatchRunner:
         head |= {"labels": labels, "loss_weights": loss_weights}
         return self.model(tokens, positions, documents.cu_seqlens, mb.max_seqlen, attention, **head), share
 
-    def loss(
-        self, mb: PackedBatch, loss_fn: LossFn, temperature: float, *, fuse: bool = True
-    ) -> tuple[Tensor, Metrics]:
-        """The summed loss of a micro-batch on the device, with gradient, and its metrics.
+    def loss(self, mb: PackedBatch, loss: BatchLoss, sums: MetricSums, *, fuse: bool = True) -> Tensor:
+        """Returns the term of a micro-batch on the device in the batch's loss, with gradient; adds it and the metrics
+        to `sums`.
 
-        Tokens whose `loss_mask` is 0 are not scored: their logprob and entropy are 0. A fused loss can be
-        differentiated once and as a whole; `fuse` says whether it may be.
+        Tokens whose `loss_mask` is 0 are not scored: their logprob and entropy are 0. `fuse` allows a fused loss, which
+        cannot be differentiated in parts.
         """
+        value, metrics = self._summed_loss(mb, loss.fn, loss.temperature, fuse)
+        value = value / loss.denominator
+        sums.loss += value.detach()
+        sums.add(metrics)
+        return value
+
+    def _summed_loss(self, mb: PackedBatch, loss_fn: LossFn, temperature: float, fuse: bool) -> tuple[Tensor, Metrics]:
         if self.is_critic:
             if isinstance(loss_fn, WeightedTokenLoss):
                 raise ConfigError(
                     f"{_name(loss_fn)} weighs token log-probabilities, and a critic gives values; use a loss of values"
                 )
             return _with_metrics(loss_fn(_tensor(self.call(mb)), None, mb))
-        labels, rows = mb.scored_labels(), mb.labelled_rows(only_trained=True)
+        labels, rows = mb.scored_labels(), mb.labeled_rows(only_trained=True)
         if fuse and isinstance(loss_fn, WeightedTokenLoss):
             weights = loss_fn.token_weights(mb)
             fused = self.call(mb, labels, temperature, entropy=False, loss_weights=weights, rows=rows)
             assert isinstance(fused, WeightedLoss)
             return fused.loss, loss_fn.metrics(fused.logprobs, mb)
-        wants_entropy = getattr(loss_fn, "needs_entropy", True)
-        scores = self.call(mb, labels, temperature, entropy=wants_entropy, rows=rows)
+        scores = self.call(mb, labels, temperature, getattr(loss_fn, "needs_entropy", True), rows=rows)
         assert isinstance(scores, TokenScores)
         return _with_metrics(loss_fn(scores.logprobs, scores.entropy, mb))
 
-    def accumulate(
-        self,
-        parts: Sequence[PackedBatch],
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn,
-        denominator: float,
-        temperature: float,
-        reduce_every: bool,
-    ) -> tuple[Tensor, MetricSums]:
-        """Add the gradient of Σ loss / denominator to the parameters. Returns that loss, detached, and the metrics,
-        both of this rank's micro-batches.
+    def accumulate(self, parts: Sequence[PackedBatch], loss: BatchLoss, reduce_every: bool) -> MetricSums:
+        """Add the gradient of the batch's loss to the parameters. Returns the sums of this rank's micro-batches.
 
         The auxiliary loss of a mixture of experts is that of each micro-batch, weighted by its share of the
         denominator.
         """
-        total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
+        sums = MetricSums(self.device)
         rounds = self.ranks.all_reduce_max(len(parts), self.device)
         for index in range(rounds):
             set_gradient_reduction(self.model, reduce_every or index == rounds - 1)
-            if index >= len(parts):  # another rank has more; what all ranks do together needs this one too
+            if index < len(parts):
                 with phase("forward"):
-                    nothing = self.idle(parts[0].to(self.device))
-                with phase("backward"):
-                    nothing.backward()
-                continue
-            mb = parts[index]
-            with phase("forward"):
-                loss, extra = self.loss(mb.to(self.device), loss_fn, temperature)
-            if not loss.requires_grad:
-                raise ConfigError(f"{_name(loss_fn)} returned a loss without gradient; was it detached?")
-            loss = loss / denominator
-            total += loss.detach()
-            metrics.add(extra)
-            self.load.add()
-            if self.router_aux_loss_coef and self.model.router_stats:
-                aux = load_balancing_loss(self.model.router_stats, (self.ranks.cp, self.ranks.tp))
-                share = float(loss_weight_fn(mb)) / denominator
-                loss = loss + self.router_aux_loss_coef * share * aux
-                metrics.add({"router_aux_loss": (aux.detach() * share, aux.new_tensor(share))})
+                    value = self.loss(parts[index].to(self.device), loss, sums)
+                if not value.requires_grad:
+                    raise ConfigError(f"{_name(loss.fn)} returned a loss without gradient; was it detached?")
+                self.load.add()
+                if self.router_aux_loss_coef and self.model.router_stats:
+                    aux = load_balancing_loss(self.model.router_stats, (self.ranks.cp, self.ranks.tp))
+                    share = float(loss.weight_fn(parts[index])) / loss.denominator
+                    sums.add({"router_aux_loss": (aux.detach() * share, aux.new_tensor(share))})
+                    value = value + self.router_aux_loss_coef * share * aux
+            else:  # another rank has more micro-batches, and its collectives need this one
+                with phase("forward"):
+                    value = self.idle(parts[0].to(self.device))
             with phase("backward"):
-                loss.backward()
+                value.backward()
             self.model.router_stats = []  # it would keep the graph until the next forward
-        return total, metrics
+        return sums
 
     def idle(self, mb: PackedBatch) -> Tensor:
-        """A forward of which nothing is scored, as a loss: gradients of 0, and every collective of a real one."""
+        """Runs a forward that scores nothing. Returns a loss with zero gradients, for the collectives of a real one."""
         if self.is_critic:
             out = _tensor(self.call(mb))
         else:
@@ -272,64 +304,57 @@ class MicroBatchRunner:
         return (out * 0.0).sum()
 
     @torch.no_grad()
-    def evaluate(
-        self, parts: Sequence[PackedBatch], loss_fn: LossFn, denominator: float, temperature: float
-    ) -> tuple[Tensor, MetricSums]:
-        """Σ loss / denominator and the metrics of this rank's micro-batches, without gradient."""
-        total, metrics = torch.zeros((), dtype=torch.float64, device=self.device), MetricSums()
-        rounds = self.ranks.all_reduce_max(len(parts), self.device)
-        with resharded_afterwards(self.model):
+    def evaluate(self, parts: Sequence[PackedBatch], loss: BatchLoss) -> MetricSums:
+        """Returns the sums of this rank's micro-batches, without gradient."""
+        sums = MetricSums(self.device)
+        with self._forwards_only(parts):
             for mb in parts:
-                loss, extra = self.loss(mb.to(self.device), loss_fn, temperature)
-                total += loss / denominator
-                metrics.add(extra)
-            self._idle_forwards(parts, rounds)
-        return total, metrics
+                self.loss(mb.to(self.device), loss, sums)
+        return sums
 
     @torch.no_grad()
     def scores(
         self, parts: Sequence[PackedBatch], temperature: float, entropy: bool, only_trained: bool
     ) -> list[list[Tensor]]:
-        """Logprobs [T] and, if asked for, entropies [T] of every token of each micro-batch, or of those that
-        `loss_mask` marks; values of a critic."""
-        rounds = self.ranks.all_reduce_max(len(parts), self.device)
-        with resharded_afterwards(self.model):
-            results = [self.score(mb.to(self.device), temperature, entropy, only_trained) for mb in parts]
-            self._idle_forwards(parts, rounds)
-        return results
+        """Returns logprobs [T] and, with `entropy`, entropies [T] of each micro-batch's tokens, or of those that
+        `loss_mask` marks; of a critic, values."""
+        with self._forwards_only(parts):
+            return [self.score(mb.to(self.device), temperature, entropy, only_trained) for mb in parts]
 
     def score(self, mb: PackedBatch, temperature: float, entropy: bool, only_trained: bool) -> list[Tensor]:
-        """As `scores`, of one micro-batch that is on the device."""
+        """As `scores`, for one micro-batch that is on the device."""
         if self.is_critic:
             return [_tensor(self.call(mb))]
         labels = mb.scored_labels() if only_trained else mb.labels
-        scores = self.call(mb, labels, temperature, entropy, rows=mb.labelled_rows(only_trained))
+        scores = self.call(mb, labels, temperature, entropy, rows=mb.labeled_rows(only_trained))
         assert isinstance(scores, TokenScores)
         return [scores.logprobs] if scores.entropy is None else [scores.logprobs, scores.entropy]
 
-    def _idle_forwards(self, parts: Sequence[PackedBatch], rounds: int) -> None:
-        """As many forwards as this rank has fewer micro-batches than `rounds`, the most that any has. The ranks find
-        that number before their first forward: afterwards one would ask while another still gathers weights."""
-        for _ in range(rounds - len(parts)):
-            self.idle(parts[0].to(self.device))
+    @contextmanager
+    def _forwards_only(self, parts: Sequence[PackedBatch]) -> Iterator[None]:
+        """After forwards of `parts` without backward, run idle ones until every rank has run as many, and free the
+        gathered weights.
+
+        The ranks exchange their numbers before the first forward: later, some would still be gathering weights.
+        """
+        rounds = self.ranks.all_reduce_max(len(parts), self.device)
+        try:
+            yield
+            for _ in range(rounds - len(parts)):
+                self.idle(parts[0].to(self.device))
+        finally:
+            reshard(self.model)
 
     @property
     def loads(self) -> list[RouterLoad]:
-        """What the routers have chosen since these were cleared, one for each part of the model."""
+        """The loads of all routers, one object for each part of the model."""
         return [self.load]
 
-    def read(self, sums: MetricSums, alike: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
+    def read(
+        self, sums: MetricSums, replicated: Mapping[str, Tensor] | None = None, **scalars: Tensor
+    ) -> dict[str, float]:
         """See `MetricSums.read`."""
-        return sums.read(self.ranks, alike, **scalars)
-
-
-@contextmanager
-def resharded_afterwards(model: nn.Module) -> Iterator[None]:
-    """Free the gathered copies of parameters after forwards that no backward follows."""
-    try:
-        yield
-    finally:
-        reshard(model)
+        return sums.read(self.ranks, replicated, **scalars)
 
 
 def _with_metrics(result: Tensor | tuple[Tensor, Metrics]) -> tuple[Tensor, Metrics]:

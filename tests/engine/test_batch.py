@@ -152,8 +152,8 @@ def test_the_model_is_given_documents_by_length_and_nothing_else_moves(lengths: 
         assert torch.equal(torch.as_tensor(getattr(mb, name)), torch.as_tensor(getattr(packed, name)))
     assert torch.equal(mb.in_pack_order(mb.in_model_order(mb.tokens)), packed.tokens)
     trained = mb.in_model_order(mb.scored_labels()) != IGNORE_INDEX
-    assert mb.labelled_rows(only_trained=True).tolist() == trained.nonzero().squeeze(1).tolist()
-    assert (mb.in_model_order(mb.labels)[mb.labelled_rows(only_trained=False)] != IGNORE_INDEX).all()
+    assert mb.labeled_rows(only_trained=True).tolist() == trained.nonzero().squeeze(1).tolist()
+    assert (mb.in_model_order(mb.labels)[mb.labeled_rows(only_trained=False)] != IGNORE_INDEX).all()
     if mb.order is not None:
         assert mb.order.lengths == tuple(sorted(lengths))
         assert mb.order.cu_seqlens.tolist() == [0, *itertools.accumulate(sorted(lengths))]

@@ -184,7 +184,7 @@ def test_an_error_half_way_leaves_no_gradient_to_the_next_step(tmp_path: Path, d
     with pytest.raises(RuntimeError, match="of the loss function"):
         engine.train_batch(sft_batch(), fails_on_the_second, loss_token_count)
     if dtype == "bfloat16":
-        with pytest.raises(ConfigError, match=r"half way, and its gradients cannot be taken back; call initialize\(\)"):
+        with pytest.raises(ConfigError, match=r"train_batch, and its gradients cannot be undone; call initialize\(\)"):
             engine.train_batch(sft_batch(), SFT, loss_token_count)
         engine.initialize()
     fresh = make_engine(tmp_path, dtype=dtype, max_tokens_per_mb=30)
@@ -258,7 +258,7 @@ def test_hf_weights_are_every_parameter_by_its_hugging_face_name(tmp_path: Path)
     [
         ({"device": "tpu"}, ConfigError, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({"device": "mps"}, ConfigError, "device must be auto, cpu, cuda or cuda:N, got 'mps'"),
-        ({"device": "cuda:97"}, ConfigError, "'cuda:97' was asked for, but PyTorch sees"),
+        ({"device": "cuda:97"}, ConfigError, "'cuda:97' was requested, but PyTorch sees"),
         ({"layout": "d2c2"}, LayoutError, "the layout needs 4 processes, but 1 are running"),
         ({"layout": "q2"}, LayoutError, "'q' is not one of"),
         ({"scheduler": {"kind": "cosine"}}, ConfigError, "cosine needs total_steps"),
@@ -309,7 +309,7 @@ def test_save_refuses_what_it_does_not_do(tmp_path: Path) -> None:
         engine.save(tmp_path / "out", format="native", dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="format must be 'hf' or 'native', got 'gguf'"):
         engine.save(tmp_path / "out", format="gguf")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="asynchronous saves belong to format='native'"):
+    with pytest.raises(ConfigError, match="asynchronous=True needs format='native'"):
         engine.save(tmp_path / "out", asynchronous=True)
     assert not (tmp_path / "out").exists()
 

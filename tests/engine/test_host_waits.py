@@ -57,7 +57,7 @@ def test_the_host_waits_once_a_step(
 
     def watched(forward: Any, parts: Any, *rest: Any) -> Any:
         # As of batches that have gone to a GPU, whose rows are found on the way.
-        parts = [replace(mb, rows=(mb.labelled_rows(False), mb.labelled_rows(True))) for mb in parts]
+        parts = [replace(mb, rows=(mb.labeled_rows(False), mb.labeled_rows(True))) for mb in parts]
         step.enter_context(waits)
         reads.clear()  # what the host read of its own batch
         return accumulate(forward, parts, *rest)

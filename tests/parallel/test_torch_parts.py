@@ -23,7 +23,6 @@ MODULES = (
     "archon.parallel.pipeline_schedule",
     "archon.parallel.torch_dispatch",
     "archon.parallel.torch_groups",
-    "archon.parallel.torch_meshes",
     "archon.parallel.activation_checkpoint",
 )
 PARTS = [(module, part) for module in MODULES for part in importlib.import_module(module).PARTS]
