@@ -81,7 +81,7 @@ def load_dcp(options: dict[str, Any]) -> Any:
 def load_nothing(options: dict[str, Any]) -> Any:
     """The same model allocated, each page of it provided by as many threads as archon reads with."""
     from archon.checkpoint.hf_reader import READERS
-    from archon.checkpoint.prefault import prefault
+    from archon.checkpoint.tensor_reader import prefault
 
     model = allocated(options)
     with ThreadPoolExecutor(READERS) as pool:

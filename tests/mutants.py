@@ -86,9 +86,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "every piece of a matrix cut by columns is read from its first rows",
-        "archon/checkpoint/hf_reader.py",
-        "first + start * row * itemsize, view, (row, inner[0])",
-        "first, view, (row, inner[0])",
+        "archon/checkpoint/tensor_reader.py",
+        "first + start * row_bytes, view, tuple(inner)",
+        "first, view, tuple(inner)",
         ("tests/checkpoint/test_parts.py",),
     ),
     Mutant(
@@ -442,16 +442,16 @@ MUTANTS: tuple[Mutant, ...] = (
     # Checkpoints.
     Mutant(
         "a part of a state that lies in one stretch is read from the first row",
-        "archon/checkpoint/state_file.py",
-        "entry.start + (region[0].start * row if region else 0)",
-        "entry.start",
+        "archon/checkpoint/tensor_reader.py",
+        "first + offset, view",
+        "entry.start + offset, view",
         ("tests/checkpoint/test_parts.py",),
     ),
     Mutant(
         "a part of a state is read from the first row of its file",
-        "archon/checkpoint/state_file.py",
-        "entry.start + (region[0].start + start) * row",
-        "entry.start + start * row",
+        "archon/checkpoint/tensor_reader.py",
+        "first + start * row_bytes, view",
+        "entry.start + start * row_bytes, view",
         ("tests/checkpoint/test_parts.py",),
     ),
     Mutant(

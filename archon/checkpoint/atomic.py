@@ -130,7 +130,7 @@ def hide(folder: Path) -> Path:
     hidden = folder.with_name(f".{folder.name}{_PARTIAL}old")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     return hidden
 
 
@@ -147,7 +147,7 @@ def publish(folder: Path, target: Path) -> None:
     elif not _exchange(folder, target):
         target.rename(aside)
         folder.rename(target)
-    sync_folder(target.parent)
+    sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -181,24 +181,20 @@ def replace_file(path: Path, content: str, kill_before_rename: str) -> None:
     write_synced(partial, content)
     kill_point(kill_before_rename)
     partial.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def sync_tree(folder: Path) -> None:
     """Wait until every file and folder beneath `folder` is on disk."""
     for where, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(where, name), os.O_RDONLY)
-        sync_folder(Path(where))
+            sync(Path(where, name))
+        sync(Path(where))
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until a folder's directory entries are on disk."""
-    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    handle = os.open(path, flags)
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's directory entries, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -23,8 +23,8 @@ from archon.checkpoint.megatron.rank_files import is_megatron_folder, open_ranks
 from archon.checkpoint.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest, save_state
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
-from archon.checkpoint.state_file import lazy_tensor
 from archon.checkpoint.state_tree import Shard
+from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models import get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError, ConfigError
@@ -40,14 +40,12 @@ class OpenWeights:
     """The weights of an open checkpoint.
 
     Attributes:
-        format: of the checkpoint.
         hf_config: the Hugging Face config of the model.
         assets: the folder that holds the config and the tokenizer.
         adapter: maps between Hugging Face and native names.
         tensors: by Hugging Face key, in the order of the model's parameters.
     """
 
-    format: Format
     hf_config: dict[str, Any]
     assets: Path
     adapter: BaseStateDictAdapter
@@ -149,7 +147,7 @@ def _open_hf(folder: Path) -> Iterator[OpenWeights]:
             model = adapter.model_class(adapter.args)
         match_parameters(checkpoint, model, adapter)
         tensors = {key: lazy_tensor(checkpoint.files[key], checkpoint.entries[key]) for key in adapter.hf_shapes()}
-        yield OpenWeights("hf", hf_config, folder, adapter, tensors)
+        yield OpenWeights(hf_config, folder, adapter, tensors)
 
 
 @contextmanager
@@ -170,7 +168,7 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
             target = adapter.hf_to_native(key)
             stored = model[target.name or ""]
             tensors[key] = stored if target.index is None else _expert(stored, target.index)
-        yield OpenWeights("native", hf_config, assets, adapter, tensors)
+        yield OpenWeights(hf_config, assets, adapter, tensors)
 
 
 def _expert(stack: LazyTensor, index: int) -> LazyTensor:
@@ -203,7 +201,7 @@ def _open_megatron(folder: Path, assets: Path, drop_padding: bool) -> Iterator[O
     hf_config = read_hf_config(assets)
     adapter = _adapter(hf_config, assets)
     with open_ranks(folder, adapter, drop_padding=drop_padding) as (_, tensors):
-        yield OpenWeights("megatron", hf_config, assets, adapter, tensors)
+        yield OpenWeights(hf_config, assets, adapter, tensors)
 
 
 def write_state(root: Path, weights: OpenWeights) -> None:

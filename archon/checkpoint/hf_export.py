@@ -233,13 +233,9 @@ def _check_names_and_shapes(target: Path, config: dict[str, Any], shapes: Mappin
     for name in [*expected, *shapes]:
         if expected.get(name) != shapes.get(name):
             raise CheckpointError(
-                f"export {target}: key {name!r} is {_shape(shapes.get(name))} among the weights and "
-                f"{_shape(expected.get(name))} in the config's model; is it the config of another model?"
+                f"export {target}: the shape of key {name!r} is {shapes.get(name, 'missing')} among the weights and "
+                f"{expected.get(name, 'missing')} in the config's model; is it the config of another model?"
             )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else f"of shape {list(shape)}"
 
 
 def _write_config(

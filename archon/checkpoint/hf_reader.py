@@ -8,21 +8,18 @@ memory, or through one small buffer per thread where dtype, layout or device dif
 from __future__ import annotations
 
 import json
-import math
 import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
-from archon.checkpoint.prefault import prefault
-from archon.checkpoint.safetensors_file import CHUNK_BYTES, SafetensorsFile, TensorEntry, bytes_of, chunks, fail
+from archon.checkpoint.safetensors_file import CHUNK_BYTES, Region, SafetensorsFile, TensorEntry, bytes_of, fail
+from archon.checkpoint.tensor_reader import JobReader, read_jobs
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.schema.errors import CheckpointError
@@ -85,10 +82,6 @@ class HFCheckpoint:
             if key not in weight_map:
                 fail(file.path, f"key {key!r} is not listed in {INDEX_FILE}")
 
-    def file_of(self, key: str) -> Path:
-        """Returns the path of the file that holds a key."""
-        return self.files[key].path
-
     def same_bytes(self, key: str, other: str) -> bool:
         """Returns whether two tensors are bitwise equal, dtype and shape included."""
         first, second = self.entries[key], self.entries[other]
@@ -105,38 +98,24 @@ class HFCheckpoint:
 
     def read(self, targets: Iterable[ReadTarget]) -> None:
         """Fill the tensors of `targets`, of any device, layout and float dtype, with their regions of the keys."""
-        ordered = sorted(targets, key=lambda t: (str(self.file_of(t.key)), self.entries[t.key].start))
-        jobs = [job for target in ordered for job in self._read_jobs(target)]
-        reader = _JobReader()
-        with (
-            _single_threaded_workers(),
-            ThreadPoolExecutor(READERS, initializer=torch.set_num_threads, initargs=(1,)) as pool,
-        ):
-            for _ in pool.map(reader.read, jobs):
-                pass
-
-    def _read_jobs(self, target: ReadTarget) -> Iterator[_ReadJob]:
-        file, entry, (rows, *inner) = self.files[target.key], self.entries[target.key], target.region
-        itemsize, row = entry.dtype.itemsize, math.prod(entry.shape[1:])
-        first = entry.start + rows.start * row * itemsize
-        if all(part == slice(0, size) for part, size in zip(inner, entry.shape[1:], strict=True)):
-            for offset, view in chunks(target.tensor, itemsize):
-                yield _ReadJob(file, target.key, entry.dtype, first + offset, view)
-        elif target.tensor.numel():
-            # For some columns of a matrix whole rows are read, because the other columns are in the same pages anyway.
-            step = max(1, CHUNK_BYTES // (row * itemsize))
-            for start in range(0, rows.stop - rows.start, step):
-                view = target.tensor[start : start + step]
-                yield _ReadJob(file, target.key, entry.dtype, first + start * row * itemsize, view, (row, inner[0]))
-
-    def close(self) -> None:
-        self._opened.close()
+        ordered = sorted(targets, key=lambda t: (str(self.files[t.key].path), self.entries[t.key].start))
+        jobs = [job for t in ordered for job in read_jobs(self.files[t.key], self.entries[t.key], t.region, t.tensor)]
+        reader = JobReader()
+        # Workers use one thread each. PyTorch keeps that number per thread, but threads started later get the last
+        # number that any thread set, so this thread's is set again.
+        threads = torch.get_num_threads()
+        try:
+            with ThreadPoolExecutor(READERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                for _ in pool.map(reader.read, jobs):
+                    pass
+        finally:
+            torch.set_num_threads(threads)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._opened.close()
 
 
 class ReadTarget(NamedTuple):
@@ -144,69 +123,7 @@ class ReadTarget(NamedTuple):
 
     key: str
     tensor: Tensor
-    region: tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class _ReadJob:
-    """One read: data of `dtype` at byte `offset` of a file, and the view `target` to fill with it.
-
-    `columns`, where given, is (length of a row in the file, the slice of each row that `target` takes).
-    """
-
-    file: SafetensorsFile
-    key: str
-    dtype: torch.dtype
-    offset: int
-    target: Tensor
-    columns: tuple[int, slice] | None = None
-
-
-class _JobReader:
-    """Runs read jobs in any number of threads, with one buffer per thread for data that cannot be read in place."""
-
-    def __init__(self) -> None:
-        self._buffers = threading.local()
-
-    def read(self, job: _ReadJob) -> None:
-        target = job.target
-        if target.device.type != "cpu" or not target.is_contiguous():
-            self._read_through_buffer(job)
-            return
-        prefault(target)
-        if target.dtype == job.dtype and job.columns is None:
-            job.file.read_into(bytes_of(target), job.offset, f"key {job.key!r}")
-        else:
-            self._read_through_buffer(job)
-
-    def _read_through_buffer(self, job: _ReadJob) -> None:
-        target = job.target
-        if not hasattr(self._buffers, "bytes"):
-            self._buffers.bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=target.is_cuda)
-        shape = target.shape if job.columns is None else (target.shape[0], job.columns[0])
-        size = math.prod(shape) * job.dtype.itemsize
-        if size > self._buffers.bytes.numel():  # a single row larger than a chunk
-            self._buffers.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=target.is_cuda)
-        staged = self._buffers.bytes[:size]
-        job.file.read_into(bytes_of(staged), job.offset, f"key {job.key!r}")
-        values = staged.view(job.dtype).view(shape)
-        if job.columns is not None:
-            values = values[:, job.columns[1]]
-        # Sent to a GPU in the file's dtype and converted there: fewer bytes on the bus, and no second buffer here.
-        target.copy_(values.to(target.device))
-
-
-@contextmanager
-def _single_threaded_workers() -> Iterator[None]:
-    """Restore this thread's `torch.set_num_threads` after worker threads in the block have set theirs to 1.
-
-    PyTorch keeps the number per thread, but threads started later get the last number that any thread set.
-    """
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    region: Region
 
 
 @torch.no_grad()
@@ -242,7 +159,7 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
         try:
             target = adapter.hf_to_native(key)
         except CheckpointError as error:
-            fail(checkpoint.file_of(key), str(error))
+            fail(checkpoint.files[key].path, str(error))
         if target.name is None:
             continue
         if target.must_equal:
@@ -266,7 +183,13 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
         if name not in filled:
             fail(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")
     for key, name in ties:
-        _check_tie(checkpoint, key, adapter.to_hf_map[name])
+        embedding = adapter.to_hf_map[name]
+        if not checkpoint.same_bytes(key, embedding):
+            fail(
+                checkpoint.files[key].path,
+                f"key {key!r} differs from {embedding!r}, but the config has tie_word_embeddings=true; "
+                "set tie_word_embeddings to false, or remove the key",
+            )
     return targets
 
 
@@ -281,7 +204,7 @@ def _read_target(
 
     Raises CheckpointError where its shape or dtype is not that of the config and of the model.
     """
-    file, entry = checkpoint.file_of(key), checkpoint.entries[key]
+    file, entry = checkpoint.files[key].path, checkpoint.entries[key]
     assert target.name is not None
     if key not in expected:
         fail(file, f"key {key!r} would fill parameter {target.name!r} a second time")
@@ -305,15 +228,6 @@ def _read_target(
     if not region[0].start <= target.index < region[0].stop:
         return None
     return ReadTarget(key, own[target.index - region[0].start], region[1:])
-
-
-def _check_tie(checkpoint: HFCheckpoint, key: str, embedding: str) -> None:
-    if not checkpoint.same_bytes(key, embedding):
-        fail(
-            checkpoint.file_of(key),
-            f"key {key!r} differs from {embedding!r}, but the config has tie_word_embeddings=true; "
-            "set tie_word_embeddings to false, or remove the key",
-        )
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from archon.checkpoint.atomic import (
     remove_leftovers,
     replace_file,
     staged_folder,
-    sync_folder,
+    sync,
     write_errors,
     write_json,
     write_synced,
@@ -48,10 +48,9 @@ from archon.checkpoint.state_file import (
     assign_shards,
     build_index,
     file_digest,
-    read_all,
     write_shards,
 )
-from archon.checkpoint.state_tree import Encoder, decode, merge_ranks
+from archon.checkpoint.state_tree import Encoder, decode, merge_ranks, read_all
 from archon.models.args import BaseModelArgs
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
@@ -179,13 +178,22 @@ def _publish(
     if ranks > 1:
         digests[INDEX_FILE] = _write_text(folder / INDEX_FILE, json.dumps(index))
     digests[STATE_FILE] = _write_text(folder / STATE_FILE, text)
-    _write_manifest(folder, step, digests, fingerprint, FORMATS[ranks > 1])
+    content = {
+        "format": FORMATS[ranks > 1],
+        "archon": archon.__version__,
+        "step": step,
+        "fingerprint": None if fingerprint is None else dict(fingerprint),
+        "files": {
+            name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in digests.items()
+        },
+    }
+    write_json(folder / MANIFEST_FILE, {"content": content, "sha256": _content_digest(content)})
     kill_point("save.manifest_written")
-    sync_folder(folder)
+    sync(folder)
     root = folder.parent
     target = root / _free_name(root, step)
     folder.rename(target)
-    sync_folder(root)
+    sync(root)
     kill_point("save.renamed")
     replace_file(root / LATEST_FILE, target.name + "\n", "save.latest_written")
     kill_point("save.latest_renamed")
@@ -281,20 +289,6 @@ def _checked_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, plane
         if file_digest(folder / name) != manifest["files"][name]["sha256"]:
             fail(folder / name, f"it was altered: its SHA-256 is not the one in {MANIFEST_FILE}")
     return manifest
-
-
-def _write_manifest(
-    folder: Path, step: int, digests: Mapping[str, str], fingerprint: Mapping[str, Any] | None, format: int
-) -> None:
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
-    content = {
-        "format": format,
-        "archon": archon.__version__,
-        "step": step,
-        "fingerprint": None if fingerprint is None else dict(fingerprint),
-        "files": files,
-    }
-    write_json(folder / MANIFEST_FILE, {"content": content, "sha256": _content_digest(content)})
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:

@@ -23,30 +23,22 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.safetensors_file import (
-    CHUNK_BYTES,
     DTYPE_NAMES,
     DTYPES,
     LazyTensor,
     Region,
     SafetensorsFile,
-    TensorEntry,
-    bytes_of,
     fail,
-    full_region,
     region_shape,
     write_safetensors,
 )
-from archon.checkpoint.state_tree import Shard, map_leaves
+from archon.checkpoint.state_tree import Shard
+from archon.checkpoint.tensor_reader import lazy_tensor, read_region
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
 
 TENSORS_FILE = "tensors.safetensors"
 INDEX_FILE = "index.json"
-
-
-def rank_file_name(plane: ControlPlane) -> str:
-    """Returns the name of the file that this rank writes."""
-    return TENSORS_FILE if plane.size == 1 else f"tensors-{plane.rank:05d}.safetensors"
 
 
 def assign_shards(shards: Mapping[str, Shard], plane: ControlPlane) -> dict[str, Shard]:
@@ -80,7 +72,7 @@ def write_shards(folder: Path, shards: Mapping[str, Shard], plane: ControlPlane)
 
     Returns the file's name, its SHA-256 and the regions in it by tensor name, as `build_index` takes them.
     """
-    name = rank_file_name(plane)
+    name = TENSORS_FILE if plane.size == 1 else f"tensors-{plane.rank:05d}.safetensors"
     if not shards and plane.size > 1:
         return {"file": None}
     digest = write_safetensors(folder / name, {key: shard.data for key, shard in shards.items()}, "save.tensor")
@@ -169,36 +161,6 @@ class StateFiles:
     def close(self) -> None:
         for file in self._open.values():
             file.close()
-
-
-def read_all(state: Any) -> Any:
-    """Returns a copy of a state in which every `LazyTensor` has been read in full."""
-    return map_leaves(state, lambda leaf: leaf.read() if isinstance(leaf, LazyTensor) else leaf)
-
-
-def lazy_tensor(file: SafetensorsFile, entry: TensorEntry) -> LazyTensor:
-    """Returns a tensor of an open file."""
-    return LazyTensor(entry.dtype, entry.shape, functools.partial(read_region, file, entry))
-
-
-def read_region(file: SafetensorsFile, entry: TensorEntry, region: Region, out: Tensor | None = None) -> Tensor:
-    """Returns a region of a tensor in a file, read into `out` where it is given.
-
-    A contiguous region is read in place. Otherwise whole rows are read, because the bytes between them are in the same
-    pages of the file anyway.
-    """
-    out = torch.empty(region_shape(region), dtype=entry.dtype) if out is None else out
-    what, row = f"key {entry.name!r}", math.prod(entry.shape[1:]) * entry.dtype.itemsize
-    if not region or (region[1:] == full_region(entry.shape[1:]) and out.is_contiguous()):
-        file.read_into(bytes_of(out), entry.start + (region[0].start * row if region else 0), what)
-        return out
-    step = max(1, CHUNK_BYTES // row)
-    for start in range(0, out.shape[0], step):
-        rows = min(step, out.shape[0] - start)
-        piece = torch.empty(rows, *entry.shape[1:], dtype=entry.dtype)
-        file.read_into(bytes_of(piece), entry.start + (region[0].start + start) * row, what)
-        out[start : start + rows] = piece[(slice(None), *region[1:])]
-    return out
 
 
 def file_digest(path: Path) -> str:

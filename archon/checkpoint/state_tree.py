@@ -6,7 +6,7 @@ A leaf may be a shard of a tensor that several ranks hold together, or a value t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,17 +140,17 @@ def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
     return {key: decode(item, tensors) for key, item in value.items()}
 
 
-def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns a copy of the tree with `function` applied to every leaf."""
-    if isinstance(value, Mapping):
-        return {key: map_leaves(item, function) for key, item in value.items()}
-    if isinstance(value, list):
-        return [map_leaves(item, function) for item in value]
-    if isinstance(value, tuple):
-        return tuple(map_leaves(item, function) for item in value)
-    if isinstance(value, PerRank):
-        return PerRank(tuple(map_leaves(item, function) for item in value.values))
-    return function(value)
+def read_all(state: Any) -> Any:
+    """Returns a copy of a state in which every `LazyTensor` has been read in full."""
+    if isinstance(state, Mapping):
+        return {key: read_all(item) for key, item in state.items()}
+    if isinstance(state, list):
+        return [read_all(item) for item in state]
+    if isinstance(state, tuple):
+        return tuple(read_all(item) for item in state)
+    if isinstance(state, PerRank):
+        return PerRank(read_all(state.values))
+    return state.read() if isinstance(state, LazyTensor) else state
 
 
 def select_region(value: Tensor | Shard | LazyTensor, region: Region, what: str) -> Tensor:

@@ -169,7 +169,8 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     gathered = supports_gathered(config.attn_type)
     layout = resolve_layout(config, found.args.sizes, device.type, supports_gathered=gathered).layout
     if config.path not in made and not config.init_from_scratch:
-        HFCheckpoint(config.path).close()
+        with HFCheckpoint(config.path):
+            pass  # its files are checked when they are opened
     # A dry run by itself speaks for the run of all ranks; among others it must be one of so many.
     alone = started_processes() == 1
     if not alone:

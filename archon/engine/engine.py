@@ -16,8 +16,7 @@ from archon.checkpoint.hf_io import checkpoint_digest
 from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state
 from archon.checkpoint.saver import Saver
-from archon.checkpoint.state_file import read_all
-from archon.checkpoint.state_tree import PerRank
+from archon.checkpoint.state_tree import PerRank, read_all
 from archon.engine import heap
 from archon.engine.batch import merge, unpack
 from archon.engine.build import Build, balancing, resolve_device, use_deterministic_algorithms

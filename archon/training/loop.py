@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, TypeVar
 
 from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
-from archon.checkpoint.state_file import read_all
+from archon.checkpoint.state_tree import read_all
 from archon.data import RowLoader
 from archon.engine.build import resolve_device
 from archon.engine.engine import ArchonEngine

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from archon.checkpoint import state_file
+from archon.checkpoint import tensor_reader
 from archon.checkpoint.convert import convert, detect_format
 from archon.checkpoint.megatron.rank_files import MANIFEST_FILE, RANK_FILE
 from archon.checkpoint.megatron.sharding import MegatronLayout
@@ -145,14 +145,14 @@ def test_balancing_biases_are_not_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["hf", "native", "megatron"])
 def test_nothing_is_left_of_a_conversion_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any) -> None:
     folder, _ = make_checkpoint(tmp_path / "hf", **SIZES)
-    read = state_file.read_region
+    read = tensor_reader.read_region
 
     def failing(file: SafetensorsFile, entry: TensorEntry, region: Region) -> Tensor:
         if entry.name == "model.norm.weight":
             raise OSError(28, "No space left on device")
         return read(file, entry, region)
 
-    monkeypatch.setattr(state_file, "read_region", failing)
+    monkeypatch.setattr(tensor_reader, "read_region", failing)
     with pytest.raises(CheckpointError, match=r"cannot write .*: No space left on device"):
         convert(folder, tmp_path / "out", to)
     assert [*tmp_path.iterdir()] == [folder]
@@ -171,7 +171,7 @@ def test_nothing_is_replaced(tmp_path: Path, to: Any) -> None:
 @pytest.mark.parametrize("to", ["native", "megatron"])
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any) -> None:
     folder, weights = make_checkpoint(tmp_path / "hf", **FAMILIES["moe"] | {"num_hidden_layers": 6})
-    read, alive, most = state_file.read_region, [0], [0]
+    read, alive, most = tensor_reader.read_region, [0], [0]
 
     def counted(file: SafetensorsFile, entry: TensorEntry, region: Region) -> Tensor:
         part = read(file, entry, region)
@@ -180,7 +180,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         weakref.finalize(part, lambda size: alive.__setitem__(0, alive[0] - size), part.nbytes)
         return part
 
-    monkeypatch.setattr(state_file, "read_region", counted)
+    monkeypatch.setattr(tensor_reader, "read_region", counted)
     convert(folder, tmp_path / "out", to)
 
     largest = max(tensor.nbytes for tensor in weights.values())

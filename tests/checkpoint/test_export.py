@@ -147,13 +147,13 @@ def test_at_most_one_shard_is_held_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda w: w[:-1], r"'lm_head.weight' is missing among the weights and of shape \[61, 24\]"),
+        (lambda w: w[:-1], r"'lm_head.weight' is missing among the weights and \(61, 24\) in the config's model"),
         (
             lambda w: [*w, ("model.extra", torch.zeros(2))],
-            r"'model.extra' is of shape \[2\].*missing in the config's model",
+            r"'model.extra' is \(2,\).*missing in the config's model",
         ),
         (lambda w: [*w, w[0]], "'model.embed_tokens.weight' was given twice"),
-        (lambda w: [*w[:-1], (w[-1][0], torch.zeros(61, 23))], r"'lm_head.weight' is of shape \[61, 23\]"),
+        (lambda w: [*w[:-1], (w[-1][0], torch.zeros(61, 23))], r"'lm_head.weight' is \(61, 23\)"),
         (lambda w: [*w[:-1], (w[-1][0], w[-1][1].long())], r"'lm_head.weight' is torch.int64"),
     ],
     ids=["missing", "extra", "twice", "shape", "integers"],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget
 from archon.checkpoint.safetensors_file import CHUNK_BYTES, SafetensorsFile
-from archon.checkpoint.state_file import read_region
+from archon.checkpoint.tensor_reader import read_region
 
 # Several pieces of whole rows, with a remainder; and rows that are wider than a piece.
 SHAPES = [(1200, 700), (3, CHUNK_BYTES // 4 + 3)]

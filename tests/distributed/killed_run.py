@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
-from archon.checkpoint.state_file import read_all
-from archon.checkpoint.state_tree import Shard
+from archon.checkpoint.state_tree import Shard, read_all
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig, OptimizerConfig, SchedulerConfig

@@ -47,7 +47,8 @@ from archon.checkpoint.safetensors_file import (
     region_shape,
     write_safetensors,
 )
-from archon.checkpoint.state_file import file_digest, read_region
+from archon.checkpoint.state_file import file_digest
+from archon.checkpoint.tensor_reader import read_region
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
 
