@@ -1,4 +1,4 @@
-"""The episode that a workflow runs in: what it is, its statistics, its HTTP clients and its view of the engine."""
+"""The context of an episode for its workflow: identity, statistics, HTTP clients and the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from archon.generation.seeds import derive_seed
 from archon.rl.clients import aiohttp_session, http_client, loop_client
@@ -24,13 +24,13 @@ class EpisodeContext:
     """One episode: one prompt run through a workflow.
 
     Attributes:
-        task_id: the prompt's place in the data stream.
+        task_id: the prompt's position in the data stream.
         is_eval: whether this is an evaluation.
-        seed: its random streams derive from it.
+        seed: the seed of its random streams.
         sample_index: the answer of the group that the running task works on; None: all of them.
-        drops: lost samples by kind.
+        drops: the number of lost samples by kind.
         first_errors: the first error of each kind.
-        numbers: what `record` was given, by name.
+        numbers: the values passed to `record`, by name.
     """
 
     task_id: int = 0
@@ -42,7 +42,7 @@ class EpisodeContext:
     numbers: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def drop(self, kind: str, error: BaseException) -> None:
-        """Count one lost sample under `kind`."""
+        """Counts one lost sample under `kind`."""
         self.drops[kind] += 1
         self.first_errors.setdefault(kind, error)
 
@@ -51,10 +51,10 @@ _current: ContextVar[EpisodeContext] = ContextVar("archon_episode")
 
 
 class WorkflowContext:
-    """Access to the episode that the calling coroutine belongs to; import the one instance, `workflow_context`."""
+    """Access to the episode of the calling coroutine; import the instance `workflow_context`."""
 
     def get(self) -> EpisodeContext:
-        """Returns the running episode; a new one where a workflow is called by hand, outside a rollout."""
+        """Returns the running episode; a new one where a workflow is called outside a rollout."""
         context = _current.get(None)
         if context is None:
             context = EpisodeContext()
@@ -66,32 +66,32 @@ class WorkflowContext:
         return "eval" if self.get().is_eval else "rollout"
 
     def record(self, **numbers: float) -> None:
-        """Add numbers to the step's metrics, in an evaluation under `eval/`; each name is averaged over everything
-        recorded under it."""
+        """Adds numbers to the step's metrics, under `eval/` in an evaluation; the metric is the mean of a name's
+        values."""
         for name, value in numbers.items():
             self.get().numbers[name].append(float(value))
 
     def drop(self, kind: str, error: BaseException) -> None:
-        """Count one lost sample of this episode under `kind`; it is logged with its error, and never scored 0."""
+        """Counts one lost sample of this episode under `kind`, and logs its error; it is never scored 0."""
         self.get().drop(kind, error)
 
     async def get_httpx_client(self) -> httpx.AsyncClient:
-        """Returns the event loop's own client, closed with it: for `AsyncOpenAI`, or for tools."""
+        """Returns the event loop's shared client, which is closed with it."""
         return await loop_client(http_client, lambda client: client.is_closed, lambda client: client.aclose())
 
     async def get_aiohttp_session(self) -> aiohttp.ClientSession:
-        """Returns the event loop's own session, closed with it."""
+        """Returns the event loop's shared session, which is closed with it."""
         return await loop_client(aiohttp_session, lambda session: session.closed, lambda session: session.close())
 
     def enter_sample(self, index: int) -> EpisodeContext:
-        """Make the running task one that works on answer `index` of its episode, and return its context."""
-        own = copy(self.get())  # drops and numbers stay the episode's
+        """Makes the running task work on answer `index` of its episode, and returns its context."""
+        own = copy(self.get())  # shares drops and numbers with the episode
         own.sample_index = index
         _current.set(own)
         return own
 
     def enter(self, context: EpisodeContext) -> None:
-        """Make `context` that of the running task and of the tasks it starts."""
+        """Makes `context` that of the running task and of the tasks that it starts."""
         _current.set(context)
 
 
@@ -99,11 +99,10 @@ workflow_context = WorkflowContext()
 
 
 class EpisodeEngine:
-    """The generator as one run of an episode sees it.
+    """The engine of one run of an episode.
 
-    Each request without a seed gets one from (the episode's seed, its number within the episode), so that what is
-    sampled does not depend on what else is running, and a resumed run repeats it. `check` sees every request's sampling
-    values first.
+    Each request without a seed gets one from the episode's seed and the request's number, so that samples do not depend
+    on concurrent episodes and a resumed run repeats them. `check` is called with every request's sampling parameters.
     """
 
     def __init__(
@@ -117,32 +116,16 @@ class EpisodeEngine:
         self._check = check
         self._requests = 0
 
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    def get_version(self) -> int:
-        return self._engine.version
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Answer one request; raises `RolloutError` for values that `check` refuses."""
+        """Answers one request; raises the error of `check` for parameters that it refuses."""
         if self._check is not None:
             self._check(req.gconfig)
         if req.gconfig.seed is None:
-            # model_copy, not new(): the values were validated, and this runs for every sample.
+            # model_copy, not new(): the values are validated, and this runs for every sample.
             seed = derive_seed(self._context.seed, self._requests)
             req.gconfig = req.gconfig.model_copy(update={"seed": seed})
         self._requests += 1
         return await self._engine.agenerate(req)
-
-    def pause(self) -> None:
-        self._engine.pause()
-
-    def resume(self) -> None:
-        self._engine.resume()
-
-    def abort(self, rid: str | None = None) -> int:
-        return self._engine.abort(rid)
-
-    def update_weights(self, meta: object, *, version: int | None = None) -> None:
-        self._engine.update_weights(meta, version=version)

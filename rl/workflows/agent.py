@@ -1,4 +1,4 @@
-"""Trains an agent: a user's program that asks the model over HTTP and returns a reward."""
+"""Trains an agent: a user's program that calls the model over HTTP and returns a reward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from archon.rl.episode_context import workflow_context
 from archon.rl.rewards.result import RewardFailure, RewardInvalid
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflow_row import copy_containers
-from archon.rl.workflows.base import RolloutWorkflow
+from archon.rl.workflows.base import GroupWorkflow
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
 from archon.serve.sessions import ExportStyle, InvalidRewardError, Session, Trajectory
@@ -30,33 +30,31 @@ if TYPE_CHECKING:
 
 
 class Agent(Protocol):
-    """Any object with such a `run`, which returns the episode's reward, or rewards by the ids of its completions."""
+    """An object whose `run` returns the episode's reward, or rewards by completion id."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | int | dict[str, float]: ...
 
 
-class AgentWorkflow(RolloutWorkflow):
-    """Runs an agent `gconfig.n_samples` times on a row, each with a session of its own; all rows form one group.
+class AgentWorkflow(GroupWorkflow):
+    """Runs an agent `gconfig.n_samples` times on a row, each time in its own session; all rows form one group.
 
-    The agent's `run` is given the row, `base_url` and `api_key` (of a server on this machine that speaks OpenAI's
-    protocols; Anthropic's clients want the URL without its /v1) and `http_client`, an `httpx.AsyncClient` for
-    `AsyncOpenAI`. It runs on the trainer's own event loop, where a blocking call stops everything, the model included:
-    use asynchronous clients, or `ProcessAgent`. What a request leaves open is sampled with `gconfig`.
+    The agent's `run` gets the row, `base_url` and `api_key` of a local server with OpenAI's protocols (Anthropic's
+    clients need the URL without its /v1), and `http_client`, an `httpx.AsyncClient` for `AsyncOpenAI`. It runs on the
+    trainer's event loop, which a blocking call would stop, generation included: use asynchronous clients, or
+    `ProcessAgent`. Sampling parameters that a request does not set are those of `gconfig`.
 
-    A number is the episode's reward: of each of its branches. A dictionary rewards the completions that it names. An
-    agent that raises, takes too long or returns no finite number costs that sample, and is counted by kind. An answer
-    that it breaks off while it is being sampled is not trained, and is counted; the reward is that of the others.
+    A number is the episode's reward, for each of its branches; a dictionary rewards the completions that it names. An
+    agent that raises, times out or returns no finite number costs that sample, and is counted by kind. Answers that it
+    breaks off while they are sampled are not trained, and are counted.
 
     Args:
         agent: an object, a class that is constructed without arguments, or the dotted path of either.
-        gconfig: sampling values; `n_samples` runs of the agent a row.
+        gconfig: sampling parameters; `n_samples` is the number of runs per row.
         tokenizer: renders prompts; its end-of-text and padding ids stop an answer.
-        style: `concat` trains a conversation as one row, `individual` each answer as a row of its own.
-        turn_discount: of the reward, for each answer that follows, in (0, 1]; see `Session.export`.
-        timeout_seconds: of one run of the agent.
+        style: `concat` trains a conversation as one row, `individual` each answer as its own row.
+        turn_discount: factor of the reward for each later answer, in (0, 1]; see `Session.export`.
+        timeout_seconds: limit of one run of the agent.
     """
-
-    returns_group = True
 
     def __init__(
         self,
@@ -72,21 +70,17 @@ class AgentWorkflow(RolloutWorkflow):
                 f"style = {style!r} must be 'concat' or 'individual', turn_discount = {turn_discount!r} in (0, 1], and "
                 f"timeout_seconds = {timeout_seconds!r} positive"
             )
+        super().__init__(gconfig, tokenizer)
         self.agent = resolve_agent(agent)
-        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
-        self.tokenizer = tokenizer
         self.style: ExportStyle = style
         self.turn_discount = turn_discount
         self.timeout_seconds = timeout_seconds
         self._serving = Serving(tokenizer)
 
-    def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
-        return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
-
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Returns one group of trajectory tensors, with one row or more a run. Runs that fail are dropped and counted.
+        """Returns one group of trajectory tensors, one or more rows per run. Runs that fail are dropped and counted.
 
-        Raises the first failure when nothing is left.
+        Raises the first failure where all of them fail.
         """
         async with self._serving.lease() as (server, base_url):
             runs = (self._run_one(engine, data, index, server, base_url) for index in range(self.gconfig.n_samples))
@@ -105,14 +99,13 @@ class AgentWorkflow(RolloutWorkflow):
     async def _run_one(
         self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, base_url: str
     ) -> list[Trajectory]:
-        """Returns the trajectories of one run of the agent; none, and a count, where it failed."""
+        """Returns the trajectories of one run of the agent; a run that failed is counted and returns none."""
         workflow_context.enter_sample(index)
         one = self.gconfig.model_copy(update={"n_samples": 1})
         session = server.sessions.open(engine, one, derive_seed(workflow_context.get().seed, index))
         limit = asyncio.timeout(self.timeout_seconds)
         try:
-            # A pool's bookkeeping grows with the square of its connections: one for all runs would cost more than the
-            # answers.
+            # The cost of a connection pool grows with the square of its connections, so each run has its own.
             async with http_client() as client, limit:
                 reward = await self.agent.run(
                     copy_containers(dict(data.items())), base_url=base_url, api_key=session.key, http_client=client
@@ -123,9 +116,9 @@ class AgentWorkflow(RolloutWorkflow):
             raise
         except Exception as error:
             if session.refusal is not None:
-                raise session.refusal from error  # the sampling values that it asks for cannot be trained on
+                raise session.refusal from error  # it requested sampling parameters that cannot be trained on
             if limit.expired():
-                late = TimeoutError(f"the agent ran longer than {self.timeout_seconds:g} s and was cancelled")
+                late = TimeoutError(f"the agent ran longer than {self.timeout_seconds:g} s and was canceled")
                 workflow_context.drop("agent_timeout", late)
             else:
                 workflow_context.drop(_kind(error), error)
@@ -151,7 +144,7 @@ def _kind(error: Exception) -> str:
 
 
 def credit(session: Session, reward: float | Mapping[str, float]) -> None:
-    """Give a session the rewards that its agent returned."""
+    """Sets the rewards that the agent returned in its session."""
     if not isinstance(reward, Mapping):
         session.reward_every_branch(reward)
         return
@@ -160,7 +153,7 @@ def credit(session: Session, reward: float | Mapping[str, float]) -> None:
 
 
 def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
-    """Returns the object that `agent` names; raises `ConfigError` unless it has `async def run`."""
+    """Returns the agent that `agent` is or names; raises `ConfigError` unless it has `async def run`."""
     found: Any = import_dotted(agent, "agent") if isinstance(agent, str) else agent
     if isinstance(found, type):
         try:
@@ -174,7 +167,7 @@ def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
 
 
 class Serving:
-    """A server for all episodes that run at a time; it is closed when the last of them ends."""
+    """A server that all running episodes share; it is closed when the last of them ends."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -187,7 +180,7 @@ class Serving:
     async def lease(self) -> AsyncIterator[tuple[AgentServer, str]]:
         """Yields (server, base URL)."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # that of another run
+        if self._loop is not loop:  # of an earlier run
             self._loop, self._lock, self._users, self._live = loop, asyncio.Lock(), 0, None
         async with self._lock:
             live = self._live = self._live or await self._start()
@@ -206,10 +199,8 @@ class Serving:
             raise missing_package("httpx")
         from archon.serve.server import AgentServer, Limits
 
-        # The episodes are the trainer's own, and so are their number and what they ask.
-        many = 1_000_000
-        limits = Limits(
-            body_bytes=1 << 30, sessions=many, calls_per_session=many, requests=many, session_idle_seconds=math.inf
-        )
+        # The requests are the trainer's own, so the limits are practically off.
+        n = 1_000_000
+        limits = Limits(body_bytes=1 << 30, sessions=n, calls_per_session=n, requests=n, session_idle_seconds=math.inf)
         server = AgentServer(self._tokenizer, token=secrets.token_urlsafe(), limits=limits)
         return server, await server.start()

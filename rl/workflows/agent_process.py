@@ -1,4 +1,4 @@
-"""An agent as a command in its own process: in any language, and free to block."""
+"""An agent that is a command in its own process, in any language."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from archon.schema.errors import RolloutError
 
 
 class ProcessAgent:
-    """Runs a command for each episode, with `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment alone.
+    """Runs a command for each episode, with `OPENAI_BASE_URL` and `OPENAI_API_KEY` set in its environment only.
 
-    It reads the row as JSON from its standard input, and the last line that it prints is the reward: a JSON number, or
-    an object of rewards by completion id. A command that fails costs its sample, with the end of its
+    The command reads the row as JSON from standard input, and the last line that it prints is the reward: a JSON
+    number, or an object of rewards by completion id. A command that fails costs its sample, and the error ends with its
     standard error. It is killed when its time is up.
 
     Args:

@@ -64,6 +64,22 @@ class RolloutWorkflow(ABC):
         return changed
 
 
+class GroupWorkflow(RolloutWorkflow):
+    """A workflow whose runs return whole groups, sampled with `gconfig` from prompts that `tokenizer` renders.
+
+    The tokenizer's end-of-text and padding ids stop an answer.
+    """
+
+    returns_group = True
+
+    def __init__(self, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
+        self.tokenizer = tokenizer
+
+    def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
+        return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
+
+
 def count_failure(error: Failure) -> None:
     """Count the sample that `error` costs, unless it was counted before."""
     if all(error is not known for known in workflow_context.get().first_errors.values()):

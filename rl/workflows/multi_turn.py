@@ -1,4 +1,4 @@
-"""Several turns with the model: after a wrong answer it is asked to try again."""
+"""Several turns: after a wrong answer the model is asked to try again."""
 
 from __future__ import annotations
 
@@ -16,31 +16,28 @@ from archon.generation.types import GenerationHyperparameters, InferenceEngine, 
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
-from archon.rl.workflows.base import RolloutWorkflow, kept_samples, record_parts, wrapped_reward
+from archon.rl.workflows.base import GroupWorkflow, kept_samples, record_parts, wrapped_reward
 from archon.schema.errors import ConfigError, ContextOverflowError
 
 RETRY = "That is not right. Try again."
 
 
-class MultiTurnWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` conversations: after each answer whose reward is below `enough` the model is sent
+class MultiTurnWorkflow(GroupWorkflow):
+    """Samples `gconfig.n_samples` conversations. After each answer whose reward is below `enough` the model is sent
     `retry` and answers again, up to `max_turns` times.
 
-    The reward of a conversation is that of its last answer, times `turn_discount` for each turn before it. Every answer
-    of it is trained on. Nothing is decoded and encoded again: the next turn's prompt is the tokens so far and those of
-    the message.
+    The reward of a conversation is that of its last answer, times `turn_discount` for each turn before it. All answers
+    are trained. Nothing is encoded twice: the prompt of the next turn is the tokens so far and those of the message.
 
     Args:
-        reward_fn: as `RLVRWorkflow` takes it; sees the last answer.
-        gconfig: sampling values of each turn; `max_tokens` limits the conversation.
+        reward_fn: as for `RLVRWorkflow`; it scores the last answer.
+        gconfig: sampling parameters of each turn; `max_tokens` limits the conversation.
         tokenizer: renders prompts and messages; its end-of-text and padding ids stop an answer.
-        max_turns: answers of a conversation, at most.
-        turn_discount: factor of the reward for each turn it took beyond the first, in (0, 1].
-        enough: reward that ends the conversation.
-        retry: the user's message after an answer that was not enough.
+        max_turns: the maximal number of answers.
+        turn_discount: factor of the reward for each turn after the first, in (0, 1].
+        enough: the reward that ends the conversation.
+        retry: the user's message after a lower reward.
     """
-
-    returns_group = True
 
     def __init__(
         self,
@@ -56,19 +53,15 @@ class MultiTurnWorkflow(RolloutWorkflow):
             raise ConfigError(
                 f"max_turns = {max_turns} must be at least 1, and turn_discount = {turn_discount:g} in (0, 1]"
             )
+        super().__init__(gconfig, tokenizer)
         self.reward_fn = wrapped_reward(reward_fn)
-        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
-        self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.turn_discount = turn_discount
         self.enough = enough
         self.retry = {"role": "user", "content": retry}
 
-    def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
-        return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
-
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Returns one group of conversations as trajectory tensors [n, S]; `turn_ids` says which answer a token is of.
+        """Returns one group of conversations as trajectory tensors [n, S]; `turn_ids` is the turn of each token.
 
         Conversations that fail are dropped and counted by kind; the first failure is raised when none is left.
         """
@@ -88,28 +81,28 @@ class MultiTurnWorkflow(RolloutWorkflow):
     async def _converse(
         self, engine: InferenceEngine, record: TokenRecord, prompt_ids: list[int], data: dict[str, Any], index: int
     ) -> Reward:
-        """Fill `record`, and return the reward of its last answer."""
+        """Fills `record`, and returns the reward of its last answer."""
         workflow_context.enter_sample(index)
         seed = workflow_context.get().seed
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=True)
-        reward, given_ids = Reward(0.0), prompt_ids
+        reward, new_ids = Reward(0.0), prompt_ids
         while True:
-            # Of its own stream, whatever the other conversations do meanwhile.
-            own = {"n_samples": 1, "seed": derive_seed(seed, index, record.turns)}
-            gconfig = self.gconfig.model_copy(update=own)
+            # Each turn has its own random stream, so that it does not depend on concurrent conversations.
+            changes = {"n_samples": 1, "seed": derive_seed(seed, index, record.turns)}
+            gconfig = self.gconfig.model_copy(update=changes)
             try:
-                request = ModelRequest(record.input_ids + given_ids, gconfig, tokenizer=self.tokenizer)
+                request = ModelRequest(record.input_ids + new_ids, gconfig, tokenizer=self.tokenizer)
                 response = await engine.agenerate(request)
             except ContextOverflowError:
                 if record.turns == 0:
                     raise
                 record.truncated = True
-                return reward  # there is no room for another turn
+                return reward  # no room for another turn
             check_answer(response)
-            record.observe(given_ids)
+            record.observe(new_ids)
             record.answer(response)
             completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             reward = await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
             if reward >= self.enough or record.turns == self.max_turns or record.truncated:
                 return reward
-            given_ids = next_turn_ids(self.tokenizer, self.retry, response.output_tokens)
+            new_ids = next_turn_ids(self.tokenizer, self.retry, response.output_tokens)

@@ -9,27 +9,25 @@ from typing import Any
 from torch import Tensor
 
 from archon.data import encode_prompt
-from archon.generation.record import UnusableAnswerError, check_answer
+from archon.generation.record import check_answer
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
-from archon.rl.workflows.base import RolloutWorkflow, kept_samples, record_parts, wrapped_reward
+from archon.rl.workflows.base import GroupWorkflow, kept_samples, record_parts, wrapped_reward
 
 
-class RLVRWorkflow(RolloutWorkflow):
+class RLVRWorkflow(GroupWorkflow):
     """Samples `gconfig.n_samples` answers to the row's prompt and scores each; the answers form one group.
 
-    A row carries `messages` (for the chat template) or `prompt`, and whatever the reward needs. The answers stay in
-    token space: text is decoded for the reward only, and never encoded again.
+    A row holds `messages` (for the chat template) or `prompt`, and the columns that the reward needs. Answers stay in
+    token space: they are decoded for the reward only, and never encoded again.
 
     Args:
-        reward_fn: a function, its name or dotted path, or an `AsyncRewardWrapper`, as which everything else is wrapped.
-        gconfig: sampling values.
+        reward_fn: a function, its name or dotted path, or an `AsyncRewardWrapper`.
+        gconfig: sampling parameters.
         tokenizer: renders prompts and decodes answers; its end-of-text and padding ids stop an answer.
     """
-
-    returns_group = True
 
     def __init__(
         self,
@@ -37,17 +35,13 @@ class RLVRWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
     ) -> None:
+        super().__init__(gconfig, tokenizer)
         self.reward_fn = wrapped_reward(reward_fn)
-        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
-        self.tokenizer = tokenizer
-
-    def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
-        return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Returns one group as trajectory tensors [n, S]. Samples that fail are dropped and counted by kind.
 
-        Raises the first failure when none of the n is left.
+        Raises the first failure where all of them fail.
         """
         prompt_ids = encode_prompt(self.tokenizer, data)
         one = self.gconfig.model_copy(update={"n_samples": 1})
@@ -57,38 +51,16 @@ class RLVRWorkflow(RolloutWorkflow):
                 for _ in range(self.gconfig.n_samples)
             )
         )
-        usable = self._usable(responses)
-        outcomes = await self._score(prompt_ids, usable, data)
-        kept = kept_samples([response for _, response in usable], outcomes)
-        record_parts(reward for _, reward in kept)
-        return trajectory_tensors([response for response, _ in kept], [float(reward) for _, reward in kept])
-
-    def _usable(self, responses: list[ModelResponse]) -> list[tuple[int, ModelResponse]]:
-        usable = []
-        for index, response in enumerate(responses):
-            try:
-                check_answer(response)
-            except UnusableAnswerError as error:
-                workflow_context.drop(error.kind, error)
-            else:
-                usable.append((index, response))
-        return usable
-
-    async def _score(
-        self, prompt_ids: list[int], usable: list[tuple[int, ModelResponse]], data: dict[str, Any]
-    ) -> list[Reward | BaseException]:
         prompt, *completions = self.tokenizer.batch_decode(
-            [prompt_ids, *(response.output_tokens for _, response in usable)], skip_special_tokens=True
+            [prompt_ids, *(response.output_tokens for response in responses)], skip_special_tokens=True
         )
 
-        async def one(index: int, completion: str, response: ModelResponse) -> Reward:
+        async def score(index: int, completion: str, response: ModelResponse) -> Reward:
+            check_answer(response)
             workflow_context.enter_sample(index)
             return await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
 
-        return await asyncio.gather(
-            *(
-                one(index, completion, response)
-                for (index, response), completion in zip(usable, completions, strict=True)
-            ),
-            return_exceptions=True,
-        )
+        scores = map(score, range(len(responses)), completions, responses)
+        kept = kept_samples(responses, await asyncio.gather(*scores, return_exceptions=True))
+        record_parts(reward for _, reward in kept)
+        return trajectory_tensors([response for response, _ in kept], [float(reward) for _, reward in kept])

@@ -23,7 +23,7 @@ from archon.rl.episode_context import workflow_context
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.agent import Serving
-from archon.rl.workflows.base import RolloutWorkflow, split_outcomes, wrapped_reward
+from archon.rl.workflows.base import GroupWorkflow, RolloutWorkflow, split_outcomes, wrapped_reward
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 Sample = tuple[TokenRecord, float]
 
 
-class TrinityWorkflow(RolloutWorkflow):
+class TrinityWorkflow(GroupWorkflow):
     """Makes a group from the experiences of one or several runs of a Trinity-style workflow.
 
     Rows need `raw_task`, the task's row, which `train_data.raw` adds.
@@ -49,8 +49,6 @@ class TrinityWorkflow(RolloutWorkflow):
         workflow_args, reward_fn_args: passed to the workflow and to the `RewardFn`.
         enable_openai_api: start an OpenAI endpoint on this machine for `ModelWrapper.get_openai_client()`.
     """
-
-    returns_group = True
 
     def __init__(
         self,
@@ -74,9 +72,8 @@ class TrinityWorkflow(RolloutWorkflow):
         for name in format_args or {}:
             if name not in (known := [field.name for field in fields(FormatConfig)]):
                 raise ConfigError(f"format_args: unknown {name!r}{nearest(name, known)}")
+        super().__init__(gconfig, tokenizer)
         self.kind = kind
-        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
-        self.tokenizer = tokenizer
         self._awaits = overrides_async and (kind.is_async or hasattr(kind, "asynchronous") or kind.run is Workflow.run)
         self._reward = REWARD_FUNCTIONS[reward] if isinstance(reward, str) else reward or wrapped_reward(reward_fn)
         self._format_args = FormatConfig(**(format_args or {}))
@@ -86,7 +83,7 @@ class TrinityWorkflow(RolloutWorkflow):
         self._repeats = False
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
-        changed = super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))
+        changed = super().with_gconfig(gconfig)
         assert isinstance(changed, TrinityWorkflow)
         changed._idle = []  # a workflow may keep the sampling parameters it was constructed with
         return changed
