@@ -1,4 +1,4 @@
-"""The small RL layer: workflows, rewards, datasets, rollout, trainer. Every public name imports from `archon.rl`.
+"""The RL layer: workflows, rewards, datasets, rollout, trainer. All public names import from `archon.rl`.
 
 Names load on first use, so that a reward's worker process starts without torch.
 """

@@ -1,13 +1,12 @@
-"""Asynchronous rollout: while one batch is trained on, the answers of the next ones are being sampled.
+"""Asynchronous rollout: answers of the next batches are sampled while one batch is trained on.
 
-The staleness η is bounded: no group is trained on by a policy more than η versions after the one it was begun with.
-With B groups a step and C episodes at once, as many episodes may be started as
+The staleness η is bounded: a group is trained on at most η versions after the one it was started with. With B groups
+per step and C concurrent episodes,
 
     min(C - running, (η + version + 1) · B - (accepted + running))
 
-(AReaL, Fu et al. 2025, arXiv:2505.24298). An episode that failed, was rejected or is to be replaced is not
-counted. A step waits for the groups that would be too old for the next one; these are at most B, since no more had been
-admitted by then.
+episodes may be started (AReaL, Fu et al. 2025, arXiv:2505.24298). Failed, rejected and replaced episodes are not
+counted. A step waits for the at most B groups that would be too old for the next step.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from archon.rl.rollout import Rollout, RolloutBatch
 
 
 def capacity(running: int, accepted: int, version: int, *, staleness: int, batch: int, concurrent: int) -> int:
-    """Returns how many episodes may be started now; `accepted` counts all since the run began, negative means none."""
+    """Returns how many episodes may be started, which may be negative; `accepted` counts all of the run."""
     return min(concurrent - running, (staleness + version + 1) * batch - (accepted + running))
 
 
 @dataclass(eq=False)
 class InFlight:
-    """An episode being run: the version it began with, and in the end what became of it."""
+    """An episode: the version it was started with, and its result once it has ended."""
 
     prompt: Prompt
     version: int
@@ -40,16 +39,16 @@ class InFlight:
 
 
 class AsyncRollout:
-    """Keeps episodes running, and makes training batches of those that are done. One event loop, one thread.
+    """Keeps episodes running on one event loop, and makes training batches of those that have ended.
 
     Args:
         rollout: runs the episodes.
         take: returns the next n prompts of the data stream.
-        batch: B, groups a step.
+        batch: B, groups per step.
         staleness: η, in versions.
-        concurrent: C, episodes at once; None: as many as the staleness allows.
-        zero_variance_groups: `keep` them; `drop` them, which leaves a batch smaller; or `resample` other prompts.
-        max_resamples: at most so many times B episodes of a batch are replaced.
+        concurrent: C, the maximal number of running episodes; None: as many as the staleness allows.
+        zero_variance_groups: `keep` them, `drop` them, which makes the batch smaller, or `resample` other prompts.
+        max_resamples: at most this many times B episodes of a batch are replaced.
     """
 
     def __init__(
@@ -69,19 +68,14 @@ class AsyncRollout:
         self._zero_variance_groups, self._max_resamples = zero_variance_groups, max_resamples
         self._version = self._accepted = 0  # as of the last batch
         self._running: list[InFlight] = []
-        self._done: list[InFlight] = []  # accepted and not yet trained on, in the order they ended
+        self._done: list[InFlight] = []  # accepted and not trained on, in the order they ended
         self._replaced: list[Episode] = []  # since the last batch
         self._ended = asyncio.Event()
         self._error: BaseException | None = None
 
     @property
-    def running(self) -> int:
-        """Episodes that are being run."""
-        return len(self._running)
-
-    @property
     def untrained(self) -> list[int]:
-        """Ordinals of the prompts that were taken and not trained on, in order."""
+        """Ordinals of the prompts that were taken and not trained on, sorted."""
         return sorted(item.prompt.index for item in [*self._running, *self._done])
 
     def _fill(self) -> None:
@@ -99,12 +93,12 @@ class AsyncRollout:
             item.task = asyncio.create_task(self._run(item), name=f"episode {prompt.index}")
 
     async def collect(self, step: int) -> RolloutBatch:
-        """Returns the next B groups: first those that would be too old for the next step, then in the order they ended.
+        """Returns the next B groups: those that would be too old for the next step, then in the order they ended.
 
-        Raises what `Rollout.run` raises, and `RolloutError` where a whole batch was rejected.
+        Raises as `Rollout.run`, and `RolloutError` where a whole batch was rejected.
         """
         self._version = self._rollout.engine.version
-        # A batch without anything to train on was no step: as many episodes may be started again.
+        # From the version, so that a batch without anything to train on does not count.
         self._accepted = self._version * self._batch + len(self._done)
         self._fill()
         while not self._complete():
@@ -122,7 +116,7 @@ class AsyncRollout:
         return self._rollout.batch_of(kept, episodes, counts, step)
 
     async def close(self) -> None:
-        """End what is running."""
+        """Cancels running episodes."""
         tasks = [item.task for item in self._running if item.task]
         for task in tasks:
             task.cancel()

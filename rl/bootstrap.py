@@ -1,5 +1,4 @@
-"""Makes a small checkpoint from nothing, in Hugging Face form: configuration, tokenizer, weights, and a warm-up by
-SFT."""
+"""Makes a small Hugging Face checkpoint from nothing: configuration, tokenizer, weights, and a warm-up by SFT."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ CHAT_TEMPLATES = {
         "{%- for message in messages %}{{- message.content }}"
         "{%- if message.role == 'assistant' %}{{- eos_token }}{%- endif %}{%- endfor %}"
     ),
-    # Tools, their calls and what they gave, as Qwen's templates write them.
+    # Tools, tool calls and tool responses are written as in Qwen's templates.
     "chatml": (
         "{%- if tools %}{{- '<|im_start|>system\n' }}"
         "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n' }}{%- endif %}"
@@ -67,8 +66,8 @@ RECORD = "bootstrap.json"
 def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with Qwen's special tokens and a chat template.
 
-    Kind `characters` has one token a character and refuses a character outside its alphabet; kind `bpe` is byte-level,
-    trained on `texts`, every digit on its own as in Qwen, and can encode anything.
+    Kind `characters` has one token per character of its alphabet and refuses others; kind `bpe` is byte-level, is
+    trained on `texts`, splits digits as Qwen does, and can encode anything.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -103,19 +102,19 @@ def make_tokenizer(recipe: TokenizerRecipe, texts: Iterable[str] = ()) -> PreTra
 def ensure_checkpoint(
     config: BootstrapConfig, path: str | Path, *, like: EngineConfig | None = None, log: Callable[[str], None] = print
 ) -> int:
-    """Makes the checkpoint `path` unless it is there. With several processes all of them call it, after they joined.
+    """Makes the checkpoint at `path` unless it exists. All processes of a run must call it.
 
     Args:
-        config: what to make.
-        path: where.
-        like: the engine that `config.engine` changes; the defaults when not given.
-        log: is told when the making begins.
+        config: the recipe.
+        path: the target folder.
+        like: the engine that `config.engine` changes; None: the defaults.
+        log: is called when the work starts.
 
     Returns:
-        0, or the number of the signal that ended the warm-up; the next call goes on with it.
+        0, or the number of the signal that ended the warm-up, which the next call continues.
 
     Raises:
-        ConfigError: something else stands at `path`, or a checkpoint made with other values.
+        ConfigError: `path` holds something else, or a checkpoint made with other values.
     """
     target = Path(path)
     wanted = config.model_dump(mode="json", exclude={"path", "engine"})
@@ -133,7 +132,7 @@ def ensure_checkpoint(
             (blank / RECORD).write_text(json.dumps(wanted))
         elif json.loads((blank / RECORD).read_text()) != wanted:
             raise ConfigError(f"{workshop} holds an unfinished checkpoint with other bootstrap values; remove it")
-        # Of an attempt that was killed before the rename: an export replaces only what an export has.
+        # Left by an attempt that was killed before the rename; an export would not replace it.
         (made / RECORD).unlink(missing_ok=True)
 
     def end() -> None:
@@ -161,21 +160,18 @@ def bootstrap_engine(config: BootstrapConfig, like: EngineConfig | None, path: s
 
 
 def _is_made(target: Path, wanted: dict[str, Any]) -> bool:
-    if target.exists():
-        record = target / RECORD
-        if not record.is_file():
-            raise ConfigError(
-                f"{target} exists and was not made by a bootstrap; set bootstrap=null, or choose another path"
-            )
-        if json.loads(record.read_text()) != wanted:
-            raise ConfigError(f"{target} was made with other bootstrap values; remove it, or choose another path")
-        return True
-    return False
+    if not target.exists():
+        return False
+    record = target / RECORD
+    if not record.is_file():
+        raise ConfigError(f"{target} exists and was not made by a bootstrap; set bootstrap=null, or another path")
+    if json.loads(record.read_text()) != wanted:
+        raise ConfigError(f"{target} was made with other bootstrap values; remove it, or choose another path")
+    return True
 
 
 def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
-    """Fine-tunes the blank model. Returns the number of the signal that asked any rank to end early, or 0: the same on
-    all ranks."""
+    """Fine-tunes the blank model. Returns 0, or the number of the signal that stopped any rank, equal on all ranks."""
     sft = SFTConfig(
         run_dir=str(run_dir),
         resume=True,
@@ -191,12 +187,12 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
         if config.target is not None:
             probe = stack.enter_context(RewardProbe(config.target, load_tokenizer(model.path), model.seed))
         SFTTrainer(sft, runner, probe).train()
-    # A signal that came after the last step's question may have reached some of the ranks alone.
+    # A signal after the last step's check may have reached some of the ranks only.
     return runner.world.all_reduce_max(runner.stop_number)
 
 
 class RewardProbe:
-    """Measures the reward of sampled held-out answers during a warm-up, and says when it is enough."""
+    """Measures the reward of sampled held-out answers during a warm-up, until it reaches the target."""
 
     def __init__(self, config: WarmupTarget, tokenizer: Any, seed: int) -> None:
         self.config = config
@@ -227,20 +223,25 @@ class RewardProbe:
 
 
 def write_blank(config: BootstrapConfig, path: Path) -> None:
-    """Write config.json, generation_config.json and the tokenizer, without weights."""
+    """Writes config.json, generation_config.json and the tokenizer, without weights."""
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    spec = get_model_spec(config.model_type)  # refuses a family that could not be trained
+    spec = get_model_spec(config.model_type)  # raises for an unknown family
     recipe = config.tokenizer
-    texts = training_texts(recipe) if recipe.kind == "bpe" else ()
+    texts: list[str] = []
+    if recipe.kind == "bpe":
+        if recipe.train_data is None:
+            raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a dataset to be trained on")
+        rows = load_rows(recipe.train_data, "rl", None)
+        texts = [text for row in rows for text in (row["prompt"], str(row["answer"]))]
     tokenizer = make_tokenizer(recipe, texts)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     values = {"vocab_size": len(tokenizer), "architectures": architectures, "dtype": "float32"} | ids | config.hf_config
     try:
         hf_config = AutoConfig.for_model(config.model_type, **values)
-    except Exception as error:  # transformers checks the fields' types by errors of its own
+    except Exception as error:  # transformers raises its own errors for wrong types
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"bootstrap: hf_config is not a config of {config.model_type}: {reason}") from error
     try:
@@ -250,11 +251,3 @@ def write_blank(config: BootstrapConfig, path: Path) -> None:
     hf_config.save_pretrained(path)
     GenerationConfig(**ids).save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def training_texts(recipe: TokenizerRecipe) -> list[str]:
-    """Returns what a BPE tokenizer is trained on: prompts and answers of the recipe's dataset."""
-    if recipe.train_data is None:
-        raise ConfigError("bootstrap: tokenizer.train_data is not set; kind 'bpe' needs a dataset to be trained on")
-    rows = load_rows(recipe.train_data, "rl", None)
-    return [text for row in rows for text in (row["prompt"], str(row["answer"]))]

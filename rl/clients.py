@@ -1,8 +1,9 @@
-"""HTTP clients for agents and workflows; each package is imported when it is asked for."""
+"""HTTP clients for agents and workflows, whose packages are imported on first use."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import cache
@@ -19,53 +20,50 @@ Client = TypeVar("Client")
 
 
 def http_client() -> httpx.AsyncClient:
-    """Returns a client that uses no proxy, waits without limit, and opens as many connections as are needed."""
-    try:
-        import httpx
-    except ImportError:
-        raise missing_package("httpx") from None
+    """Returns a client without proxies, time-outs and a limit on connections."""
+    httpx = require_package("httpx")
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     return httpx.AsyncClient(trust_env=False, timeout=None, verify=tls_context(), limits=limits)
 
 
 def aiohttp_session() -> aiohttp.ClientSession:
-    """Returns a session that uses no proxy, waits without limit, and raises no status as an error."""
-    try:
-        import aiohttp
-    except ImportError:
-        raise missing_package("aiohttp") from None
+    """Returns a session without proxies, time-outs and a limit on connections."""
+    aiohttp = require_package("aiohttp")
     connector = aiohttp.TCPConnector(ssl=tls_context(), limit=0)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
-def missing_package(package: str) -> ConfigError:
-    """Returns the error for a client whose `package` is not installed."""
-    return ConfigError(
-        f"agents need the package {package}, which is not installed; "
-        "install archon's extra `rl`: pip install 'archon-engine[rl]'"
-    )
+def require_package(package: str) -> Any:
+    """Returns the module `package`; raises `ConfigError` where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(
+            f"agents need the package {package}, which is not installed; "
+            "install archon's extra `rl`: pip install 'archon-engine[rl]'"
+        ) from None
 
 
 @cache
 def tls_context() -> ssl.SSLContext:
-    """Returns the TLS context of the trusted authorities; loading it takes longer than a small model's answer."""
+    """Returns the default TLS context, which takes long to load."""
     return ssl.create_default_context()
 
 
-_kept: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, tuple[Any, AsyncGenerator[None, None]]]]
-_kept = WeakKeyDictionary()
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, tuple[Any, AsyncGenerator[None, None]]]]
+_clients = WeakKeyDictionary()
 
 
 async def loop_client(
     make: Callable[[], Client], is_closed: Callable[[Client], bool], close: Callable[[Client], Awaitable[None]]
 ) -> Client:
-    """Returns the running loop's client, made at the first call, or when it has been closed.
+    """Returns the running loop's client, made at the first call, or after it was closed.
 
-    It is closed with its loop: `asyncio.run` and `asyncio.Runner` end a loop's asynchronous generators, one of which
+    It is closed with its loop: `asyncio.run` and `asyncio.Runner` close a loop's asynchronous generators, one of which
     holds the client.
     """
     loop = asyncio.get_running_loop()
-    clients = _kept.setdefault(loop, {})
+    clients = _clients.setdefault(loop, {})
     if make not in clients or is_closed(clients[make][0]):
         client = make()
 
@@ -73,12 +71,12 @@ async def loop_client(
             try:
                 yield
             finally:
-                if make in clients and clients[make][0] is client:  # and not its successor
+                if make in clients and clients[make][0] is client:  # not a later one
                     del clients[make]
                 await close(client)
 
         holder = hold()
         clients[make] = client, holder
         await anext(holder)
-    found: Client = clients[make][0]
-    return found
+    shared: Client = clients[make][0]
+    return shared

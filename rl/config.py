@@ -1,4 +1,4 @@
-"""Configuration of the RL and SFT trainers. Every field carries its default, its description and its unit."""
+"""Configuration of the RL trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from archon.training.config import BootstrapFile, CheckpointConfig
 
 
 class RolloutConfig(StrictModel):
-    """How a batch of trajectories is gathered."""
+    """How a batch of trajectories is generated."""
 
     prompts_per_step: int = Field(32, ge=1, description="groups in a training batch")
     max_resamples: int = Field(
@@ -75,7 +75,7 @@ class EvaluationConfig(StrictModel):
 
 
 class LogprobCheckConfig(StrictModel):
-    """The check on every batch that generator and trainer compute the same policy."""
+    """Checks on every batch that generator and trainer compute the same logprobs."""
 
     max_mismatch: float | None = Field(
         None, gt=0, description="largest mean |logprob difference|; null: the dtype's own limit"
@@ -89,7 +89,7 @@ class ControlConfig(StrictModel):
 
 
 class ResolvedRL(StrictModel):
-    """The parts of a run that depend on others, each with its whole configuration."""
+    """The parts of a run that depend on others, completely configured."""
 
     actor: EngineConfig = Field(description="the policy")
     ref: EngineConfig | None = Field(description="the reference model; null where no KL is taken")
@@ -144,8 +144,7 @@ class RLConfig(StrictModel):
     renamed: ClassVar[Mapping[str, str]] = {"gate": "logprob_check, and gate.limit logprob_check.max_mismatch"}
 
     def resolve(self) -> ResolvedRL:
-        """Returns the models and the objective as the run uses them: `ref` and `critic` completed by the actor's
-        fields, and what the objective takes from other sections."""
+        """Returns the models and the objective with the values that they take from the actor and other sections."""
         algorithm, ref, critic = self.algorithm, None, None
         if isinstance(algorithm.aggregation, DrGRPOAggregation) and algorithm.aggregation.max_tokens is None:
             length = {"max_tokens": self.gconfig.max_new_tokens}
@@ -184,7 +183,7 @@ class RLConfig(StrictModel):
                 "`critic`, or set algorithm.advantage=gae"
             )
         if self.gconfig.seed is not None:
-            raise ValueError("gconfig.seed is not for a run, whose answers would all be alike; set `seed`")
+            raise ValueError("gconfig.seed would make all answers of a run equal; set `seed`")
         if self.verify_export and self.actor.dtype == "bfloat16":
             raise ValueError(
                 "verify_export compares float32 logits, and actor.dtype is bfloat16, whose rounding is larger than any "

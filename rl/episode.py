@@ -1,4 +1,4 @@
-"""One prompt's episode: its context, and the trajectories or the error that it ended with."""
+"""`Episode`: one run of a workflow on a prompt, and its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from archon.rl.prompts import Prompt
 
 @dataclass
 class Episode:
-    """What became of one prompt: a group of trajectories, or nothing (rejected, or `error`)."""
+    """An episode and its result: a group of trajectories, or None where it was rejected or raised `error`."""
 
     prompt: Prompt
     context: EpisodeContext
@@ -25,7 +25,7 @@ class Episode:
 
     @property
     def rewards(self) -> Tensor:
-        """Float64 [T]: the reward of each trajectory of the group, one of several rows counted once."""
+        """The rewards of the group's T trajectories, float64 [T]."""
         if not self.trajectories:
             return torch.empty(0, dtype=torch.float64)
         rewards = self.trajectories["rewards"]
@@ -34,10 +34,10 @@ class Episode:
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all trajectories of the group have one reward, so that there is nothing to learn."""
+        """Whether all trajectories of the group have the same reward."""
         rewards = self.rewards
         return not (len(rewards) > 0 and bool(rewards.max() > rewards.min()))
 
     def is_trainable(self, zero_variance_groups: ZeroVarianceGroups) -> bool:
-        """Whether the group has something to train on."""
+        """Whether the group is part of the training batch."""
         return bool(self.trajectories) and (zero_variance_groups == "keep" or not self.zero_variance)

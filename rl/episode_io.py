@@ -22,8 +22,8 @@ _HEADER_BYTES = 8
 
 
 class RemoteError(Exception):
-    """An error in an episode that another process ran: the name of its type, its message, and whether it is one of
-    archon's one-line errors; the traceback is a note."""
+    """An error of another process: the name of its type, its message, whether it needs no traceback, and the traceback
+    as a note."""
 
     def __init__(self, kind: str, message: str, one_line: bool, trace: str) -> None:
         super().__init__(message)
@@ -32,30 +32,26 @@ class RemoteError(Exception):
 
 
 def error_kind(error: BaseException) -> str:
-    """Returns the name of an error's type, in whichever process it was raised."""
+    """Returns the name of an error's type, also of a `RemoteError`."""
     return error.kind if isinstance(error, RemoteError) else type(error).__name__
 
 
 def is_one_line(error: BaseException) -> bool:
-    """Whether the message needs no traceback: it names a user's mistake. A reward that raised is the user's code, and
-    comes with the traceback of its process."""
+    """Whether the message needs no traceback, as it names a user's mistake. A reward that raised needs its own."""
     if isinstance(error, RemoteError):
         return error.one_line
     return isinstance(error, UserError) and not isinstance(error, RewardRaised)
 
 
 def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
-    """Returns finished episodes, by their place among those of a step, as bytes.
-
-    Raises `RolloutError` for a result that JSON cannot hold.
-    """
+    """Serializes finished episodes, by their index in the step; raises `RolloutError` where JSON cannot hold one."""
     header: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for place, episode in episodes.items():
         context, lists = episode.context, dict[str, Any]()
         for key, value in (episode.trajectories or {}).items():
             if isinstance(value, Tensor):
-                # A copy: one tensor may stand under two keys, which the format refuses.
+                # A copy, as safetensors refuses tensors that share memory.
                 tensors[f"{place}.{key}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             else:
                 lists[key] = value
@@ -81,7 +77,7 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
 
 
 def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
-    """Fill `episodes` with those that another process packed; they have the same prompts in the same places."""
+    """Fills `episodes`, which have the same prompts, with the results that another process packed."""
     start = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "big")
     tensors = load(data[start:])
     for item in json.loads(data[_HEADER_BYTES:start]):

@@ -1,4 +1,4 @@
-"""Reward on held-out prompts: sampled as in training, and greedy. The same random streams every time."""
+"""Reward on held-out prompts, sampled and greedy, with the same random streams every time."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def evaluation_workflows(
 async def evaluate(
     rollout: Rollout, prompts: Sequence[Prompt], *, tokenizer: Any = None, well_formed: str | None = None
 ) -> dict[str, float]:
-    """Run every prompt once through the rollout's workflow.
+    """Runs every prompt once through the rollout's workflow.
 
     Args:
-        rollout: with the workflow to evaluate; its seed and the prompts' indices fix every random stream.
+        rollout: runs the workflow to evaluate; its seed and the prompts' indices seed all random streams.
         prompts: held-out rows.
         tokenizer: decodes answers where `well_formed` is given.
-        well_formed: a regular expression that a well-formed answer matches from end to end.
+        well_formed: a regular expression that matches the whole of a well-formed answer.
 
     Returns:
         `reward` (mean over prompts of the mean over trajectories), `length` (answer tokens), `failed` (prompts
-        that gave no sample), `dropped` (samples lost), where they can be known `truncated` and `well_formed`
-        (shares of samples), and the means of what the workflow recorded.
+        without a sample), `dropped` (lost samples), where available `truncated` and `well_formed` (shares of
+        samples), and the means of what the workflow recorded.
     """
     episodes = await rollout.run(prompts, is_eval=True)
     rollout.raise_if_empty(episodes)
@@ -64,7 +64,7 @@ async def evaluate(
 
 
 def answer_texts(episodes: Sequence[Episode], tokenizer: Any) -> list[str]:
-    """Returns the text of every sample's trained tokens, special tokens left out."""
+    """Returns the text of every sample's trained tokens, without special tokens."""
     tokens = []
     for episode in episodes:
         if episode.trajectories:

@@ -11,18 +11,18 @@ from archon.data import RowLoader
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of the dataset and its place in the data stream (its ordinal, which no other prompt of the run has)."""
+    """A row of the dataset and its ordinal in the data stream, which is unique in the run."""
 
     index: int
     row: dict[str, Any]
 
 
 class PromptStream:
-    """Prompts in a seeded order, epoch after epoch, each with its ordinal in the run; resumes where it stood."""
+    """Prompts in a seeded order, epoch after epoch, with their ordinals; it can be resumed."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], seed: int) -> None:
         self._loader = RowLoader(rows, batch_size=1, seed=seed)
-        self._untrained: list[int] = []  # ordinals taken before a resume, and not trained on
+        self._untrained: list[int] = []  # ordinals taken before a resume and not trained on
 
     @property
     def rows(self) -> Sequence[dict[str, Any]]:
@@ -31,23 +31,23 @@ class PromptStream:
 
     @property
     def taken(self) -> int:
-        """Prompts handed out so far, and so the ordinal of the next one."""
+        """The number of prompts taken so far, which is the ordinal of the next one."""
         return self._loader.epoch * len(self._loader.rows) + self._loader.cursor
 
     def take(self, n: int) -> list[Prompt]:
         """Returns the next n prompts."""
-        first_again, self._untrained = self._untrained[:n], self._untrained[n:]
-        prompts = [Prompt(ordinal, self._loader.row_at(ordinal)) for ordinal in first_again]
-        if n > len(first_again):
-            first, self._loader.batch_size = self.taken, n - len(first_again)
+        repeated, self._untrained = self._untrained[:n], self._untrained[n:]
+        prompts = [Prompt(ordinal, self._loader.row_at(ordinal)) for ordinal in repeated]
+        if n > len(repeated):
+            first, self._loader.batch_size = self.taken, n - len(repeated)
             prompts += [Prompt(first + offset, row) for offset, row in enumerate(self._loader.next_batch())]
         return prompts
 
     def state_dict(self, untrained: Sequence[int] = ()) -> dict[str, Any]:
-        """Returns where the stream stands; a resumed stream begins with the ordinals `untrained`, which were taken."""
+        """Returns the position; a resumed stream first repeats the ordinals `untrained`, which were taken."""
         return {**self._loader.state_dict(), "again": [*untrained, *self._untrained]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises `DatasetError` when the state is of other rows or another seed."""
+        """Raises `DatasetError` where the state is of other rows or another seed."""
         self._loader.load_state_dict(state)
         self._untrained = list(state["again"])

@@ -1,10 +1,10 @@
-"""Runs the episodes of a batch together on one event loop, and makes one training batch of what they return."""
+"""Runs the episodes of a batch concurrently on one event loop, and makes a training batch of their trajectories."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from archon.schema.errors import ConfigError, RolloutError, UserError
 from archon.schema.lazy import import_dotted
 
 FAILURES_AT_START = 16
-"""So many failed episodes before the first success are no accident: the run stops without waiting for the rest."""
+"""The run stops after this many failed episodes before the first success."""
 
 TRAIN_STREAM, EVAL_STREAM = 0, 1
 
@@ -34,21 +34,24 @@ GROUP_ADAPTER = "archon.rl.compat.areal.grouping.GroupedWorkflow"
 
 
 class WorkflowError(RuntimeError):
-    """A workflow that failed on every prompt it was given; the first failure is its cause, traceback and all."""
+    """A workflow failed on every prompt; the first failure is the cause."""
 
 
 class WorkflowRefusedError(WorkflowError, UserError):
-    """A workflow that always failed by a mistake which archon itself names in one line: no traceback tells more."""
+    """A workflow failed on every prompt by a mistake that a one-line message explains without a traceback."""
 
 
 @dataclass
 class RolloutBatch:
-    """The groups of one step in the order their prompts were submitted.
+    """The groups of one step, in the order of their prompts.
 
-    `trajectories` holds [B, S] and [B] tensors, `group_ids` and `trajectory_ids` int64 [B], the latter alike for rows
-    that are parts of one trajectory; it is empty when no group was left. `prompts[g]` is the prompt of group g.
-    `counts` says how much was lost and why, `numbers` holds the means of what workflows recorded. Where all groups were
-    dropped for their zero variance, `dropped` has them.
+    Attributes:
+        trajectories: [B, S] and [B] tensors with `group_ids` and `trajectory_ids` int64 [B], equal for rows of one
+            trajectory; empty where no group is left.
+        prompts: the prompt of each group.
+        counts: the number of losses by reason.
+        numbers: the means of what workflows recorded.
+        dropped: all groups, where all were dropped for zero variance.
     """
 
     trajectories: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -59,12 +62,16 @@ class RolloutBatch:
 
     @classmethod
     def from_episodes(cls, episodes: Sequence[Episode], counts: Counter[str] | None = None) -> RolloutBatch:
-        """Returns the batch of those episodes that have trajectories."""
+        """Returns the batch of the episodes that have trajectories."""
         groups = [(e.prompt, e.trajectories) for e in episodes if e.trajectories]
         batch = cls(prompts=[prompt for prompt, _ in groups], counts=Counter() if counts is None else counts)
         if groups:
             size = max(len(group["rewards"]) for _, group in groups)
-            numbered = [{**group, **_batch_ids(number, size, group)} for number, (_, group) in enumerate(groups)]
+            numbered = []
+            for number, (_, group) in enumerate(groups):
+                ids = trajectory_ids(group)
+                unique = {"group_ids": torch.full_like(ids, number), "trajectory_ids": number * size + ids}
+                numbered.append({**group, **unique})
             batch.trajectories = concat_padded_tensors(numbered)
         return batch
 
@@ -72,15 +79,9 @@ class RolloutBatch:
         return bool(self.prompts)
 
     def is_on_policy(self, version: int) -> bool:
-        """Whether all tokens were sampled with the weights of `version`; those of unknown version pass."""
+        """Whether all tokens of known version were sampled with the weights of `version`."""
         versions = self.trajectories["versions"]
         return bool(((versions < 0) | (versions == version)).all())
-
-
-def _batch_ids(number: int, size: int, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the ids of a group's rows, int64 [G], which no other group of the batch has; `size`: most rows of one."""
-    own = trajectory_ids(group)
-    return {"group_ids": torch.full_like(own, number), "trajectory_ids": number * size + own}
 
 
 class Rollout:
@@ -89,11 +90,10 @@ class Rollout:
     Args:
         engine: the generator.
         workflow: turns a row into trajectories.
-        seed: every random stream derives from (seed, stream, step, prompt's index, request's number).
-        n_samples: trajectories in a group, where the workflow returns them one by one; by default those of its
-            `gconfig`.
-        check: raises for sampling values whose logprobs the trainer cannot recompute; sees every request.
-        log: told of dropped samples and failed episodes, one line a step and kind.
+        seed: all random streams derive from (seed, stream, step, prompt's index, request's number).
+        n_samples: trajectories in a group, where the workflow returns single ones; by default those of its `gconfig`.
+        check: raises for sampling parameters of a request whose logprobs the trainer cannot recompute.
+        log: called with dropped samples and failed episodes, one line per step and kind.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class Rollout:
         """Returns one training batch of up to `n_prompts` groups.
 
         Args:
-            take: returns the next n prompts of the data stream; fewer when it ends.
-            n_prompts: groups wanted.
-            step: the trainer's step, from which random streams derive.
-            zero_variance_groups: `keep` groups whose trajectories have one reward, `drop` them, or `resample`: take
-                other prompts in their place until the batch is full. What is dropped or replaced is counted.
-            max_resamples: most further rounds of prompts.
+            take: returns the next n prompts of the data stream, or fewer at its end.
+            n_prompts: the number of groups.
+            step: the trainer's step, which seeds random streams.
+            zero_variance_groups: `keep` groups whose trajectories have one reward, `drop` them, or `resample`: replace
+                them by other prompts. Dropped and replaced groups are counted.
+            max_resamples: the maximal number of further rounds.
         """
         counts, kept, episodes = Counter[str](), list[Episode](), list[Episode]()
         for round_ in range(max_resamples + 1 if zero_variance_groups == "resample" else 1):
@@ -151,10 +151,7 @@ class Rollout:
     def batch_of(
         self, kept: Sequence[Episode], episodes: Sequence[Episode], counts: Counter[str], step: int
     ) -> RolloutBatch:
-        """Returns the batch of the episodes `kept`, in their order; `episodes` are all that were run for it.
-
-        Raises what `raise_if_empty` raises.
-        """
+        """Returns the batch of the episodes `kept` out of all `episodes` that were run; raises as `raise_if_empty`."""
         self.raise_if_empty(episodes)
         batch = RolloutBatch.from_episodes(kept, counts)
         if not batch:
@@ -164,12 +161,10 @@ class Rollout:
         return batch
 
     async def run(self, prompts: Sequence[Prompt], step: int = 0, *, is_eval: bool = False) -> list[Episode]:
-        """Run one episode for each prompt, all at once, and return them in the order of `prompts`.
+        """Runs one episode per prompt, all concurrently, and returns them in the order of `prompts`.
 
-        With several processes each runs its share of them, and all receive all results.
-
-        Raises `WorkflowError` with the first failure as its cause once `FAILURES_AT_START` episodes failed before any
-        succeeded.
+        With several processes each runs its share, and all receive all results. Raises `WorkflowError`, caused by the
+        first failure, once `FAILURES_AT_START` episodes failed before any succeeded.
         """
         episodes = [self._new_episode(prompt, step, is_eval) for prompt in prompts]
         world = ControlPlane.patient("rollouts")
@@ -188,7 +183,7 @@ class Rollout:
         return episodes
 
     async def run_one(self, prompt: Prompt, step: int) -> Episode:
-        """Run one episode for training, and return it. Raises as `run` does."""
+        """Runs and returns one episode for training. Raises as `run` does."""
         episode = self._new_episode(prompt, step, is_eval=False)
         await self._run_episode(episode)
         return episode
@@ -200,14 +195,15 @@ class Rollout:
     async def _run_episode(self, episode: Episode) -> None:
         workflow_context.enter(episode.context)
         try:
-            episode.trajectories = await self._group(episode.prompt, episode.context)
-        except ConfigError:
+            engine = EpisodeEngine(self.engine, episode.context, None if episode.context.is_eval else self._check)
+            group = await self._grouped.arun_episode(engine, WorkflowRow(copy_containers(episode.prompt.row)))
+            episode.trajectories = None if group is None else checked_group(group, episode.context, self._name)
+        except (ConfigError, KeyboardInterrupt, SystemExit):
             raise  # a mistake in the configuration is the same for every prompt
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a user's code: what it raises costs its episode
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
+        except BaseException as error:  # whatever the user's code raises costs its episode
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the task itself is canceled, not something that it awaits
             episode.error = error
             self._first_error = self._first_error or error
             self._failures += 1
@@ -216,14 +212,8 @@ class Rollout:
         else:
             self._succeeded = True
 
-    async def _group(self, prompt: Prompt, context: EpisodeContext) -> dict[str, Any] | None:
-        """Returns the group that the workflow makes of a prompt, checked, or None where it rejects it."""
-        engine = EpisodeEngine(self.engine, context, None if context.is_eval else self._check)
-        group = await self._grouped.arun_episode(engine, WorkflowRow(copy_containers(prompt.row)))
-        return None if group is None else checked_group(group, context, self._name)
-
     def raise_if_empty(self, episodes: Sequence[Episode]) -> None:
-        """Raise when no episode returned a trajectory: `WorkflowError` where any failed, else `RolloutError`."""
+        """Raises where no episode has a trajectory: `WorkflowError` if any failed, else `RolloutError`."""
         failed = [e.error for e in episodes if e.error]
         if any(e.trajectories for e in episodes):
             return
@@ -254,7 +244,7 @@ class Rollout:
         batch.numbers = recorded_means(episodes)
 
     def _log_losses(self, batch: RolloutBatch, episodes: Sequence[Episode], step: int) -> None:
-        """Log one line for every kind of loss in this step, with its first error."""
+        """Logs one line per kind of loss in this step, with its first error."""
         first: dict[str, BaseException] = {}
         for episode in episodes:
             for kind, error in episode.context.first_errors.items():
@@ -266,14 +256,8 @@ class Rollout:
             self._log(f"step {step}: {batch.counts[name]} {what} ({name.partition('/')[2]}): {error}")
 
 
-def _is_cancelled() -> bool:
-    """Whether the running task itself is cancelled, and not something that it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 def recorded_means(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns the mean of each name that workflows recorded (`workflow_context.record`) over all episodes."""
+    """Returns the mean of each name that workflows recorded, over all episodes."""
     numbers: defaultdict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for name, values in episode.context.numbers.items():

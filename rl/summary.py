@@ -1,4 +1,4 @@
-"""What a step of RL writes down: numbers about a batch, and a few of its trajectories in full."""
+"""The records of an RL step: metrics of a batch, and some of its trajectories."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from archon.rl.trajectories import trajectory_ids
 from archon.training.metrics import TrajectoryWriter, read_jsonl
 
 WARN_AFTER_STEPS = (10, 100, 1000)
-"""Steps in a row of zero-variance groups alone after which the run warns; of groups of one, after the first too."""
+"""The consecutive steps with zero-variance groups only after which the run warns."""
 
-# Present in every step, so that a step without a failure is a 0 in the series and not a gap.
+# Part of every record, so that a step without failures is 0 and not a gap.
 NO_FAILURES = {f"rollout/dropped/reward_{kind}": 0.0 for kind in FAILURE_KINDS}
 
 
 def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
-    """Returns numbers about the batch's samples, what workflows recorded, and every count as `rollout/<name>`.
+    """Returns metrics of the batch's samples, what workflows recorded, and every count as `rollout/<name>`.
 
-    Args:
-        batch: of one step.
-        version: of the trainer's weights, to which `staleness_…` is measured.
+    `version` is that of the trainer's weights, for `staleness_…`.
     """
     metrics: dict[str, float] = {}
     if batch:
@@ -42,23 +40,26 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, float]:
             metrics["truncated"] = batch.trajectories["truncated"].double().mean().item()
     if generated := batch if batch else batch.dropped:
         metrics["group_size"] = len(trajectory_ids(generated.trajectories).unique()) / len(generated.prompts)
-    if (n_groups := groups_generated(batch)) > 0:
+    failed = sum(n for name, n in batch.counts.items() if name.startswith("failed/"))
+    # Episodes that returned trajectories, including those dropped or replaced since.
+    if (n_groups := batch.counts["episodes"] - batch.counts["rejected"] - failed) > 0:
         metrics["zero_variance_fraction"] = batch.counts["zero_variance_groups"] / n_groups
     return metrics | batch.numbers | NO_FAILURES | {f"rollout/{name}": float(n) for name, n in batch.counts.items()}
 
 
 class ZeroVarianceMonitor:
-    """Warns where step after step no group has two answers of different rewards."""
+    """Warns where no group has had two different rewards for many steps."""
 
     def __init__(self) -> None:
-        self._steps = 0  # in a row
+        self._steps = 0  # consecutive
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """Returns a warning to log after a step with these metrics (those of `batch_metrics`), or None."""
-        alike = metrics.get("rollout/zero_variance_groups", 0.0)
-        alone = metrics.get("group_size") == 1.0
-        self._steps = self._steps + 1 if alone or (alike and alike == metrics["rollout/episodes"]) else 0
-        if alone and self._steps in (1, *WARN_AFTER_STEPS):
+        """Returns a warning to log after a step with these metrics of `batch_metrics`, or None."""
+        zero_variance = metrics.get("rollout/zero_variance_groups", 0.0)
+        is_single = metrics.get("group_size") == 1.0
+        affected = is_single or (zero_variance and zero_variance == metrics["rollout/episodes"])
+        self._steps = self._steps + 1 if affected else 0
+        if is_single and self._steps in (1, *WARN_AFTER_STEPS):
             return (
                 "each group is one trajectory, whose advantage over its group is 0, so that nothing is learned; return "
                 "gconfig.n_samples trajectories a prompt, or one, with returns_group = False on the workflow's class"
@@ -72,20 +73,14 @@ class ZeroVarianceMonitor:
 
 
 def staleness(versions: Tensor, loss_mask: Tensor, version: int) -> dict[str, float]:
-    """Returns mean and maximum, over the trained tokens, of the updates between the weights that sampled and `version`.
+    """Returns mean and maximum of `version` minus the version of each trained token.
 
-    Tokens of unknown version (−1) are left out; {} where no other is left.
+    Tokens of unknown version (−1) are ignored; {} where there are no others.
     """
     behind = version - versions[(loss_mask != 0) & (versions >= 0)]
     if not behind.numel():
         return {}
     return {"staleness_mean": behind.double().mean().item(), "staleness_max": float(behind.max())}
-
-
-def groups_generated(batch: RolloutBatch) -> int:
-    """Returns how many episodes of the step returned trajectories, including those dropped or replaced since."""
-    failed = sum(n for name, n in batch.counts.items() if name.startswith("failed/"))
-    return batch.counts["episodes"] - batch.counts["rejected"] - failed
 
 
 def write_groups(
@@ -96,17 +91,16 @@ def write_groups(
     step: int,
     tokenizer: Any,
 ) -> int:
-    """Write every sample of the first `n_groups` groups, special tokens shown; returns how many could not be.
+    """Writes all samples of the first `n_groups` groups, with special tokens; returns how many could not be written.
 
-    `advantages` [B, S], as the mean over an answer's tokens; None of groups that are not trained on, which are marked
-    `dropped`.
+    `advantages` [B, S] is written as the mean over an answer's tokens; None marks the groups as `dropped`.
     """
     trajectories, lost = batch.trajectories, 0
     for group, prompt in enumerate(batch.prompts[:n_groups]):
         for row in (trajectories["group_ids"] == group).nonzero().flatten().tolist():
             ids, trained = trajectories["input_ids"][row], trajectories["loss_mask"][row] != 0
-            asked = (trajectories["attention_mask"][row] != 0) & (trained.cumsum(0) == 0)
-            text, answer = tokenizer.batch_decode([ids[asked].tolist(), ids[trained].tolist()])
+            is_prompt = (trajectories["attention_mask"][row] != 0) & (trained.cumsum(0) == 0)
+            text, answer = tokenizer.batch_decode([ids[is_prompt].tolist(), ids[trained].tolist()])
             extra: dict[str, Any] = {"answer": prompt.row["answer"]} if "answer" in prompt.row else {}
             if "truncated" in trajectories:
                 extra["stop_reason"] = "length" if trajectories["truncated"][row] else "stop"
@@ -129,10 +123,10 @@ def write_groups(
 
 
 def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Returns what is written of each token of one trajectory [S], from the first trained one to its end.
+    """Returns the per-token columns of one trajectory [S], from its first trained token to its end.
 
-    Columns are `tokens` and `logprobs`, null where the model was given a token; `turn_ids` where there are such tokens
-    or several turns; `versions` where the answer spans several, else the one `version`.
+    Columns are `tokens` and `logprobs`, null for tokens that the model did not generate; `turn_ids` where there are
+    such tokens or several turns; `versions` where there are several, else `version`.
     """
     trained = trajectory["loss_mask"] != 0
     shown = (trajectory["attention_mask"] != 0) & (trained.cumsum(0) > 0)
@@ -154,17 +148,19 @@ def token_columns(trajectory: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def newest_record(metrics: Path, step: int) -> dict[str, Any]:
-    """Returns the last record of `metrics.jsonl` if it is of `step`, without step and time; else {}."""
-    record = next(reversed(read_jsonl(metrics)), {"step": None}) if metrics.exists() else {"step": None}
-    return {k: v for k, v in record.items() if k not in ("step", "time")} if record["step"] == step else {}
+    """Returns the last record of `metrics.jsonl` if it is that of `step`, without step and time; else {}."""
+    records = read_jsonl(metrics) if metrics.exists() else []
+    if not records or records[-1]["step"] != step:
+        return {}
+    return {name: value for name, value in records[-1].items() if name not in ("step", "time")}
 
 
 def reward_gains(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each kind of held-out reward: before the first step, and after the last."""
+    """Returns a line per kind of held-out reward, with its first and last value."""
     rewards = [record for record in records if "eval/reward" in record]
-    kinds = (("eval/reward", "sampled"), ("eval/greedy_reward", "greedy"))
+    names = {"eval/reward": "sampled", "eval/greedy_reward": "greedy"}
     return [
         f"held-out reward, {what}: {rewards[0][name]:.3f} before, {rewards[-1][name]:.3f} after"
-        for name, what in kinds
+        for name, what in names.items()
         if len(rewards) > 1 and name in rewards[0] and name in rewards[-1]
     ]

@@ -1,4 +1,4 @@
-"""The RL trainer: generate, score, update, push the weights, and again; asynchronously where asked for."""
+"""The RL trainer: each step generates, scores, updates and pushes the weights to the generator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from archon.parallel.layout import parse_layout
 from archon.rl.asynchronous import AsyncRollout
 from archon.rl.config import RLConfig
 from archon.rl.evaluation import evaluate, evaluation_workflows
-from archon.rl.export import verified_difference
+from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
 from archon.rl.prompts import Prompt, PromptStream
 from archon.rl.rewards import AsyncRewardWrapper, verify_gold
@@ -43,11 +43,11 @@ Result = TypeVar("Result")
 
 
 class RLTrainer(BaseTrainer):
-    """Trains one policy. `RLTrainer(config).train()` is the whole run; the parts below can be called one by one.
+    """Trains one policy. `RLTrainer(config).train()` is the whole run; its parts can be called one by one.
 
     Args:
         config: the run.
-        runner: the run directory and what surrounds it; made, and closed, by `train` when not given.
+        runner: the run directory, logs and signals; `train` makes and closes one where None.
     """
 
     title = "rl"
@@ -61,25 +61,25 @@ class RLTrainer(BaseTrainer):
         super().__init__(config, runner)
         self._zero_variance = ZeroVarianceMonitor()
         self.async_rollout: AsyncRollout | None = None
-        self._overlap_seconds = 0.0  # of this step: generation while the trainer computed
+        self._overlap_seconds = 0.0  # of this step: generation during the trainer's computations
 
     def train(
         self,
         workflow: RolloutWorkflow | type[RolloutWorkflow] | str | None = None,
         eval_workflow: RolloutWorkflow | None = None,
     ) -> dict[str, float]:
-        """Run to `total_steps`, or until a signal asks to stop; returns the newest metrics.
+        """Runs to `total_steps`, or until a signal, and returns the newest metrics.
 
-        A signal ends a rollout or an evaluation where it is, and lets an update end: what was trained is saved.
+        A signal interrupts a rollout or an evaluation, but not an update; what was trained is saved.
 
         Args:
-            workflow: an instance, a class or a dotted string; by default the configuration's.
-            eval_workflow: used for evaluation as it is; by default `workflow` with evaluation's sampling values.
+            workflow: an instance, a class or a dotted string; None: the configuration's.
+            eval_workflow: the workflow of evaluations; None: `workflow` with the evaluation's sampling parameters.
         """
         return self.run(self.config.actor, self.opened(workflow, eval_workflow))
 
     def before_first_step(self) -> dict[str, float]:
-        """Returns the record of the step the run begins at: step 0's, or one whose evaluation a signal broke off."""
+        """Returns the record of step 0, or of a resumed step whose evaluation a signal interrupted."""
         assert self.runner is not None
         metrics, record = self.runner.directory.metrics, dict[str, float]()
         if self.step:
@@ -92,11 +92,11 @@ class RLTrainer(BaseTrainer):
         return record | measured if measured else {}
 
     def after_step(self) -> dict[str, float]:
-        self._cursor = self._stream_state()
+        self._cursor = self.prompts.state_dict(self.async_rollout.untrained if self.async_rollout else ())
         return {}
 
     def train_step(self) -> dict[str, float]:
-        """One round: generate and score a batch, update the policy on it, push the weights to the generator."""
+        """Generates and scores a batch, updates the policy on it, and pushes the weights to the generator."""
         seconds: dict[str, float] = {}
         generating, self._overlap_seconds = self.generator.stats.seconds, 0.0
         with timed(seconds, "rollout"):
@@ -128,7 +128,7 @@ class RLTrainer(BaseTrainer):
         return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
 
     def _dump(self, batch: RolloutBatch, metrics: dict[str, float], advantages: Tensor | None = None) -> None:
-        """Write some groups to trajectories.jsonl; those that could not be written are counted."""
+        """Writes some groups to trajectories.jsonl, and counts those that could not be written."""
         if self.runner is None:
             return
         n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
@@ -137,7 +137,7 @@ class RLTrainer(BaseTrainer):
         )
 
     def rollout_batch(self) -> RolloutBatch:
-        """Returns the next batch of trajectories, from the next prompts of the stream."""
+        """Returns the next batch of trajectories."""
         if self.async_rollout is not None:
             return self._await(self.async_rollout.collect(self.step))
         rollout = self.config.rollout
@@ -152,22 +152,17 @@ class RLTrainer(BaseTrainer):
         )
 
     def evaluate(self) -> dict[str, float]:
-        """Returns `eval/reward` and what comes with it (see `evaluation.evaluate`), and the same as `eval/greedy_…`."""
+        """Returns the metrics of `evaluation.evaluate` as `eval/…`, and those of greedy answers as `eval/greedy_…`."""
         metrics: dict[str, float] = {}
         for prefix, rollout in self.evaluations.items():
-            measured = self._await(
-                evaluate(
-                    rollout, self.held_out, tokenizer=self.tokenizer, well_formed=self.config.evaluation.well_formed
-                )
-            )
+            well_formed = self.config.evaluation.well_formed
+            work = evaluate(rollout, self.held_out, tokenizer=self.tokenizer, well_formed=well_formed)
+            measured = self._await(work)
             metrics |= {f"eval/{prefix}{name}": value for name, value in measured.items()}
         return metrics
 
     def position(self) -> dict[str, Any]:
-        """Returns where the prompts stood after the last step.
-
-        A step that an error ended before its update is as if it had not begun: a resumed run trains on its prompts.
-        """
+        """Returns the state of the prompts after the last complete step, from which a resumed run continues."""
         return {"prompts": self._cursor}
 
     def load_position(self, state: dict[str, Any]) -> None:
@@ -175,7 +170,7 @@ class RLTrainer(BaseTrainer):
         self._cursor = state["prompts"]
 
     def finish(self) -> None:
-        """Save, export, and log the held-out rewards before and after."""
+        """Saves, exports, and logs the first and last held-out rewards."""
         assert self.runner is not None
         self.save()
         self.export()
@@ -184,7 +179,7 @@ class RLTrainer(BaseTrainer):
                 self.runner.log(line)
 
     def export(self) -> None:
-        """Write the policy as a Hugging Face checkpoint; with `verify_export`, check its logits in transformers."""
+        """Writes the policy as a Hugging Face checkpoint; with `verify_export`, compares its logits in transformers."""
         assert self.runner is not None
         path = self.runner.directory.export
         self.engine.save(path)
@@ -193,9 +188,11 @@ class RLTrainer(BaseTrainer):
         documents = [encode_prompt(self.tokenizer, row) for row in self.prompts.rows[:8]]
         if not self.runner.world.is_main:
             return
-        # Of a model that lies on several processes the generator holds the whole.
+        # With several processes only the generator holds the full model.
         model = self.engine.whole_model if self.runner.world.size == 1 else self.generator.model
-        difference = verified_difference(model, path, documents)
+        difference = export_difference(model, path, documents)
+        if difference > LOGIT_TOLERANCE:
+            raise RuntimeError(f"the export's logits differ by {difference:.1e}, more than {LOGIT_TOLERANCE:.0e}")
         self.runner.log(f"export {path}: logits differ from transformers' by {difference:.1e} (relative)")
 
     @contextmanager
@@ -204,12 +201,12 @@ class RLTrainer(BaseTrainer):
         workflow: RolloutWorkflow | type[RolloutWorkflow] | str | None = None,
         eval_workflow: RolloutWorkflow | None = None,
     ) -> Iterator[RLTrainer]:
-        """Holds open what a run needs, from rows to generator, resumed where the configuration asks for it."""
+        """Opens everything a run needs, from rows to generator, and resumes it if configured."""
         config, rollout = self.config, self.config.rollout
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
         wrapper = AsyncRewardWrapper(config.reward, rollout.reward_timeout, rollout.reward_workers)
         with asyncio.Runner() as loop, wrapper as reward:
-            # The loop itself, not Runner.run: signals belong to the run directory's handler.
+            # The loop itself, not Runner.run, which would install its own signal handler.
             self._loop = loop.get_loop()
             self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path)
             self._open_data(reward)
@@ -284,7 +281,7 @@ class RLTrainer(BaseTrainer):
             seed=config.seed,
             version=self.engine.version,
             dtype=getattr(torch, config.actor.dtype),
-            # Weights that are being updated cannot be sampled from.
+            # A copy where the weights are updated during sampling.
             weights="snapshot" if config.rollout.max_staleness else "auto",
             **config.generator.model_dump(exclude={"memory_gib"}),
         )
@@ -315,15 +312,11 @@ class RLTrainer(BaseTrainer):
             prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in evaluated.items()
         }
 
-    def _stream_state(self) -> dict[str, Any]:
-        """Returns where the data stream stands, with the prompts that were taken and not trained on."""
-        return self.prompts.state_dict(self.async_rollout.untrained if self.async_rollout else ())
-
     def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
         return run_until_stopped(self._loop, work, self.runner)
 
     def _compute(self, work: Callable[[], Result]) -> Result:
-        """Returns what `work` does: in a thread where rollout is asynchronous, so that it goes on meanwhile."""
+        """Returns the result of `work`, which runs in a thread where the rollout is asynchronous."""
         if self.async_rollout is None:
             return work()
         before = self.generator.stats.seconds
@@ -335,10 +328,9 @@ class RLTrainer(BaseTrainer):
         (self.runner.log if self.runner else print)(message)
 
     def _check_logprobs(self, batch: RolloutBatch) -> None:
-        """Refuse to train unless the first batch's importance ratio is 1 up to rounding.
+        """Raises unless the first batch's importance ratio is 1 up to rounding.
 
-        Later batches are checked by what their update computes anyway, which costs no forward of its own; an error
-        then leaves the newest checkpoint as the state to go on from.
+        Later batches are checked with the values of their update, which needs no extra forward pass.
         """
         difference = self.update.logprob_difference(batch.trajectories)
         check_mismatch(difference, self._mismatch_limit)

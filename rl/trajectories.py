@@ -1,7 +1,7 @@
-"""Trajectories as batch-first tensors: the one type that a workflow returns and that everything behind it reads.
+"""Trajectories as batch-first tensors, which workflows return and the trainer reads.
 
 Per-token fields are [B, S], per-row fields [B]. Rows with the same trajectory id are parts of one trajectory; without
-ids each row is one.
+ids each row is a trajectory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _PAD_VALUES = {"versions": -1, "turn_ids": -1}
 
 
 def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: float = 0) -> dict[str, Any]:
-    """Join dictionaries of batch-first fields along the batch, padding per-token fields on the right.
+    """Concatenates dictionaries of batch-first fields along the batch, padding per-token fields on the right.
 
-    A field is per-token when its second dimension equals that of its own `attention_mask`. Padding is `pad_value`,
-    but 0 (False) in `attention_mask` and −1 in `versions` and `turn_ids`. Lists (images) are joined.
-    Raises `RolloutError` naming the first dictionary that lacks a key the others have.
+    A field is per-token where its second dimension equals that of its `attention_mask`. Padding is `pad_value`, but 0
+    in `attention_mask` and −1 in `versions` and `turn_ids`. Lists (images) are concatenated. Raises `RolloutError`
+    naming the first dictionary that lacks a key of another.
     """
     if not trajectories:
         raise RolloutError("concat_padded_tensors: got no dictionaries, expected at least one")
@@ -71,28 +71,23 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
 
 
 def _pad_right(value: torch.Tensor, length: int, fill: float) -> torch.Tensor:
-    missing = length - value.shape[1]
-    if missing == 0:
-        return value
-    padding = value.new_full((value.shape[0], missing, *value.shape[2:]), fill)
+    padding = value.new_full((value.shape[0], length - value.shape[1], *value.shape[2:]), fill)
     return torch.cat([value, padding], dim=1)
 
 
 def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory") -> dict[str, Any]:
-    """Check a workflow's result and return it with the documented dtypes; other keys pass through unchanged.
+    """Returns a workflow's result, checked, with the documented dtypes; other keys are unchanged.
 
-    `source` opens the message. Raises `RolloutError` naming the key and its shape when a key is missing, a shape
-    differs from that of `input_ids` [B, S] (or [B] for `rewards` and `trajectory_ids`), a number is not finite where
-    it is used, a mask holds anything but 0 and 1, or a token is trained that is not attended to.
+    Raises `RolloutError`, which begins with `source` and names the key and its shape, where a key is missing, a shape
+    differs from that of `input_ids` [B, S] (or [B] for `rewards` and `trajectory_ids`), a number is not finite, a mask
+    holds values other than 0 and 1, or a trained token is not attended to.
     """
     if not isinstance(trajectory, Mapping):
         raise RolloutError(f"{source}: got a {type(trajectory).__name__}, expected a dictionary of tensors")
     checked = dict(trajectory)
-    fields = _TOKEN_FIELDS | _ROW_FIELDS
+    fields = {k: v for k, v in (_TOKEN_FIELDS | _ROW_FIELDS).items() if k in trajectory or k not in _OPTIONAL_FIELDS}
     for key in fields:
         if key not in trajectory:
-            if key in _OPTIONAL_FIELDS:
-                continue
             raise RolloutError(f"{source} lacks key {key!r}; it has {sorted(map(str, trajectory))}")
         if not isinstance(trajectory[key], torch.Tensor):
             raise RolloutError(f"{source}: {key!r} is a {type(trajectory[key]).__name__}, expected a tensor")
@@ -100,8 +95,6 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
     if len(shape) != 2 or 0 in shape:
         raise RolloutError(f"{source}: 'input_ids' has shape {shape}, expected [B, S] with both at least 1")
     for key, dtype in fields.items():
-        if key not in trajectory:
-            continue
         value = trajectory[key]
         expected = shape[:1] if key in _ROW_FIELDS else shape
         if tuple(value.shape) != expected:
@@ -115,7 +108,7 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
         if value.is_floating_point() and not bool(value.isfinite().all()):
             where = tuple((~value.isfinite()).nonzero()[0].tolist())
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value[where].item()} at {where}")
-        # A float64 run keeps float64 numbers; none of them is trained through.
+        # Float64 numbers of a float64 run are kept.
         checked[key] = value.detach().to(torch.promote_types(value.dtype, dtype) if dtype.is_floating_point else dtype)
     if bool((checked["loss_mask"].bool() & ~checked["attention_mask"]).any()):
         raise RolloutError(f"{source}: 'loss_mask' of shape {shape} is 1 where 'attention_mask' is 0")
@@ -127,24 +120,24 @@ def trajectory_tensors(
     rewards: Sequence[float],
     trajectory_ids: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
-    """One group: trajectories of the same prompt as batch-first tensors, padded on the right to the longest.
+    """Returns one group, trajectories of the same prompt, as batch-first tensors padded on the right.
 
     Args:
         answers: G answers, each accepted by `check_answer`, or G records of several turns.
         rewards: G finite numbers.
-        trajectory_ids: G integers, where several are parts of one trajectory: alike for these.
+        trajectory_ids: G integers, equal for parts of one trajectory; None: each is a trajectory.
 
     Returns:
-        The documented keys of a trajectory, and `truncated` bool [G]: the engine stopped at a length limit.
+        The documented keys of a trajectory, and `truncated` bool [G], whether the engine stopped at a length limit.
     """
     records = [answer if isinstance(answer, TokenRecord) else TokenRecord.of_answer(answer) for answer in answers]
     size = max(len(record.input_ids) for record in records)
     missing = [size - len(record.input_ids) for record in records]
     columns: dict[str, Tensor] = {}
-    for name, (fill, dtype) in _COLUMNS.items():
+    for name in ("input_ids", "loss_mask", "logprobs", "versions", "turn_ids"):
+        fill, dtype = _PAD_VALUES.get(name, 0), np.float32 if name == "logprobs" else np.int64
         rows = [getattr(record, name) + [fill] * n for record, n in zip(records, missing, strict=True)]
-        # By way of NumPy, which reads lists in half the time.
-        columns[name] = torch.from_numpy(np.array(rows, dtype=dtype))
+        columns[name] = torch.from_numpy(np.array(rows, dtype=dtype))  # NumPy reads lists in half the time
     if trajectory_ids is not None:
         columns["trajectory_ids"] = torch.tensor(trajectory_ids)
     return {
@@ -155,27 +148,17 @@ def trajectory_tensors(
     }
 
 
-_COLUMNS: dict[str, tuple[float, type[np.generic]]] = {
-    "input_ids": (0, np.int64),
-    "loss_mask": (0, np.int64),
-    "logprobs": (0.0, np.float32),
-    "versions": (-1, np.int64),
-    "turn_ids": (-1, np.int64),
-}
-"""What pads a row, and the dtype, of each."""
-
-
 def trajectory_ids(group: Mapping[str, Any]) -> Tensor:
-    """Returns int64 [B]: which trajectory each row of a group is, or is a part of, counted from 0."""
+    """Returns int64 [B]: the trajectory of each row of a group, counted from 0."""
     rows = torch.arange(len(group["rewards"]))
     ids: Tensor = group.get("trajectory_ids", rows).unique(return_inverse=True)[1]
     return ids
 
 
 def require_usable_tensors(result: Any, source: str, also: Collection[str] = ()) -> None:
-    """Raises RolloutError, naming the key, for a tensor of a workflow's result whose values cannot be read one by one.
+    """Raises `RolloutError`, naming the key, for a tensor of a workflow's result that is not dense.
 
-    Of the documented keys and those of `also` it refuses numbers that are neither integers nor of at least 16 bits.
+    Tensors of the documented keys and of `also` must also be real, and floats of at least 16 bits.
     """
     numeric = {*_TOKEN_FIELDS, *_ROW_FIELDS, *also}
     for row in result if isinstance(result, list) else [result]:
@@ -198,9 +181,9 @@ def _unusable_kind(value: Tensor, numeric: bool) -> str | None:
 
 
 def checked_group(result: dict[str, Any], context: EpisodeContext, source: str) -> dict[str, Any]:
-    """Returns a workflow's result, validated, without the rows that cannot be trained on; `context` counts those.
+    """Returns a workflow's result, validated, without the rows that cannot be trained on, which `context` counts.
 
-    Raises `RolloutError` naming key and shape when the result is malformed, or when no row is left.
+    Raises `RolloutError` naming key and shape where the result is malformed, or where no row is left.
     """
     require_usable_tensors(result, source)
     return validate_trajectory(_without_unusable_rows(result, context), source)
@@ -211,14 +194,14 @@ def _without_unusable_rows(result: dict[str, Any], context: EpisodeContext) -> d
     values = [result.get(name) for name in ndims] if isinstance(result, dict) else []
     tensors = [value for value in values if isinstance(value, Tensor)]
     if [value.ndim for value in tensors] != list(ndims.values()) or len({len(value) for value in tensors}) > 1:
-        return result  # validate_trajectory says what is missing or which shape is wrong
+        return result  # validate_trajectory raises
     rewards, logprobs, loss_mask = tensors
     usable = {
         "reward_not_finite": rewards.isfinite(),
         "logprob_not_finite": logprobs.isfinite().all(1),
         "no_loss_token": loss_mask.any(1),
     }
-    keep = usable["reward_not_finite"] & usable["logprob_not_finite"] & usable["no_loss_token"]
+    keep = torch.stack(list(usable.values())).all(0)
     if keep.all():
         return result
     errors = [

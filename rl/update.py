@@ -1,8 +1,9 @@
-"""One policy update: from a batch of trajectories to optimiser steps."""
+"""One policy update: advantages of a batch of trajectories, and the optimizer steps on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -23,60 +24,51 @@ Batch = dict[str, Tensor]
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
 
 
+@dataclass(eq=False)
 class PolicyUpdate:
-    """What a batch of trajectories is worth, and the optimiser steps on it.
+    """Prepares a batch of trajectories and runs the optimizer steps on it.
 
     With several processes each has the whole batch, and scores and trains its share of the documents.
 
-    Args:
+    Attributes:
         engine: the policy.
-        reference: scores the same tokens for the KL term; needed exactly when `kl.coef` is positive.
+        reference: scores the same tokens for the KL term; needed where `kl.coef` is positive.
         algorithm: the objective.
-        critic: estimates what is still to come; needed exactly where the advantage has `needs_critic`.
-        temperature: of the rollout, at which every logprob here is taken too.
-        max_new_tokens: the limit of the answers, for the penalty of overlong ones.
+        temperature: of the rollout, at which all logprobs here are computed.
+        critic: estimates returns; needed where the advantage has `needs_critic`.
+        max_new_tokens: the limit of an answer, for the overlong penalty.
         seed: of the minibatch order and of the shuffled-rewards control.
-        shuffle_rewards: permute the rewards over the batch, so that nothing can be learnt.
+        shuffle_rewards: permute the rewards over the batch, so that nothing can be learned.
     """
 
-    def __init__(
-        self,
-        engine: ArchonEngine,
-        reference: ArchonEngine | None,
-        algorithm: AlgorithmConfig,
-        *,
-        critic: ArchonEngine | None = None,
-        temperature: float,
-        max_new_tokens: int = 1,
-        seed: int = 0,
-        shuffle_rewards: bool = False,
-    ) -> None:
-        self.engine = engine
-        self.reference = reference
-        self.critic = critic
-        self.algorithm = algorithm
-        self.temperature = temperature
-        self.max_new_tokens = max_new_tokens
-        self.seed = seed
-        self.shuffle_rewards = shuffle_rewards
-        self._objective = PolicyObjective(algorithm)
-        self._value_objective = ValueObjective(algorithm)
+    engine: ArchonEngine
+    reference: ArchonEngine | None
+    algorithm: AlgorithmConfig
+    _: KW_ONLY
+    temperature: float
+    critic: ArchonEngine | None = None
+    max_new_tokens: int = 1
+    seed: int = 0
+    shuffle_rewards: bool = False
+
+    def __post_init__(self) -> None:
+        self._objective = PolicyObjective(self.algorithm)
+        self._value_objective = ValueObjective(self.algorithm)
 
     def logprob_difference(self, trajectories: Mapping[str, Tensor]) -> float:
-        """Mean |log π_trainer − log π_generator| over the loss tokens of a batch that was just generated."""
+        """Returns mean |log π_trainer − log π_generator| over the loss tokens of a new batch."""
         logprobs = self._logprobs(self.engine, trajectories)
         return mean_logprob_difference(logprobs, trajectories["logprobs"], trajectories["loss_mask"])
 
     def prepare(self, trajectories: Mapping[str, Tensor], step: int) -> tuple[Batch, dict[str, float]]:
-        """Everything the optimiser steps need, scored and computed before the first of them.
+        """Returns all inputs of the optimizer steps, computed before the first of them, and metrics.
 
         Args:
-            trajectories: [B, S] and [B] tensors as `RolloutBatch` has them.
-            step: the trainer's step, from which the shuffling control derives.
+            trajectories: [B, S] and [B] tensors as in `RolloutBatch`.
+            step: the trainer's step, which seeds the shuffling control.
 
         Returns:
-            The tokens with `advantages` [B, S] and what the objective asks for, in the order of `trajectories`; and
-            metrics of it.
+            The tokens with `advantages` [B, S] and the objective's other columns, in the order of `trajectories`.
         """
         config, metrics = self.algorithm, dict[str, float]()
         batch = {name: trajectories[name] for name in TRAINED_FIELDS}
@@ -111,15 +103,15 @@ class PolicyUpdate:
         return batch, metrics
 
     def train(self, batch: Mapping[str, Tensor], step: int) -> dict[str, float]:
-        """`ppo_epochs` passes of `minibatches` optimiser steps each; metrics are means over those steps.
+        """Runs `ppo_epochs` passes of `minibatches` optimizer steps each.
 
         Args:
-            batch: what `prepare` gave.
-            step: the trainer's step, from which the order of minibatches derives.
+            batch: the result of `prepare`.
+            step: the trainer's step, which seeds the order of minibatches.
 
         Returns:
-            The engine's and the objective's metrics, and `first_logprob_diff`: mean |Δ logprob| between trainer and
-            generator before the first optimiser step, which should stay at rounding.
+            The means of the engine's and the objective's metrics, and `first_logprob_diff`: mean |Δ logprob| between
+            trainer and generator before the first optimizer step, which should be rounding only.
         """
         results = []
         for minibatch in self._minibatches(batch, step):
@@ -127,16 +119,16 @@ class PolicyUpdate:
             metrics = self.engine.train_batch(own, self._objective, self._objective.units, self.temperature)
             self.engine.step_lr_scheduler()
             if self.critic is not None:
-                of_critic = self.critic.train_batch(own, self._value_objective, self._value_objective.units)
+                critic_metrics = self.critic.train_batch(own, self._value_objective, self._value_objective.units)
                 self.critic.step_lr_scheduler()
-                metrics |= {name: of_critic[name] for name in ("value_loss", "value", "value_clip_fraction")}
-                metrics |= {f"critic_{name}": of_critic[name] for name in ("grad_norm", "lr", "skipped")}
+                metrics |= {name: critic_metrics[name] for name in ("value_loss", "value", "value_clip_fraction")}
+                metrics |= {f"critic_{name}": critic_metrics[name] for name in ("grad_norm", "lr", "skipped")}
             results.append(metrics)
         means = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
         return means | {"first_logprob_diff": results[0]["logprob_diff"]}
 
     def _rewards(self, trajectories: Mapping[str, Tensor], step: int, metrics: dict[str, float]) -> Tensor:
-        """Float [B]: what counts of the rewards."""
+        """Returns the rewards, float [B], with the overlong penalty, and shuffled for the control."""
         rewards = trajectories["rewards"]
         if self.algorithm.overlong.penalty > 0:
             lengths = trajectories["loss_mask"].sum(1)
@@ -149,7 +141,7 @@ class PolicyUpdate:
         return rewards
 
     def _token_rewards(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Float [B, S]: the KL penalty of each token, where it stands in the reward."""
+        """Returns the KL penalty of each token, float [B, S]; None where it is not part of the reward."""
         config = self.algorithm
         if self.reference is None or config.kl.place != "reward":
             return None
@@ -158,7 +150,7 @@ class PolicyUpdate:
         return torch.where(batch["loss_mask"] > 0, -penalty, 0.0)
 
     def _policy_weights(self, batch: Mapping[str, Tensor], metrics: dict[str, float]) -> Tensor:
-        """Float [B, S]: how much a token's policy loss counts, given how far trainer and generator differ on it."""
+        """Returns the weight of each token's policy loss, float [B, S], from the mismatch of trainer and generator."""
         config, mask = self.algorithm, batch["loss_mask"]
         log_ratio = torch.where(mask > 0, batch["prox_logprobs"] - batch["logprobs"], 0.0)
         weights, touched = CORRECTIONS[config.correction.kind](log_ratio, mask, config.correction)
@@ -195,7 +187,7 @@ class PolicyUpdate:
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
-    """1 − Var(returns − values) / Var(returns) over the trained tokens; 0 where the returns do not vary."""
+    """Returns 1 − Var(returns − values) / Var(returns) over the trained tokens; 0 where the returns are constant."""
     trained = loss_mask > 0
     returns, errors = returns[trained].double(), (returns - values)[trained].double()
     variance = float(returns.var(correction=0)) if returns.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Weights from an engine in any layout to a generator in this process."""
+"""Passes weights from an engine in any layout to a generator in this process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from archon.generation.replica import WeightSource
 
 
 def weights_of(engine: ArchonEngine) -> WeightSource:
-    """Returns the model, or an iterator of its weights where it is sharded over processes; all ranks then consume it
-    together."""
+    """Returns the model, or where it is sharded over processes an iterator of its weights, which all ranks consume."""
     return engine.weights() if engine.parallel_dims.world_size > 1 else engine.whole_model
 
 
 def in_process(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProcessEngine:
-    """Returns a generator with the engine's weights; where the model is sharded, each process gets a whole replica.
+    """Returns a generator with the engine's weights; each process gets a full replica of a sharded model.
 
-    `options` are those of `InProcessEngine.from_model`. Raises `RolloutError`, with the estimate, where replica and
-    cache do not fit.
+    `options` are those of `InProcessEngine.from_model`. Raises `RolloutError` where replica and cache do not fit.
     """
     if engine.parallel_dims.world_size == 1:
         return InProcessEngine.from_model(engine.whole_model, tokenizer, **options)
     with torch.device("meta"):
-        empty = engine.spec.model_class(engine.args)
-    return InProcessEngine.from_model(empty, tokenizer, source=engine.weights(), device=engine.device, **options)
+        model = engine.spec.model_class(engine.args)
+    return InProcessEngine.from_model(model, tokenizer, source=engine.weights(), device=engine.device, **options)

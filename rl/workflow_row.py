@@ -1,4 +1,4 @@
-"""The dataset row that a workflow is given: a copy, which it may change."""
+"""The dataset row that a workflow gets: a copy, which it may change."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from archon.rl.rewards.async_wrapper import ARGUMENTS
 
 
 class WorkflowRow(dict[str, Any]):
-    """A row that a reward can be called with by keyword: `reward_fn(prompt=…, completions=…, **row)`.
+    """A row that can be unpacked into a reward's keyword arguments: `reward_fn(prompt=…, completions=…, **row)`.
 
-    `prompt`, which archon's rows have, and the names of a reward's other arguments are left out where the row is
-    unpacked, copied by `dict`, or gone through by its keys. They are there for `row["prompt"]`, `get`, `in`, `items`.
+    `prompt` and the names of a reward's other arguments are skipped by `**`, `dict(row)` and `keys`, but not by
+    `row["prompt"]`, `get`, `in` and `items`.
     """
 
     def keys(self) -> Any:
@@ -24,8 +24,7 @@ class WorkflowRow(dict[str, Any]):
 
 
 def copy_containers(value: Any) -> Any:
-    """Returns a copy with new dictionaries, lists, tuples and sets, to any depth; everything else (text, tensors,
-    images) is shared."""
+    """Returns a deep copy of dictionaries, lists, tuples and sets; other values (text, tensors, images) are shared."""
     copied = value
     if isinstance(value, dict):
         copied = copy(value)

@@ -80,7 +80,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "trajectories of different groups have the same id",
         "rl/rollout.py",
-        '"trajectory_ids": number * size + own}',
+        '"trajectory_ids": number * size + ids}',
         '"trajectory_ids": number + own}',
         ("tests/rl/test_rollout.py",),
     ),

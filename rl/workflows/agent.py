@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import secrets
 from collections.abc import AsyncIterator, Mapping
@@ -15,7 +14,7 @@ from torch import Tensor
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
-from archon.rl.clients import http_client, missing_package
+from archon.rl.clients import http_client, require_package
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards.result import RewardFailure, RewardInvalid
 from archon.rl.trajectories import trajectory_tensors
@@ -195,8 +194,7 @@ class Serving:
                     await live[0].close()
 
     async def _start(self) -> tuple[AgentServer, str]:
-        if importlib.util.find_spec("httpx") is None:
-            raise missing_package("httpx")
+        require_package("httpx")
         from archon.serve.server import AgentServer, Limits
 
         # The requests are the trainer's own, so the limits are practically off.

@@ -135,7 +135,7 @@ async def test_episodes_go_on_while_the_policy_is_trained(engine: InProcessEngin
     await rollouts.collect(0)
     await asyncio.sleep(0.5)
     # The bound is (1 + 0 + 1) * 4 = 8, of which 4 have been trained on: a whole batch waits.
-    assert rollouts.running == 0
+    assert not rollouts._running
     assert len(rollouts.untrained) == B
     await rollouts.close()
 
