@@ -159,30 +159,27 @@ def copy_weights(replica: nn.Module, source: WeightSource) -> int:
             raise RolloutError(f"weight update: {name!r} is {tuple(tensor.shape)}, expected {tuple(target.shape)}")
         tensor = tensor.to(target.dtype)
         target.copy_(tensor)
-        sent = _combine(sent, name, tensor)
+        sent += _digest(name, tensor)
         missing.discard(name)
     if missing:
         raise RolloutError(f"weight update: {len(missing)} weights were not sent, such as {min(missing)!r}")
     _pack_linears(replica)
     held = fingerprint(replica)
-    if held != sent:
+    if held != (sent := sent % 2**64):
         raise RolloutError(f"weight update: the generator holds {held:016x}, the trainer sent {sent:016x}")
     return held
 
 
 def fingerprint(source: WeightSource) -> int:
     """Returns 64 bits that depend on the name and every bit of every weight, but not on their order or sharding."""
-    total = 0
-    for name, tensor in named_weights(source):
-        total = _combine(total, name, tensor)
-    return total
+    return sum(_digest(name, tensor) for name, tensor in named_weights(source)) % 2**64
 
 
 _INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _combine(total: int, name: str, tensor: Tensor) -> int:
-    """Returns `total` with one weight added: position-weighted integer sums of its bits, exact in any order."""
+def _digest(name: str, tensor: Tensor) -> int:
+    """Returns a hash of position-weighted integer sums of the tensor's bits, exact in any order of summation."""
     bits: Any = tensor.detach().view(_INTEGERS[tensor.element_size()])
     bits = bits.reshape(1, -1) if bits.ndim < 2 else bits.flatten(1)
     digest = 0
@@ -191,4 +188,4 @@ def _combine(total: int, name: str, tensor: Tensor) -> int:
         places = torch.arange(1, 2 * len(sums), 2, device=sums.device) * 0x9E3779B97F4A7C1
         digest = digest * 31 + int((sums * places).sum())
     seed = sum((index + 1) * ord(char) for index, char in enumerate(name))
-    return (total + (digest + 1) * (2 * seed + 1)) % 2**64
+    return (digest + 1) * (2 * seed + 1)

@@ -103,12 +103,7 @@ class Sequence:
 
 
 class StopStrings:
-    """Watches an answer's text for stop strings while it grows.
-
-    Args:
-        tokenizer: of transformers, see `Detokenizer`.
-        stops: strings that end an answer; special tokens are part of its text.
-    """
+    """Searches an answer's growing text, which includes special tokens, for the strings `stops`."""
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
         self._text = Detokenizer(tokenizer, skip_special_tokens=False)
@@ -117,7 +112,7 @@ class StopStrings:
         self._keep = max(map(len, stops)) - 1
 
     def feed(self, token: int) -> bool:
-        """Add a token. Returns whether the text now holds a stop string."""
+        """Add a token. Returns whether the text now contains a stop string."""
         seen = self._tail + self._text.feed(token)
         self._tail = seen[-self._keep :] if self._keep else ""
         seen += self._text.pending()

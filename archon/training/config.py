@@ -109,7 +109,7 @@ class PreferenceConfig(SFTConfig):
 
 
 class TokenizerRecipe(StrictModel):
-    """A tokenizer made by the recipe."""
+    """The tokenizer of a bootstrapped checkpoint."""
 
     kind: Literal["characters", "bpe"] = Field("characters", description="one token a character, or byte-level BPE")
     alphabet: str = Field("0123456789+-*/=() ", description="the characters of kind `characters`")
@@ -121,7 +121,7 @@ class TokenizerRecipe(StrictModel):
 
 
 class WarmupTarget(StrictModel):
-    """Ends a warm-up early: where reinforcement is to take over, however many steps that took."""
+    """Ends a warm-up early, at a held-out reward from which RL can continue."""
 
     reward: str = Field(description="name or dotted path of the reward function")
     at_least: float = Field(description="held-out reward of one sampled answer a prompt, at which the warm-up ends")
@@ -131,7 +131,7 @@ class WarmupTarget(StrictModel):
 
 
 class WarmupConfig(StrictModel):
-    """Supervised warm-up of a made checkpoint."""
+    """Supervised warm-up of a bootstrapped checkpoint."""
 
     total_steps: int = Field(200, ge=1, description="optimizer steps, at most")
     target: WarmupTarget | None = Field(None, description="reward that ends it early")
@@ -142,7 +142,7 @@ class WarmupConfig(StrictModel):
 
 
 class BootstrapConfig(StrictModel):
-    """A small checkpoint in Hugging Face form, made where it does not exist yet."""
+    """A small Hugging Face checkpoint, created if it does not exist."""
 
     path: str | None = Field(None, description="folder of the checkpoint; a run that names this file: its model's path")
     engine: dict[str, Any] | None = Field(

@@ -29,7 +29,10 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._drop_incomplete_line()
+        if self.path.exists():
+            content = self.path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                os.truncate(self.path, content.rfind(b"\n") + 1)
         self._file = self.path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,15 +64,6 @@ class JsonlWriter:
 
     def close(self) -> None:
         self._file.close()
-
-    def _drop_incomplete_line(self) -> None:
-        """Remove what follows the last newline, which a killed run was writing."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb+") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
 
 
 class MetricsWriter(JsonlWriter):

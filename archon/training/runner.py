@@ -28,7 +28,7 @@ from archon.schema.config import MetricsConfig
 from archon.schema.errors import ConfigError
 from archon.training.metrics import METRICS_FILE, TRAJECTORIES_FILE, MetricsWriter, TrajectoryWriter
 from archon.training.progress import Progress
-from archon.training.sinks import SinkRun, Sinks, require_sinks
+from archon.training.sinks import Sinks, require_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +203,9 @@ class Runner:
         require_sinks(wanted.sinks)
         self.directory.acquire(self.config, resume=self.resume)
         stack.callback(self.directory.release)
-        run = SinkRun(self.directory.path, wanted.project, self.config.model_dump(mode="json"), self.resume)
-        self._sinks = sinks = Sinks(wanted.sinks, run, self.log)
+        path, config = self.directory.path, self.config.model_dump(mode="json")
+        run = {"project": wanted.project, "name": path.resolve().name, "config": config}
+        self._sinks = sinks = Sinks(wanted.sinks, path, self.resume, self.log, **run)
         stack.push(lambda kind, *_: sinks.close(failed=kind is not None))
 
     @property

@@ -9,40 +9,25 @@ from __future__ import annotations
 import importlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from archon.schema.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class SinkRun:
-    """What a sink is told about a run; `resume` continues the run of an earlier process."""
-
-    folder: Path
-    project: str
-    config: dict[str, Any]
-    resume: bool
-
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
 class TensorBoard:
     """Event files in `RUN_DIR/tensorboard`."""
 
-    module, package = "torch.utils.tensorboard", "tensorboard"
-
-    def __init__(self, run: SinkRun) -> None:
-        self._folder = run.folder / "tensorboard"
+    def __init__(self, folder: Path, resume: bool, **run: Any) -> None:
+        self._folder = folder / "tensorboard"
         self._writer: Any = None
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
             # Opened at the first write, because a resumed run repeats steps, and events from `step` on are purged.
-            self._writer = _import(type(self)).SummaryWriter(str(self._folder), purge_step=step)
+            self._writer = _import("tensorboard").SummaryWriter(str(self._folder), purge_step=step)
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step, walltime=time)
         self._writer.flush()
@@ -53,25 +38,16 @@ class TensorBoard:
 
 
 class WandB:
-    """A W&B run named after the run directory, which stores its id for a resumed run.
+    """A W&B run, whose id the run directory stores for a resumed run.
 
     The step is logged as a metric, the axis of all others, because W&B's own step cannot go back when a run is resumed.
     """
 
-    module, package = "wandb", "wandb"
-
-    def __init__(self, run: SinkRun) -> None:
-        record = run.folder / "wandb_id"
-        if not (run.resume and record.is_file()):
+    def __init__(self, folder: Path, resume: bool, **run: Any) -> None:
+        record = folder / "wandb_id"
+        if not (resume and record.is_file()):
             record.write_text(uuid.uuid4().hex[:16])
-        self._run = _import(type(self)).init(
-            project=run.project,
-            name=run.name,
-            id=record.read_text(),
-            resume="allow",
-            dir=str(run.folder),
-            config=run.config,
-        )
+        self._run = _import("wandb").init(id=record.read_text(), resume="allow", dir=str(folder), **run)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
@@ -82,13 +58,10 @@ class WandB:
 
 
 class Trackio:
-    """A Trackio run named after the run directory."""
+    """A Trackio run."""
 
-    module, package = "trackio", "trackio"
-
-    def __init__(self, run: SinkRun) -> None:
-        resume = "allow" if run.resume else "never"
-        self._run = _import(type(self)).init(project=run.project, name=run.name, config=run.config, resume=resume)
+    def __init__(self, folder: Path, resume: bool, **run: Any) -> None:
+        self._run = _import("trackio").init(resume="allow" if resume else "never", **run)
 
     def write(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
@@ -104,30 +77,33 @@ SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB, "tra
 def require_sinks(names: Iterable[str]) -> None:
     """Import the packages of the sinks. Raises ConfigError, with what to install, where one is missing."""
     for name in names:
-        _import(SINKS[name])
+        _import(name)
 
 
-def _import(sink: type[Sink]) -> Any:
+def _import(package: str) -> Any:
     try:
-        return importlib.import_module(sink.module)
+        return importlib.import_module(MODULES[package])
     except ImportError as error:
         raise ConfigError(
-            f"metrics.sinks: {sink.package} cannot be imported ({error}): pip install 'archon-engine[{sink.package}]'"
+            f"metrics.sinks: {package} cannot be imported ({error}): pip install 'archon-engine[{package}]'"
         ) from None
 
 
 class Sinks:
     """The sinks of a run, by their names in `SINKS`; each gets every record of `metrics.jsonl`.
 
+    W&B and Trackio start their runs with the arguments `run`, or with `resume` continue those of an earlier process.
     `warn` is called with one line for a sink that fails. Raises ConfigError where one cannot be started.
     """
 
-    def __init__(self, names: Iterable[str], run: SinkRun, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, names: Iterable[str], folder: Path, resume: bool, warn: Callable[[str], None], **run: Any
+    ) -> None:
         self._warn = warn
         self._open: dict[str, Sink] = {}
         for name in dict.fromkeys(names):
             try:
-                self._open[name] = SINKS[name](run)
+                self._open[name] = SINKS[name](folder, resume, **run)
             except ConfigError:
                 raise
             except Exception as error:
