@@ -58,7 +58,7 @@ class EvaluationConfig(StrictModel):
 
     every: int = Field(20, ge=0, description="steps between evaluations; 0: only before the first and after the last")
     max_prompts: int | None = Field(None, ge=1, description="held-out prompts used; null: all")
-    n_samples: int = Field(1, ge=1, description="sampled answers a prompt")
+    n_samples: int = Field(1, ge=1, le=2**20, description="sampled answers a prompt")
     temperature: float = Field(1.0, ge=1e-3, description="of the sampled answers")
     greedy: bool = Field(True, description="also the reward of the most likely answer")
     well_formed: str | None = Field(

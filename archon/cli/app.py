@@ -107,8 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def errors_told() -> Iterator[None]:
     """Ends the process where an error leaves the block.
 
-    A mistake is one line on stderr (a failing workflow of the user's own adds its traceback) and code 2. Any other
-    error keeps its traceback and exits with 1. Of several processes only the first to fail tells why, and all end.
+    A user's mistake becomes one line on stderr and exit code 2. Any other error, also one that a user's workflow raised
+    for every prompt, keeps its traceback and exits with 1. Of several processes only the first to fail reports why, and
+    all end.
     """
     try:
         yield

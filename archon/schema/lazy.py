@@ -40,6 +40,8 @@ def import_dotted(path: str, what: str) -> Any:
     """Returns the object that a dotted path names. Raises ConfigError, beginning with `what`, if there is none."""
     module, _, name = path.rpartition(".")
     try:
+        if path.startswith("."):
+            raise ValueError("the path is relative")
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{what} {path!r} cannot be imported ({error}); expected 'package.module.Name'") from error

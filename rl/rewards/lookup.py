@@ -34,7 +34,7 @@ def get_reward_fn(name: str) -> Callable[..., Any]:
             "install archon's extra `rl`: pip install 'archon-engine[rl]'"
         )
     module_name, _, attribute = _BUILT_IN.get(name, name).rpartition(".")
-    if not module_name:
+    if not module_name or name.startswith("."):
         near = difflib.get_close_matches(name, VALID_REWARD_FN, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise RewardError(
