@@ -91,7 +91,7 @@ def test_bytes_are_those_predicted(swept: BenchRecord, tmp_path: Path) -> None:
     ("fault", "seconds", "status", "reason"),
     [
         ("memory", 600.0, "out of memory", "can't allocate memory"),
-        ("crash", 600.0, "failed", "a rank ended by signal 6"),
+        ("crash", 600.0, "failed", "a rank was ended by signal 6"),
         ("hang", 60.0, "hung", "no end after 60 s: rank"),
     ],
 )
