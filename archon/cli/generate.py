@@ -1,4 +1,4 @@
-"""`archon generate PATH`: answers to prompts, each printed as soon as it is finished."""
+"""`archon generate PATH`: answers prompts with a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from archon.cli.config import config_command, load_config
-from archon.cli.options import ConfigFile, Overrides
+from archon.cli.options import CheckpointFolder, ConfigFile, Overrides
 from archon.schema.errors import CheckpointError, ConfigError, NotFiniteError
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ SETTINGS: dict[str, Any] = {
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="checkpoint folder")],
+    path: CheckpointFolder,
     overrides: Overrides = None,
     config: ConfigFile = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="what to answer; may be given more than once")] = None,
-    prompts_file: Annotated[Path | None, typer.Option(metavar="FILE", help="one prompt a line")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="prompt to answer; repeatable")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(metavar="FILE", help="one prompt per line")] = None,
 ) -> None:
     from archon.cli.generate_config import GenerateConfig
 
@@ -51,7 +51,7 @@ def command(
 
 
 def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
-    """Load the checkpoint, answer every prompt, print what comes."""
+    """Loads the checkpoint, answers every prompt and prints the answers."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer
@@ -59,7 +59,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
 
-    read_hf_config(path)  # before the tokenizer, whose loader would say less of what is no checkpoint
+    read_hf_config(path)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
     tokenizer = load_tokenizer(config.tokenizer or path)
     requests = make_requests(prompts, config, tokenizer)
     model = load_model(path, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
@@ -68,7 +68,7 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
         model,
         tokenizer,
         max_slots=min(config.max_slots, len(requests)),
-        # What the model was made for is exceeded only by who says so.
+        # Beyond the length that the model was trained for only on request.
         max_seq_len=min(config.max_tokens or model.args.max_seq_len, longest),
         seed=0 if config.seed is None else config.seed,
     )
@@ -79,14 +79,14 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
 
 
 def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any) -> list[ModelRequest]:
-    """`n_samples` requests a prompt, in order; each sample has a random stream of its own."""
+    """Returns `n_samples` requests per prompt, in order, each with its own random stream."""
     from archon.data.encoding import render, tokenize
     from archon.generation.types import GenerationHyperparameters, ModelRequest
 
     if config.chat is True and not tokenizer.chat_template:
         raise ConfigError("chat=true, but the tokenizer has no chat template; set chat=false")
     use_chat = bool(tokenizer.chat_template) if config.chat == "auto" else config.chat
-    # The seed is the engine's: in a request it would make all samples of a prompt the same.
+    # Only the engine gets the seed: in the requests it would make all samples of a prompt equal.
     sampling = {name: getattr(config, name) for name in GenerationHyperparameters.model_fields}
     gconfig = GenerationHyperparameters(**sampling | {"n_samples": 1, "seed": None})
     requests = []
@@ -96,7 +96,7 @@ def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any
             chat = render(tokenizer, [{"role": "user", "content": text}], where, add_generation_prompt=True)
             ids = tokenize(tokenizer, chat, where)["input_ids"]
         else:
-            tokenize(tokenizer, text, where)  # refuses in one line what `encode` would refuse with a traceback
+            tokenize(tokenizer, text, where)  # raises a one-line error where `encode` would raise a traceback
             ids = tokenizer.encode(text)
         requests += [ModelRequest(input_ids=ids, gconfig=gconfig, tokenizer=tokenizer) for _ in range(config.n_samples)]
     return requests
@@ -105,9 +105,9 @@ def make_requests(prompts: Sequence[str], config: GenerateConfig, tokenizer: Any
 async def print_answers(
     engine: InferenceEngine, requests: Sequence[ModelRequest], n_samples: int, tokenizer: Any
 ) -> None:
-    """One block an answer, when it is finished, and the throughput of all."""
+    """Prints each answer when it is finished, and at the end the throughput."""
     start, tokens = time.monotonic(), 0
-    async for index, response in finished(engine, requests):
+    async for index, response in as_finished(engine, requests):
         text = tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         tokens += len(response.output_tokens)
         sample = f" sample {index % n_samples + 1}" if n_samples > 1 else ""
@@ -119,15 +119,15 @@ async def print_answers(
     sys.stderr.write(f"{len(requests)} answers, {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s\n")
 
 
-async def finished(
+async def as_finished(
     engine: InferenceEngine, requests: Sequence[ModelRequest]
 ) -> AsyncIterator[tuple[int, ModelResponse]]:
-    """(index, response) of each request, as they end."""
+    """Yields (index, response) of each request when it is finished."""
 
-    async def one(index: int) -> tuple[int, ModelResponse]:
+    async def generate(index: int) -> tuple[int, ModelResponse]:
         return index, await engine.agenerate(requests[index])
 
-    # Tasks, not coroutines: as_completed would start those in the order of a set, and the order of arrival seeds them.
-    tasks = [asyncio.create_task(one(index)) for index in range(len(requests))]
+    # Tasks, because as_completed starts coroutines in the order of a set, and seeds depend on the order of arrival.
+    tasks = [asyncio.create_task(generate(index)) for index in range(len(requests))]
     for task in asyncio.as_completed(tasks):
         yield await task

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+CheckpointFolder = Annotated[Path, typer.Argument(help="checkpoint folder")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE.yaml", help="configuration file")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="values laid over the file, keys dotted")

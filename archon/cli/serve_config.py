@@ -1,4 +1,4 @@
-"""Configuration of `archon serve`; apart from the command, since the generator's types bring torch."""
+"""Configuration of `archon serve`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from archon.schema.config import MAX_SECONDS, ComputeDtype, StrictModel
 
 
 class ServeConfig(StrictModel):
-    """What answers, and how much of it."""
+    """The model that answers, and the server's limits."""
 
-    model_name: str | None = Field(None, description="name of the model for clients; null: the checkpoint folder's")
+    model_name: str | None = Field(None, description="model name for clients; null: the checkpoint folder's")
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the checkpoint's")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field("float32", description="of the weights and the key-value cache")
-    max_slots: int = Field(32, ge=1, le=2**20, description="answers decoded together")
+    max_slots: int = Field(32, ge=1, le=2**20, description="answers decoded concurrently")
     max_tokens: int | None = Field(None, ge=2, description="prompt and answer together; null: the model's limit")
-    max_new_tokens: int = Field(1024, ge=1, description="of an answer whose request sets no limit, in tokens")
-    seed: int = Field(0, ge=0, lt=2**63, description="random stream of requests that bring none")
+    max_new_tokens: int = Field(1024, ge=1, description="default length limit of an answer, in tokens")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of requests that set none")
     max_body_bytes: int = Field(8 << 20, ge=1, description="of a request")
-    max_sessions: int = Field(1024, ge=1, description="open at a time")
-    max_calls_per_session: int = Field(1000, ge=1, description="answers recorded")
-    max_requests: int = Field(256, ge=1, description="answered at a time; further ones get status 429")
+    max_sessions: int = Field(1024, ge=1, description="open at the same time")
+    max_calls_per_session: int = Field(1000, ge=1, description="answers recorded per session")
+    max_requests: int = Field(256, ge=1, description="answered at the same time; further ones get status 429")
     session_idle_seconds: float = Field(
-        3600.0, gt=0, le=MAX_SECONDS, description="after which a session that nobody uses is closed"
+        3600.0, gt=0, le=MAX_SECONDS, description="after which an unused session is closed"
     )
     request_seconds: float = Field(
-        60.0, gt=0, le=MAX_SECONDS, description="for a request's headers to come in, and then for its body"
+        60.0, gt=0, le=MAX_SECONDS, description="to receive a request's headers, and again for its body"
     )

@@ -7,11 +7,4 @@ and 422 streams of 14 tokens/s (475 ms); aiohttp: 763/s and 472/s. That is 1 % o
 
 from archon.schema.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "server": ("AgentServer",),
-        "service": ("Limits",),
-        "sessions": ("Interaction", "Session", "Trajectory"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, {"server": ("AgentServer",), "service": ("Limits",)})

@@ -31,7 +31,7 @@ class ToolResultBlock(base.RequestModel):
     type: Literal["tool_result"]
     tool_use_id: str
     content: base.Content = ""
-    is_error: bool | None = Field(None, description="without effect: say so in the content")
+    is_error: bool | None = Field(None, description="without effect; describe the error in the content")
     cache_control: dict[str, Any] | None = None
 
 
@@ -85,7 +85,7 @@ class NoThinking(base.RequestModel):
 
 
 class CountBody(base.Conversation):
-    """`POST /v1/messages/count_tokens`: what a message's prompt is made of."""
+    """`POST /v1/messages/count_tokens`: the parts of a prompt."""
 
     model: str = Field("", description="any name; the server has one model")
     messages: list[AnthropicMessage] = Field(min_length=1)

@@ -174,7 +174,7 @@ class ChatCompletion(base.ResponseModel):
 
 
 class _Completions(base.Api):
-    """What both completion endpoints have in common: chunks, and the `[DONE]` at their end."""
+    """What both completion endpoints share: streams of chunks that end with `[DONE]`."""
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
@@ -332,7 +332,7 @@ class CompletionChoice(base.ResponseModel):
 
 
 class Completion(base.ResponseModel):
-    """`return_token_ids` as vLLM has it."""
+    """With `return_token_ids` each choice has `token_ids` and `prompt_token_ids`, as from vLLM."""
 
     id: str
     object: Literal["text_completion"]

@@ -68,14 +68,14 @@ class ResponsesBody(base.Body, base.Conversation):
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    previous_response_id: None = Field(None, description="nothing is kept; send the conversation")
+    previous_response_id: None = Field(None, description="nothing is stored; send the conversation")
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
-    store: bool | None = Field(None, description="without effect: nothing is kept")
+    store: bool | None = Field(None, description="without effect: nothing is stored")
     user: str | None = Field(None, description="without effect")
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Returns them as chat templates expect them; tool calls join the assistant message before them."""
+        """Returns the messages as chat templates expect them; tool calls join the assistant message before them."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})

@@ -1,4 +1,4 @@
-"""The endpoints: their paths, what they take and return, and how they are described at /openapi.json."""
+"""The endpoints: paths, requests, responses, and their description at /openapi.json."""
 
 from __future__ import annotations
 
@@ -219,19 +219,19 @@ async def _events(
 
 @router.post("/chat/completions", response_model=ChatCompletion, responses=GENERATION)
 async def chat(request: Request, body: ChatBody, stack: Stack) -> Any:
-    """An answer of the model, as OpenAI's chat completions have it."""
+    """Answer a conversation, in the format of OpenAI's chat completions."""
     return await _answer(request, ChatApi, body, stack)
 
 
 @router.post("/completions", response_model=Completion, responses=GENERATION)
 async def completion(request: Request, body: CompletionBody, stack: Stack) -> Any:
-    """A continuation of text or tokens, as OpenAI's completions have it."""
+    """Continue text or tokens, in the format of OpenAI's completions."""
     return await _answer(request, CompletionApi, body, stack)
 
 
 @router.post("/responses", response_model=OpenAIResponse, responses=GENERATION)
 async def response(request: Request, body: ResponsesBody, stack: Stack) -> Any:
-    """An answer of the model, as OpenAI's responses have it; nothing is kept."""
+    """Answer a conversation, in the format of OpenAI's responses; nothing is stored."""
     return await _answer(request, ResponsesApi, body, stack)
 
 
@@ -241,13 +241,13 @@ async def response(request: Request, body: ResponsesBody, stack: Stack) -> Any:
     responses=GENERATION | _errors(*ACCESS, *BODY, *BUSY, model=AnthropicError),
 )
 async def message(request: Request, body: MessagesBody, stack: Stack) -> Any:
-    """An answer of the model, as Anthropic's messages have it."""
+    """Answer a conversation, in the format of Anthropic's messages."""
     return await _answer(request, MessagesApi, body, stack)
 
 
 @router.post("/messages/count_tokens", responses=_errors(*ACCESS, *BODY, model=AnthropicError))
 async def count_tokens(service: ServiceOf, body: CountBody) -> dict[Literal["input_tokens"], Count]:
-    """How many tokens a message's prompt has."""
+    """Count the tokens of a conversation's prompt."""
     return {"input_tokens": len(body.prompts(service.tokenizer)[0])}
 
 
@@ -265,13 +265,13 @@ class ModelList(ResponseModel):
 
 @router.get("/models")
 async def models(service: ServiceOf) -> ModelList:
-    """The one model."""
+    """List the one model."""
     return ModelList(data=[Model(id=service.model)])
 
 
 @router.get("/models/{model}", responses=_errors(404))
 async def model(service: ServiceOf, model: str) -> Model:
-    """The model, by its name."""
+    """Describe the model of this name."""
     if model != service.model:
         raise HTTPException(404, f"no model {model!r:.80}; the model here is {service.model!r}")
     return Model(id=model)
@@ -288,11 +288,11 @@ class OpenedSession(ResponseModel):
 
 
 class RewardBody(RequestModel):
-    """`POST /v1/sessions/{session}/reward`: of the last answer, or of that of a call."""
+    """`POST /v1/sessions/{session}/reward`: rewards the last answer, or the one named."""
 
     reward: float
     completion_id: str | None = Field(None, description="id of a response; null: the last answer")
-    choice: Integer = Field(0, ge=0, description="which of its n answers")
+    choice: Integer = Field(0, ge=0, description="index among its n answers")
 
 
 class ExportQuery(StrictModel):
@@ -359,7 +359,7 @@ async def reward(request: Request, session_id: SessionId, body: RewardBody) -> d
 
 @router.get("/sessions/{session}/export", response_model=Export, responses=_errors(400, 404))
 async def export(request: Request, session_id: SessionId, query: Annotated[ExportQuery, Query()]) -> dict[str, Any]:
-    """The rows to train on, in tokens."""
+    """Export the rows to train on, in tokens."""
     rows = [
         {
             **{name: value for name, value in vars(row.record).items() if name != "turns"},
@@ -373,7 +373,7 @@ async def export(request: Request, session_id: SessionId, query: Annotated[Expor
 
 @router.delete("/sessions/{session}", responses=_errors(404))
 async def close_session(request: Request, service: ServiceOf, session_id: SessionId) -> ClosedSession:
-    """Forget a session and its key."""
+    """Close a session; its key is no longer valid."""
     session = _session(request, session_id)
     service.sessions.close(session)
     return ClosedSession(id=session.id, answers=len(session.interactions))
@@ -381,7 +381,7 @@ async def close_session(request: Request, service: ServiceOf, session_id: Sessio
 
 @app.get("/health")
 async def health() -> dict[Literal["status"], Literal["ok"]]:
-    """Whether the server is up."""
+    """Tell that the server is up."""
     return {"status": "ok"}
 
 

@@ -14,9 +14,7 @@ from uvicorn.server import ServerState
 from archon.schema.errors import ConfigError
 from archon.serve.errors import Failure, error_body
 from archon.serve.routes import app
-from archon.serve.service import Limits, Service, check_host
-
-__all__ = ["AgentServer", "Limits", "check_host"]
+from archon.serve.service import Service, check_host
 
 KEEP_ALIVE_SECONDS = 3600  # between two requests; a client that reuses its connection must not find it closed
 

@@ -195,7 +195,8 @@ class Serving:
 
     async def _start(self) -> tuple[AgentServer, str]:
         require_package("httpx")
-        from archon.serve.server import AgentServer, Limits
+        from archon.serve.server import AgentServer
+        from archon.serve.service import Limits
 
         # The requests are the trainer's own, so the limits are practically off.
         n = 1_000_000
