@@ -23,11 +23,9 @@ from archon.cli import (
     inspect,
     models,
     plan,
-    preference,
     report,
-    rl,
     serve,
-    sft,
+    train,
 )
 from archon.schema.errors import UserError
 from archon.schema.exhausted import resource_error_message
@@ -57,7 +55,7 @@ CommandError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="archon",
-    help="A model engine: a Hugging Face checkpoint in, a trained or reinforced one out.",
+    help="A model engine that trains Hugging Face checkpoints by fine-tuning and reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -81,8 +79,11 @@ def every_command(
     pass
 
 
-COMMANDS = (models, inspect, plan, convert, bootstrap, sft, preference, rl, generate, serve, bench, report, doctor)
-for module in COMMANDS:
+for module in (models, inspect, plan, convert, bootstrap):
+    app.command(**module.SETTINGS)(module.command)
+for name in train.RUNS:
+    train.add_command(app, name)
+for module in (generate, serve, bench, report, doctor):
     app.command(**module.SETTINGS)(module.command)
 
 

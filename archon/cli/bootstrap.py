@@ -1,4 +1,4 @@
-"""`archon bootstrap`: a small checkpoint from nothing, by itself or at the beginning of a run that names its file."""
+"""`archon bootstrap`: makes a small checkpoint from nothing, alone or at the start of a run that names its file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from archon.cli.config import config_command, load_config
 from archon.cli.options import ConfigFile, DryRun, Overrides
-from archon.cli.train import leave_with
+from archon.cli.train import exit_with
 from archon.schema.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {
@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
-    leave_with(lambda: _run(config, overrides or [], dry_run))
+    exit_with(lambda: _run(config, overrides or [], dry_run))
 
 
 def _run(file: Path | None, overrides: list[str], dry_run: bool) -> int:

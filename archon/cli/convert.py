@@ -1,47 +1,28 @@
-"""`archon convert SRC DST --to hf|native|megatron`: weights moved bit for bit between formats."""
+"""`archon convert SRC DST --to hf|native|megatron`: copies weights bit for bit between formats."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 SETTINGS: dict[str, Any] = {
     "name": "convert",
-    "help": "Move weights between Hugging Face, archon and megatron-core.\n\n"
-    "hf is a Hugging Face checkpoint, native one of archon's training, megatron the ranks of megatron-core's GPTModel.",
+    "help": "Convert weights between Hugging Face, archon and megatron-core.\n\n"
+    "hf is a Hugging Face checkpoint, native a checkpoint of archon's training, megatron one folder per rank for "
+    "megatron-core's GPTModel.",
 }
 
 
-class Formats(StrEnum):
-    hf = "hf"
-    native = "native"
-    megatron = "megatron"
-
-
-class Specs(StrEnum):
-    local = "local"
-    te = "te"
-
-
-class Experts(StrEnum):
-    sequential = "sequential"
-    grouped = "grouped"
-
-
-class Dtypes(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+Format = Literal["hf", "native", "megatron"]
 
 
 def command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint folder")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="new folder")],
-    to: Annotated[Formats, typer.Option("--to", help="format to write")],
-    origin: Annotated[Formats | None, typer.Option("--from", help="format of SRC; found out when left out")] = None,
+    to: Annotated[Format, typer.Option("--to", help="format to write")],
+    origin: Annotated[Format | None, typer.Option("--from", help="format of SRC; detected when left out")] = None,
     like: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Hugging Face folder with config and tokenizer, for native")
     ] = None,
@@ -49,16 +30,21 @@ def command(
     pp: Annotated[int | None, typer.Option(min=1, help="megatron: pipeline stages [1]")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="megatron: expert-parallel ranks [1]")] = None,
     spec: Annotated[
-        Specs | None, typer.Option(help="megatron: names of the local or Transformer Engine's layers [local]")
+        Literal["local", "te"] | None,
+        typer.Option(help="megatron: names of the local or Transformer Engine's layers [local]"),
     ] = None,
     experts: Annotated[
-        Experts | None, typer.Option(help="megatron: a module an expert, or Transformer Engine's one [sequential]")
+        Literal["sequential", "grouped"] | None,
+        typer.Option(help="megatron: one module per expert, or Transformer Engine's grouped one [sequential]"),
     ] = None,
     vocab_multiple: Annotated[
         int | None,
         typer.Option(min=1, max=2**20, help="megatron: pad the vocabulary to a multiple of this times tp [128]"),
     ] = None,
-    dtype: Annotated[Dtypes | None, typer.Option(help="hf: dtype to convert to; left out, none is converted")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="hf: dtype to convert to; kept when left out"),
+    ] = None,
     drop_padding: Annotated[
         bool, typer.Option("--drop-padding", help="from megatron: cut rows beyond the vocabulary that are not zero")
     ] = False,
@@ -70,15 +56,13 @@ def command(
     from archon.checkpoint.megatron.sharding import MegatronLayout
     from archon.schema.errors import ConfigError
 
-    kind = Formats(origin or detect_format(checkpoint_folder(source)))
-    layout = MegatronLayout(
-        tp or 1, pp or 1, ep or 1, (spec or Specs.local).value, (experts or Experts.sequential).value
-    )
+    kind = origin or detect_format(checkpoint_folder(source))
+    layout = MegatronLayout(tp or 1, pp or 1, ep or 1, spec or "local", experts or "sequential")
     of_megatron = {"tp": tp, "pp": pp, "ep": ep, "spec": spec, "experts": experts, "vocab-multiple": vocab_multiple}
     only = (
-        (to, "to", Formats.megatron, of_megatron),
-        (to, "to", Formats.hf, {"dtype": dtype}),
-        (kind, "from", Formats.megatron, {"drop-padding": drop_padding or None}),
+        (to, "to", "megatron", of_megatron),
+        (to, "to", "hf", {"dtype": dtype}),
+        (kind, "from", "megatron", {"drop-padding": drop_padding or None}),
     )
     for given, option, wanted, values in only:
         for name, value in values.items():
@@ -87,8 +71,8 @@ def command(
     weights = convert(
         source,
         target,
-        to.value,
-        origin=kind.value,
+        to,
+        origin=kind,
         like=like,
         layout=layout,
         vocab_multiple=vocab_multiple or VOCAB_MULTIPLE,

@@ -1,4 +1,4 @@
-"""What the training commands share: a configuration in, a run directory with a report out."""
+"""The training commands `archon sft`, `preference` and `rl`: a configuration in, a run directory with a report out."""
 
 from __future__ import annotations
 
@@ -6,30 +6,50 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import typer
 
-from archon.cli.config import load_config, read_bootstrap
+from archon.cli.config import config_command, load_config, read_bootstrap
+from archon.cli.options import ConfigFile, DryRun, Overrides
 from archon.cli.report import report_to
 
-# command: its configuration, its trainer, and the field of the model that is trained
+
+class Run(NamedTuple):
+    """A training command: its help, the "module:Class" of its configuration, its trainer, and the field of the model
+    that is trained."""
+
+    help: str
+    config: str
+    trainer: str
+    model: str
+
+
 RUNS = {
-    "sft": ("SFTConfig", "SFTTrainer", "model"),
-    "preference": ("PreferenceConfig", "PreferenceTrainer", "model"),
-    "rl": ("RLConfig", "RLTrainer", "actor"),
+    "sft": Run("Fine-tune a checkpoint on examples.", "archon.training.config:SFTConfig", "SFTTrainer", "model"),
+    "preference": Run(
+        "Train a policy (DPO, IPO) or a reward model on pairs of answers.",
+        "archon.training.config:PreferenceConfig",
+        "PreferenceTrainer",
+        "model",
+    ),
+    "rl": Run("Train a checkpoint on prompts with a reward.", "archon.rl.config:RLConfig", "RLTrainer", "actor"),
 }
 
 
-def train(command: str, file: Path | None, overrides: list[str] | None, dry_run: bool) -> None:
-    """Run `command` of `RUNS`, or with `dry_run` only check it; leaves with the run's exit code."""
-    leave_with(lambda: _run(command, file, overrides or [], dry_run))
+def add_command(app: typer.Typer, name: str) -> None:
+    """Add the command `name` of `RUNS` to the app."""
+
+    @app.command(name, help=RUNS[name].help, cls=config_command(RUNS[name].config))
+    def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+        exit_with(lambda: _run(name, config, overrides or [], dry_run))
 
 
-def leave_with(run: Callable[[], int]) -> None:
-    """Leave with the exit code that `run` returns, or that of a Ctrl-C outside of what it trains."""
+def exit_with(run: Callable[[], int]) -> None:
+    """Exit with the code that `run` returns, or with that of a Ctrl-C."""
     try:
         exit_code = run()
-    except KeyboardInterrupt:  # outside the run itself, where the signal is a request
+    except KeyboardInterrupt:  # outside of training, which treats the signal as a request to stop
         sys.stderr.write("archon: interrupted\n")
         exit_code = 128 + signal.SIGINT
     raise typer.Exit(exit_code)
@@ -38,8 +58,8 @@ def leave_with(run: Callable[[], int]) -> None:
 def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -> int:
     import archon.rl as rl
 
-    config_name, trainer_name, model = RUNS[command]
-    config_type = getattr(rl, config_name)
+    run = RUNS[command]
+    config_type: Any = getattr(rl, run.config.partition(":")[2])
     if command == "rl":
         from archon.rl.compat.trinity.config import translate
 
@@ -56,14 +76,14 @@ def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -
     from archon.training.loop import join_processes
     from archon.training.runner import Runner
 
-    config = join_processes(config, getattr(config, model))
-    engine = getattr(config, model)
+    config = join_processes(config, getattr(config, run.model))
+    engine = getattr(config, run.model)
     bootstrap = bootstrap and join_processes(bootstrap, engine)
     with Runner(config.run_dir, config, resume=config.resume, sinks=config.metrics) as runner:
         if bootstrap and (number := ensure_checkpoint(bootstrap, engine.path, like=engine, log=runner.log)):
             runner.request_stop(number)
         else:
-            getattr(rl, trainer_name)(config, runner).train()
+            getattr(rl, run.trainer)(config, runner).train()
         if runner.world.is_main:
             report_to(runner)
     return runner.exit_code
