@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -185,7 +185,8 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
         runner = stack.enter_context(Runner(run_dir, sft, resume=True))
         probe = None
         if config.target is not None:
-            probe = stack.enter_context(RewardProbe(config.target, load_tokenizer(model.path), model.seed))
+            reward = stack.enter_context(AsyncRewardWrapper(config.target.reward))
+            probe = RewardProbe(config.target, reward, load_tokenizer(model.path), model.seed)
         SFTTrainer(sft, runner, probe).train()
     # A signal after the last step's check may have reached some of the ranks only.
     return runner.world.all_reduce_max(runner.stop_number)
@@ -194,22 +195,15 @@ def warm_up(config: WarmupConfig, model: EngineConfig, run_dir: Path) -> int:
 class RewardProbe:
     """Measures the reward of sampled held-out answers during a warm-up, until it reaches the target."""
 
-    def __init__(self, config: WarmupTarget, tokenizer: Any, seed: int) -> None:
+    def __init__(self, config: WarmupTarget, reward: AsyncRewardWrapper, tokenizer: Any, seed: int) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self._seed = seed
-        self._reward = AsyncRewardWrapper(config.reward)
         rows = load_rows(config.eval_data, "rl", tokenizer)
         self._prompts = [Prompt(i, row) for i, row in enumerate(rows)]
         gconfig = GenerationHyperparameters(max_new_tokens=config.max_new_tokens)
-        self._workflow = RLVRWorkflow(self._reward, gconfig, tokenizer)
+        self._workflow = RLVRWorkflow(reward, gconfig, tokenizer)
         self._generator: InProcessEngine | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reward.close()
 
     def __call__(self, engine: ArchonEngine, step: int) -> tuple[dict[str, float], bool]:
         if step % self.config.every:

@@ -50,8 +50,7 @@ def tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, tuple[Any, AsyncGenerator[None, None]]]]
-_clients = WeakKeyDictionary()
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 async def loop_client(

@@ -1,17 +1,29 @@
-"""`Episode`: one run of a workflow on a prompt, and its result."""
+"""`Episode`, one run of a workflow on a prompt, and its serialization between processes.
+
+JSON holds what is small, safetensors the tensors; pickle is not used.
+"""
 
 from __future__ import annotations
 
+import json
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from archon.rl.algorithms.advantages import Groups
 from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode_context import EpisodeContext
 from archon.rl.prompts import Prompt
+from archon.rl.rewards.result import RewardRaised
+from archon.schema.errors import RolloutError, UserError
+
+_HEADER_BYTES = 8
 
 
 @dataclass
@@ -41,3 +53,80 @@ class Episode:
     def is_trainable(self, zero_variance_groups: ZeroVarianceGroups) -> bool:
         """Whether the group is part of the training batch."""
         return bool(self.trajectories) and (zero_variance_groups == "keep" or not self.zero_variance)
+
+
+class RemoteError(Exception):
+    """An error of another process: the name of its type, its message, whether it needs no traceback, and the traceback
+    as a note."""
+
+    def __init__(self, kind: str, message: str, one_line: bool, trace: str) -> None:
+        super().__init__(message)
+        self.kind, self.one_line = kind, one_line
+        self.add_note(trace)
+
+
+def error_kind(error: BaseException) -> str:
+    """Returns the name of an error's type, also of a `RemoteError`."""
+    return error.kind if isinstance(error, RemoteError) else type(error).__name__
+
+
+def is_one_line(error: BaseException) -> bool:
+    """Whether the message needs no traceback, as it names a user's mistake. A reward that raised needs its own."""
+    if isinstance(error, RemoteError):
+        return error.one_line
+    return isinstance(error, UserError) and not isinstance(error, RewardRaised)
+
+
+def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
+    """Serializes finished episodes, by their index in the step; raises `RolloutError` where JSON cannot hold one."""
+    header: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
+    for place, episode in episodes.items():
+        context, lists = episode.context, dict[str, Any]()
+        for key, value in (episode.trajectories or {}).items():
+            if isinstance(value, Tensor):
+                # A copy, as safetensors refuses tensors that share memory.
+                tensors[f"{place}.{key}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            else:
+                lists[key] = value
+        header.append(
+            {
+                "place": place,
+                "empty": episode.trajectories is None,
+                "lists": lists,
+                "drops": context.drops,
+                "numbers": context.numbers,
+                "first_errors": {kind: _pack_error(error) for kind, error in context.first_errors.items()},
+                "error": None if episode.error is None else _pack_error(episode.error),
+            }
+        )
+    try:
+        text = json.dumps(header).encode()
+    except TypeError as error:
+        raise RolloutError(
+            f"a workflow's result cannot go from one process to the others: {error}; return tensors, or lists of "
+            "what JSON can hold"
+        ) from None
+    return len(text).to_bytes(_HEADER_BYTES, "big") + text + save(tensors)
+
+
+def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
+    """Fills `episodes`, which have the same prompts, with the results that another process packed."""
+    start = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "big")
+    tensors = load(data[start:])
+    for item in json.loads(data[_HEADER_BYTES:start]):
+        episode = episodes[item["place"]]
+        context = episode.context
+        if not item["empty"]:
+            prefix = f"{item['place']}."
+            own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            episode.trajectories = own | item["lists"]
+        context.drops = Counter(item["drops"])
+        context.numbers.update(item["numbers"])
+        context.first_errors = {kind: RemoteError(*error) for kind, error in item["first_errors"].items()}
+        if item["error"] is not None:
+            episode.error = RemoteError(*item["error"])
+
+
+def _pack_error(error: BaseException) -> tuple[str, str, bool, str]:
+    return error_kind(error), str(error), is_one_line(error), "".join(traceback.format_exception(error))

@@ -102,7 +102,8 @@ class EpisodeEngine:
     """The engine of one run of an episode.
 
     Each request without a seed gets one from the episode's seed and the request's number, so that samples do not depend
-    on concurrent episodes and a resumed run repeats them. `check` is called with every request's sampling parameters.
+    on concurrent episodes and a resumed run repeats them. `check` is called with every request's sampling parameters,
+    and `responses` collects what the engine returned.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class EpisodeEngine:
         self._context = context
         self._check = check
         self._requests = 0
+        self.responses: list[ModelResponse] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -128,4 +130,6 @@ class EpisodeEngine:
             seed = derive_seed(self._context.seed, self._requests)
             req.gconfig = req.gconfig.model_copy(update={"seed": seed})
         self._requests += 1
-        return await self._engine.agenerate(req)
+        response = await self._engine.agenerate(req)
+        self.responses.append(response)
+        return response

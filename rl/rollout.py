@@ -14,9 +14,8 @@ from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.rl.algorithms.config import ZeroVarianceGroups
-from archon.rl.episode import Episode
+from archon.rl.episode import Episode, error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
-from archon.rl.episode_io import error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.prompts import Prompt
 from archon.rl.trajectories import checked_group, concat_padded_tensors, trajectory_ids
 from archon.rl.workflow_row import WorkflowRow, copy_containers
@@ -156,8 +155,7 @@ class Rollout:
         batch = RolloutBatch.from_episodes(kept, counts)
         if not batch:
             batch.dropped = RolloutBatch.from_episodes(episodes)
-        self._count(batch, episodes)
-        self._log_losses(batch, episodes, step)
+        self._count_and_log(batch, episodes, step)
         return batch
 
     async def run(self, prompts: Sequence[Prompt], step: int = 0, *, is_eval: bool = False) -> list[Episode]:
@@ -231,26 +229,23 @@ class Rollout:
             return WorkflowRefusedError(f"{failed}: {first}")
         return WorkflowError(f"{failed}, whose traceback stands above: {error_kind(first)}: {first}")
 
-    def _count(self, batch: RolloutBatch, episodes: Sequence[Episode]) -> None:
+    def _count_and_log(self, batch: RolloutBatch, episodes: Sequence[Episode], step: int) -> None:
+        """Sets the batch's counts, and logs one line per kind of loss with its first error."""
+        first: dict[str, BaseException] = {}
         for episode in episodes:
             batch.counts.update({f"dropped/{kind}": n for kind, n in episode.context.drops.items()})
+            for kind, error in episode.context.first_errors.items():
+                first.setdefault(f"dropped/{kind}", error)
             if episode.error:
-                batch.counts[f"failed/{error_kind(episode.error)}"] += 1
+                name = f"failed/{error_kind(episode.error)}"
+                batch.counts[name] += 1
+                first.setdefault(name, episode.error)
             elif episode.trajectories is None:
                 batch.counts["rejected"] += 1
             elif episode.zero_variance:
                 batch.counts["zero_variance_groups"] += 1
         batch.counts["episodes"] = len(episodes)
         batch.numbers = recorded_means(episodes)
-
-    def _log_losses(self, batch: RolloutBatch, episodes: Sequence[Episode], step: int) -> None:
-        """Logs one line per kind of loss in this step, with its first error."""
-        first: dict[str, BaseException] = {}
-        for episode in episodes:
-            for kind, error in episode.context.first_errors.items():
-                first.setdefault(f"dropped/{kind}", error)
-            if episode.error:
-                first.setdefault(f"failed/{error_kind(episode.error)}", episode.error)
         for name, error in first.items():
             what = "samples dropped" if name.startswith("dropped/") else "episodes failed"
             self._log(f"step {step}: {batch.counts[name]} {what} ({name.partition('/')[2]}): {error}")

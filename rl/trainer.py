@@ -132,9 +132,8 @@ class RLTrainer(BaseTrainer):
         if self.runner is None:
             return
         n_groups, writer = self.config.rollout.dump_groups, self.runner.trajectories
-        metrics["rollout/dump_lost"] = float(
-            write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer)
-        )
+        lost = write_groups(writer, batch, advantages, n_groups, self.step + 1, self.tokenizer)
+        metrics["rollout/dump_lost"] = float(lost)
 
     def rollout_batch(self) -> RolloutBatch:
         """Returns the next batch of trajectories."""

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from archon.engine.engine import ArchonEngine
 from archon.generation.seeds import derive_seed
-from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs, overlong_penalty
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import M2POLoss, second_moment_mask
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
-from archon.rl.algorithms.shaping import overlong_penalty
 from archon.rl.logprob_check import mean_logprob_difference
 from archon.training.sharding import score_sharded, shard_batch
 

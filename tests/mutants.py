@@ -81,7 +81,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "trajectories of different groups have the same id",
         "rl/rollout.py",
         '"trajectory_ids": number * size + ids}',
-        '"trajectory_ids": number + own}',
+        '"trajectory_ids": number + ids}',
         ("tests/rl/test_rollout.py",),
     ),
     Mutant(

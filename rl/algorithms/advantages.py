@@ -1,5 +1,5 @@
 """Advantages from rewards. Group statistics are per trajectory, never per turn or token: a trajectory that is trained
-as several rows counts once, with the mean of their rewards. All are computed in float64."""
+as several rows counts once, with the mean of their rewards. Statistics are computed in float64."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ from pydantic import Field
 from torch import Tensor
 
 from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
+from archon.schema.config import StrictModel
+
+
+class OverlongConfig(StrictModel):
+    """The penalty of answers near the limit of generation."""
+
+    penalty: float = Field(0.0, ge=0, description="taken off the reward of an answer as long as allowed")
+    buffer: float = Field(0.2, gt=0, le=1, description="last part of max_new_tokens over which it grows from 0")
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
+    """Returns DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): float [B], from 0 to −1.
+
+    For answers of `lengths` tokens, int [B], it is 0 up to `max_tokens − buffer` (L_max − L_cache), then falls linearly
+    to −1 at `max_tokens`, and stays −1 beyond.
+    """
+    return ((max_tokens - buffer - lengths.float()) / max(buffer, 1)).clamp(-1.0, 0.0)
 
 
 @dataclass(frozen=True)

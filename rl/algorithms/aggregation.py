@@ -14,14 +14,9 @@ from torch import Tensor
 
 from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 
-
-class AggregationSettings(MethodSettings):
-    """The settings of an aggregation."""
-
-
 # (loss_mask [T] float, document_ids [T] int, number of documents, settings) -> (token weights [T], units [])
 AggregationFn = Callable[[Tensor, Tensor, int, Any], tuple[Tensor, Tensor]]
-AGGREGATIONS: MethodRegistry[AggregationFn] = MethodRegistry("aggregation", AggregationSettings)
+AGGREGATIONS: MethodRegistry[AggregationFn] = MethodRegistry("aggregation", MethodSettings)
 
 
 def sums_by_document(values: Tensor, documents: Tensor, n_documents: int) -> Tensor:
@@ -31,7 +26,7 @@ def sums_by_document(values: Tensor, documents: Tensor, n_documents: int) -> Ten
 
 @AGGREGATIONS.register("token_mean")
 def token_mean(
-    loss_mask: Tensor, documents: Tensor, n_documents: int, settings: AggregationSettings
+    loss_mask: Tensor, documents: Tensor, n_documents: int, settings: MethodSettings
 ) -> tuple[Tensor, Tensor]:
     """Mean over all loss tokens of the global batch (DAPO, arXiv 2503.14476, section 3.3)."""
     return loss_mask, loss_mask.sum()
@@ -39,7 +34,7 @@ def token_mean(
 
 @AGGREGATIONS.register("seq_mean_token_mean")
 def seq_mean_token_mean(
-    loss_mask: Tensor, documents: Tensor, n_documents: int, settings: AggregationSettings
+    loss_mask: Tensor, documents: Tensor, n_documents: int, settings: MethodSettings
 ) -> tuple[Tensor, Tensor]:
     """Mean over an answer's own tokens, then over answers (DeepSeekMath, arXiv 2402.03300, equation 3).
 
@@ -51,14 +46,14 @@ def seq_mean_token_mean(
 
 @AGGREGATIONS.register("seq_mean_token_sum")
 def seq_mean_token_sum(
-    loss_mask: Tensor, documents: Tensor, n_documents: int, settings: AggregationSettings
+    loss_mask: Tensor, documents: Tensor, n_documents: int, settings: MethodSettings
 ) -> tuple[Tensor, Tensor]:
     """Sum over an answer's tokens, mean over answers: the policy gradient, not normalized by length."""
     counts = sums_by_document(loss_mask, documents, n_documents)
     return loss_mask, (counts > 0).sum()
 
 
-class DrGRPOAggregation(AggregationSettings):
+class DrGRPOAggregation(MethodSettings):
     """The settings of aggregation `dr_grpo`."""
 
     max_tokens: int | None = Field(None, ge=1, description="tokens to divide by; null: gconfig.max_new_tokens")

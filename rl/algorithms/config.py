@@ -7,14 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageSettings
-from archon.rl.algorithms.aggregation import AGGREGATIONS, AggregationSettings
-from archon.rl.algorithms.corrections import CORRECTIONS, CorrectionSettings
+from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageSettings, OverlongConfig
+from archon.rl.algorithms.aggregation import AGGREGATIONS
+from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.kl import KLConfig
 from archon.rl.algorithms.losses import POLICY_LOSSES, PolicyLossSettings
 from archon.rl.algorithms.presets import PRESETS
-from archon.rl.algorithms.registry import MethodRegistry
-from archon.rl.algorithms.shaping import OverlongConfig
+from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 from archon.schema.config import StrictModel
 
 METHODS: dict[str, MethodRegistry[Any]] = {
@@ -49,11 +48,11 @@ class AlgorithmConfig(StrictModel):
         default_factory=lambda: POLICY_LOSSES.parse("ppo"), description="per-token policy loss"
     )
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference model")
-    correction: Annotated[SerializeAsAny[CorrectionSettings], *_parsed_by(CORRECTIONS)] = Field(
+    correction: Annotated[SerializeAsAny[MethodSettings], *_parsed_by(CORRECTIONS)] = Field(
         default_factory=lambda: CORRECTIONS.parse("none"),
         description="weight of a token by the mismatch between trainer and generator",
     )
-    aggregation: Annotated[SerializeAsAny[AggregationSettings], *_parsed_by(AGGREGATIONS)] = Field(
+    aggregation: Annotated[SerializeAsAny[MethodSettings], *_parsed_by(AGGREGATIONS)] = Field(
         default_factory=lambda: AGGREGATIONS.parse("seq_mean_token_mean"),
         description="how token losses become one number",
     )

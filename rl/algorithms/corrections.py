@@ -15,23 +15,18 @@ from torch import Tensor
 
 from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
 
-
-class CorrectionSettings(MethodSettings):
-    """The settings of a correction."""
-
-
 # (log ratio [B, S], loss_mask [B, S], settings) -> (weights [B, S], touched [B, S] bool)
 CorrectionFn = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
-CORRECTIONS: MethodRegistry[CorrectionFn] = MethodRegistry("mismatch correction", CorrectionSettings)
+CORRECTIONS: MethodRegistry[CorrectionFn] = MethodRegistry("mismatch correction", MethodSettings)
 
 
 @CORRECTIONS.register("none")
-def no_correction(log_ratio: Tensor, loss_mask: Tensor, settings: CorrectionSettings) -> tuple[Tensor, Tensor]:
+def no_correction(log_ratio: Tensor, loss_mask: Tensor, settings: MethodSettings) -> tuple[Tensor, Tensor]:
     """Weight 1 for every token; the policy is not scored before the update."""
     return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
-class TruncatedImportanceSampling(CorrectionSettings):
+class TruncatedImportanceSampling(MethodSettings):
     """The settings of corrections `tis` and `sequence_tis`."""
 
     max_ratio: float = Field(2.0, gt=0, description="a larger ratio counts as this one")
@@ -44,7 +39,7 @@ def truncated(log_ratio: Tensor, loss_mask: Tensor, settings: TruncatedImportanc
     return ratio.clamp(max=settings.max_ratio), ratio > settings.max_ratio
 
 
-class IcePop(CorrectionSettings):
+class IcePop(MethodSettings):
     """The settings of correction `icepop`."""
 
     min_ratio: float = Field(0.5, ge=0, description="a token whose ratio is below is left out")

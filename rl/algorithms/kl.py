@@ -26,12 +26,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
     k1 = d (unbiased, high variance, may be negative); k2 = d²/2 (biased, its gradient is that of the KL);
     k3 = e^(−d) − 1 + d (unbiased, never negative; DeepSeekMath, arXiv 2402.03300, equation 4).
 
-    Args:
-        logprobs: float [...], with gradient when the term is part of the loss.
-        ref_logprobs: the same shape, without gradient.
-
-    Returns:
-        The same shape.
+    All are float [...] of one shape; `logprobs` has a gradient where the term is part of the loss.
     """
     d = logprobs - ref_logprobs
     if kind == "k1":

@@ -1,1 +1,1 @@
-"""Other frameworks' ways to write a rollout, for people who move from them; the core knows nothing of these."""
+"""Workflows in the form of other frameworks; the core does not import them."""

@@ -5,8 +5,7 @@ from archon.schema.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "agent": ("AgentWorkflow", "resolve_agent"),
-        "agent_process": ("ProcessAgent",),
+        "agent": ("AgentWorkflow", "ProcessAgent", "resolve_agent"),
         "base": ("RolloutWorkflow",),
         "multi_turn": ("MultiTurnWorkflow",),
         "resolve": ("resolve_workflow",),

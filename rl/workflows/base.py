@@ -64,7 +64,7 @@ class RolloutWorkflow(ABC):
         return changed
 
 
-class GroupWorkflow(RolloutWorkflow):
+class SamplingWorkflow(RolloutWorkflow):
     """A workflow whose runs return whole groups, sampled with `gconfig` from prompts that `tokenizer` renders.
 
     The tokenizer's end-of-text and padding ids stop an answer.

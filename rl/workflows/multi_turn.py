@@ -16,13 +16,13 @@ from archon.generation.types import GenerationHyperparameters, InferenceEngine, 
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
-from archon.rl.workflows.base import GroupWorkflow, kept_samples, record_parts, wrapped_reward
+from archon.rl.workflows.base import SamplingWorkflow, kept_samples, record_parts, wrapped_reward
 from archon.schema.errors import ConfigError, ContextOverflowError
 
 RETRY = "That is not right. Try again."
 
 
-class MultiTurnWorkflow(GroupWorkflow):
+class MultiTurnWorkflow(SamplingWorkflow):
     """Samples `gconfig.n_samples` conversations. After each answer whose reward is below `enough` the model is sent
     `retry` and answers again, up to `max_turns` times.
 

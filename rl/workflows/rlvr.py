@@ -14,10 +14,10 @@ from archon.generation.types import GenerationHyperparameters, InferenceEngine, 
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
-from archon.rl.workflows.base import GroupWorkflow, kept_samples, record_parts, wrapped_reward
+from archon.rl.workflows.base import SamplingWorkflow, kept_samples, record_parts, wrapped_reward
 
 
-class RLVRWorkflow(GroupWorkflow):
+class RLVRWorkflow(SamplingWorkflow):
     """Samples `gconfig.n_samples` answers to the row's prompt and scores each; the answers form one group.
 
     A row holds `messages` (for the chat template) or `prompt`, and the columns that the reward needs. Answers stay in

@@ -14,9 +14,9 @@ from archon.rl.algorithms.advantages import (
     AdvantageSettings,
     Groups,
     generalized_advantages,
+    overlong_penalty,
 )
 from archon.rl.algorithms.presets import PRESETS
-from archon.rl.algorithms.shaping import overlong_penalty
 from archon.schema.errors import ConfigError
 from tests.rl.formulas import plain_advantages, plain_penalty
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64

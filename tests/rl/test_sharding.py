@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from archon.parallel.comm import Group
-from archon.rl.episode import Episode
+from archon.rl.episode import Episode, RemoteError, error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.episode_context import EpisodeContext
-from archon.rl.episode_io import RemoteError, error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.prompts import Prompt
 from archon.rl.rewards.result import RewardRaised
 from archon.schema.errors import ConfigError, RolloutError

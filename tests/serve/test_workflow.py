@@ -18,7 +18,7 @@ from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_co
 from archon.rl.logprob_check import check_recomputable
 from archon.rl.trajectories import validate_trajectory
 from archon.rl.workflows import resolve_workflow
-from archon.rl.workflows.agent_process import ProcessAgent
+from archon.rl.workflows.agent import ProcessAgent
 from archon.schema.errors import ConfigError
 from tests.serve.scripted import Scripted
 

@@ -10,26 +10,13 @@ from torch import Tensor
 
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
-from archon.generation.types import InferenceEngine, ModelRequest, ModelResponse
+from archon.generation.types import InferenceEngine
 from archon.rl.compat.areal.short_forms import SHORT_FORM, expand_short_form
-from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
+from archon.rl.episode_context import EpisodeEngine, workflow_context
 from archon.rl.trajectories import checked_group, concat_padded_tensors, require_usable_tensors, trajectory_ids
 from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.base import RolloutWorkflow, count_failure, split_outcomes
 from archon.schema.errors import RolloutError
-
-
-class RecordingEngine(EpisodeEngine):
-    """The engine of one run: requests get that run's seeds, and `answers` collects every response."""
-
-    def __init__(self, engine: InferenceEngine, context: EpisodeContext) -> None:
-        super().__init__(engine, context)
-        self.answers: list[ModelResponse] = []
-
-    async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        response = await super().agenerate(req)
-        self.answers.append(response)
-        return response
 
 
 class GroupedWorkflow(RolloutWorkflow):
@@ -99,11 +86,11 @@ class GroupedWorkflow(RolloutWorkflow):
 
     async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Any, bool]:
         """Returns the result of one run, a short form expanded, and whether that is a single trajectory."""
-        recording = RecordingEngine(engine, workflow_context.get())
-        result = await self._workflow.arun_episode(recording, data)
+        own_engine = EpisodeEngine(engine, workflow_context.get())  # with its own seeds and responses
+        result = await self._workflow.arun_episode(own_engine, data)
         require_usable_tensors(result, self._name, also=SHORT_FORM)
         separate = self._returns_group is True
-        return expand_short_form(result, recording.answers, self._name, separate=separate), is_one_trajectory(result)
+        return expand_short_form(result, own_engine.responses, self._name, separate=separate), is_one_trajectory(result)
 
     def _log_repeats(self) -> None:
         if self._logged or workflow_context.get().is_eval:

@@ -15,15 +15,24 @@ from torch import Tensor
 
 from archon.generation.record import TokenRecord
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
-from archon.rl.compat.trinity import builtin, react  # noqa: F401 (register the built-in workflows)
+from archon.rl.compat.trinity import builtin  # noqa: F401 (registers the built-in workflows)
 from archon.rl.compat.trinity.model import ModelWrapper
-from archon.rl.compat.trinity.types import Experience, FormatConfig, GenerationConfig, Task
-from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS, RewardFn, Workflow, declares
+from archon.rl.compat.trinity.workflow import (
+    REWARD_FUNCTIONS,
+    WORKFLOWS,
+    Experience,
+    FormatConfig,
+    GenerationConfig,
+    RewardFn,
+    Task,
+    Workflow,
+    declares,
+)
 from archon.rl.episode_context import workflow_context
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.agent import Serving
-from archon.rl.workflows.base import GroupWorkflow, RolloutWorkflow, split_outcomes, wrapped_reward
+from archon.rl.workflows.base import RolloutWorkflow, SamplingWorkflow, split_outcomes, wrapped_reward
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
 
@@ -34,7 +43,7 @@ T = TypeVar("T")
 Sample = tuple[TokenRecord, float]
 
 
-class TrinityWorkflow(GroupWorkflow):
+class TrinityWorkflow(SamplingWorkflow):
     """Makes a group from the experiences of one or several runs of a Trinity-style workflow.
 
     Rows need `raw_task`, the task's row, which `train_data.raw` adds.

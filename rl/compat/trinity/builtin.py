@@ -1,20 +1,33 @@
-"""Built-in Trinity-style workflows: single scored answers, and conversations with a text environment."""
+"""Built-in Trinity-style workflows: single answers, a conversation with a text environment, and a ReAct agent."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
+import json
+import operator
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any, Protocol
+from dataclasses import asdict, replace
+from typing import Any, Protocol, get_type_hints
 
-from archon.rl.compat.trinity.types import Experience, Task
-from archon.rl.compat.trinity.workflow import WORKFLOWS, Workflow, parse_workflow_args
+from archon.rl.compat.trinity.workflow import WORKFLOWS, Experience, Task, Workflow, parse_workflow_args
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, RewardRaised, as_reward
 from archon.rl.workflows.base import kept_samples
 from archon.schema.errors import ConfigError, ContextOverflowError, RolloutError
 from archon.schema.lazy import import_dotted
+
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+}
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_MAX_EXPRESSION = 200  # characters
 
 MATH_PROMPT = r"Think step by step. State the final answer, and nothing but it, as \boxed{answer}."
 
@@ -164,3 +177,91 @@ class TextEnvWorkflow(Workflow):
         if messages[-1]["role"] == "user":
             messages.pop()
         return [self.process_messages_to_experience(messages, total, {"env_steps": steps, "env_done": done})]
+
+
+def calculator(expression: str) -> str:
+    """Returns the value of an arithmetic expression of numbers, + - * / and brackets."""
+
+    def value(node: ast.AST) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            return node.value
+        if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in _OPERATIONS:
+            operands = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.operand]
+            return _OPERATIONS[type(node.op)](*map(value, operands))
+        raise ValueError(f"{ast.unparse(node)} is none of numbers, + - * / and brackets")
+
+    if len(expression) > _MAX_EXPRESSION:
+        raise ValueError(f"an expression may have {_MAX_EXPRESSION} characters")
+    return str(value(ast.parse(expression.strip(), mode="eval").body))
+
+
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """Returns OpenAI's description of a tool: the function's name, docstring, and argument types."""
+    hints, parameters = get_type_hints(tool), inspect.signature(tool).parameters
+    properties = {name: {"type": _JSON_TYPES.get(hints.get(name, str), "object")} for name in parameters}
+    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    schema = {"type": "object", "properties": properties, "required": required}
+    function = {"name": tool.__name__, "description": inspect.getdoc(tool) or "", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+@WORKFLOWS.register_module("react_workflow")
+class ReActWorkflow(SimpleWorkflow):
+    """A ReAct agent: runs the tools that the model calls until it answers without a call.
+
+    All answers get the reward of the last one. `workflow_args` are `tools`, functions of JSON arguments or their dotted
+    paths (a calculator), and `max_turns`, the maximal number of answers (5). A tool that fails returns its error to the
+    model. The run needs `enable_openai_api`.
+    """
+
+    can_repeat = False
+
+    def __init__(self, *, task: Task, model: Any, auxiliary_models: list[Any] | None = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        defaults: dict[str, Any] = {"tools": [calculator], "max_turns": 5}
+        args = parse_workflow_args("react_workflow", task.workflow_args, defaults)
+        tools = [import_dotted(tool, "tool") if isinstance(tool, str) else tool for tool in args["tools"]]
+        self.tools = {tool.__name__: tool for tool in tools}
+        self.max_turns = int(args["max_turns"])
+        if self.max_turns < 1:
+            raise ConfigError(f"workflow_args of react_workflow: max_turns is {self.max_turns}, expected at least 1")
+        self.client = model.get_openai_client()
+
+    def run(self) -> list[Experience]:
+        from openai import BadRequestError
+
+        messages: list[Any] = self.format_messages()
+        tools = [tool_schema(tool) for tool in self.tools.values()]
+        answer = None
+        for _ in range(self.max_turns):
+            try:
+                completion = self.client.chat.completions.create(
+                    model=self.client.model_path, messages=messages, tools=tools
+                )
+            except BadRequestError as error:
+                if answer is None or error.code != "context_length_exceeded":
+                    raise
+                break  # no room for another turn
+            answer = completion.choices[0].message
+            if not answer.tool_calls:
+                break
+            messages.append(answer.model_dump(exclude_none=True))
+            for call in answer.tool_calls:
+                result = self._call_tool(call.function.name, call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        experiences = self.model.extract_experience_from_history()
+        text = (answer.content if answer else None) or ""
+        (last,) = self.score([replace(experiences[-1], response_text=text, metrics={})])
+        for experience in experiences:
+            experience.reward = last.reward
+        experiences[-1].metrics = last.metrics | {"tool_calls": sum(m["role"] == "tool" for m in messages)}
+        return experiences
+
+    def _call_tool(self, name: str, arguments: str) -> str:
+        """Returns the tool's result, or its error, after which the model may try again."""
+        if name not in self.tools:
+            return f"error: no tool {name}; there are {', '.join(self.tools)}"
+        try:
+            return str(self.tools[name](**json.loads(arguments)))
+        except Exception as error:  # noqa: BLE001 (the model's arguments, a user's function)
+            return f"error: {type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ import pytest
 from archon.generation import InProcessEngine
 from archon.rl import GenerationHyperparameters, TrinityWorkflow
 from archon.rl.bootstrap import make_tokenizer
-from archon.rl.compat.trinity.react import calculator, tool_schema
+from archon.rl.compat.trinity.builtin import calculator, tool_schema
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
 from archon.schema.errors import ConfigError, RolloutError
