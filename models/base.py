@@ -148,6 +148,8 @@ class BaseArchonModel(nn.Module):
                 values = all_gather_replicated(values, self.score.tp)
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             out = values
+        elif self.output is not None and labels is None:
+            out = self.output(out)  # as a plain linear layer, which a generator's packed head is
         elif self.output is not None:
             out = self.output(out, labels, temperature, entropy=entropy, weights=loss_weights, rows=label_rows)
         if not batched:

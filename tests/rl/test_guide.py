@@ -98,8 +98,8 @@ def test_rows_of_a_function_keep_their_columns_and_their_splits(my_package: Call
     [
         ("python:no_such_package.rows", ConfigError, "dataset function 'no_such_package.rows' cannot be imported"),
         ("python:builtins.sorted", DatasetError, "row 1 is a str, expected a dictionary"),
-        ("python:builtins.print", DatasetError, "print: expected a function that gives the rows of a split"),
-        ("python:math.pi", DatasetError, "pi: expected a function that gives the rows of a split"),
+        ("python:builtins.print", DatasetError, "print: expected a function that returns the rows of a split"),
+        ("python:math.pi", DatasetError, "pi: expected a function that returns the rows of a split"),
     ],
 )
 def test_a_function_that_gives_no_rows_is_named(path: str, error: type[Exception], message: str) -> None:

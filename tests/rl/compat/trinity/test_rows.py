@@ -38,5 +38,5 @@ def test_a_named_sets_raw_rows_are_archons() -> None:
 
 
 def test_only_rl_rows_are_raw(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="raw=true is for RL rows, and these are of kind 'dpo'"):
+    with pytest.raises(DatasetError, match="raw is true, but the rows are of kind 'dpo'"):
         get_custom_dataset(write(tmp_path / "a.jsonl", {"chosen": "a"}), kind="dpo", tokenizer=object(), raw=True)
