@@ -1,6 +1,6 @@
-"""The zoo: one file a family, shared layers beside them. Import it as `archon.models`.
+"""Models: one file per family, and shared layers. Import them from `archon.models`.
 
-Public names are loaded on first use, so that `archon models` can list families without building anything.
+Public names are loaded on first use, which keeps the import light.
 """
 
 from archon.schema.lazy import lazy_exports

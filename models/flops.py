@@ -25,7 +25,7 @@ PEAK_BF16_FLOPS = {
     "H200": 989e12,
     "H200 NVL": 835e12,
 }
-"""Dense bfloat16 peak in FLOP/s (NVIDIA's data sheets), by a substring of the GPU's name; the denominator of MFU."""
+"""Dense bfloat16 peak in FLOP/s (NVIDIA's data sheets), by a substring of the GPU's name."""
 
 
 class Flops(NamedTuple):
@@ -68,7 +68,6 @@ class MatmulShape:
 
     @classmethod
     def from_args(cls, args: BaseModelArgs) -> MatmulShape:
-        """Returns the sizes of a model's arguments."""
         width = args.n_heads * args.head_dim
         attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
         always = args.n_layers * attention + args.dim * (1 if args.is_critic else args.vocab_size)

@@ -26,16 +26,16 @@ class Field:
         kind: `int`, `float` (an integer is accepted), `bool`, `str`, or `list` for a list of nonnegative integers.
         default: Hugging Face's default; REQUIRED for a field without one.
         optional: whether null is accepted (and read as the default).
-        least: the smallest integer accepted; floats must not be negative.
-        most: the largest integer accepted; PyTorch counts the bytes of a tensor in 64 bits.
+        minimum: the smallest integer accepted; floats must not be negative.
+        maximum: the largest integer accepted; PyTorch counts the bytes of a tensor in 64 bits.
     """
 
     native: str
     kind: type
     default: Any = REQUIRED
     optional: bool = False
-    least: int = 1
-    most: int = 2**40
+    minimum: int = 1
+    maximum: int = 2**40
 
 
 # No real model has more layers, and lists with one entry per layer would fill the memory.
@@ -44,17 +44,17 @@ MAX_LAYERS = 10_000
 # Fields that all dense decoders of Llama's architecture share.
 DENSE_FIELDS: dict[str, Field] = {
     "hidden_size": Field("dim", int),
-    "num_hidden_layers": Field("n_layers", int, most=MAX_LAYERS),
+    "num_hidden_layers": Field("n_layers", int, maximum=MAX_LAYERS),
     "num_attention_heads": Field("n_heads", int),
     "num_key_value_heads": Field("n_kv_heads", int, 0, optional=True),
     "intermediate_size": Field("hidden_dim", int),
     "vocab_size": Field("vocab_size", int),
     "rms_norm_eps": Field("norm_eps", float, 1e-6),
-    "max_position_embeddings": Field("max_seq_len", int, 32768, most=2**63 - 1),
+    "max_position_embeddings": Field("max_seq_len", int, 32768, maximum=2**63 - 1),
     "hidden_act": Field("hidden_act", str, "silu"),
     "tie_word_embeddings": Field("tie_word_embeddings", bool, False),
     "initializer_range": Field("initializer_range", float, 0.02),
-    "pad_token_id": Field("pad_token_id", int, None, optional=True, least=0),
+    "pad_token_id": Field("pad_token_id", int, None, optional=True, minimum=0),
 }
 
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -93,21 +93,22 @@ NO_EFFECT = frozenset(
     """.split()  # noqa: SIM905 - a table is easier to read than quoted names
 )
 
-# Hugging Face's name of a RoPE field: (native name, the RoPE types that use it, by transformers'
-# `_validate_*_rope_parameters`).
-_ROPE_NATIVE = {
-    "factor": ("factor", {"linear", "dynamic", "yarn", "llama3", "longrope"}),
-    "original_max_position_embeddings": ("original_max_seq_len", {"yarn", "llama3", "longrope"}),
-    "attention_factor": ("attention_factor", {"yarn", "longrope"}),
-    "beta_fast": ("beta_fast", {"yarn"}),
-    "beta_slow": ("beta_slow", {"yarn"}),
-    "mscale": ("mscale", {"yarn"}),
-    "mscale_all_dim": ("mscale_all_dim", {"yarn"}),
-    "truncate": ("truncate", {"yarn"}),
-    "low_freq_factor": ("low_freq_factor", {"llama3"}),
-    "high_freq_factor": ("high_freq_factor", {"llama3"}),
-    "short_factor": ("short_factor", {"longrope"}),
-    "long_factor": ("long_factor", {"longrope"}),
+# Type of each RoPE field, and the RoPE types that use it (transformers' `_validate_*_rope_parameters`). A tuple is read
+# from a list of numbers.
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+_ROPE_SCALING_FIELDS: dict[str, tuple[type, set[str]]] = {
+    "factor": (float, {"linear", "dynamic", "yarn", "llama3", "longrope"}),
+    _ORIGINAL_LENGTH: (int, {"yarn", "llama3", "longrope"}),
+    "attention_factor": (float, {"yarn", "longrope"}),
+    "beta_fast": (float, {"yarn"}),
+    "beta_slow": (float, {"yarn"}),
+    "mscale": (float, {"yarn"}),
+    "mscale_all_dim": (float, {"yarn"}),
+    "truncate": (bool, {"yarn"}),
+    "low_freq_factor": (float, {"llama3"}),
+    "high_freq_factor": (float, {"llama3"}),
+    "short_factor": (tuple, {"longrope"}),
+    "long_factor": (tuple, {"longrope"}),
 }
 _ROPE_REQUIRED = {
     "default": (),
@@ -159,8 +160,8 @@ def read_config(hf_config: Any, fields: Mapping[str, Field], model_types: frozen
     known = {*fields, *_ROPE_FIELDS, *_WINDOW_FIELDS, *_MUST_BE, *NO_EFFECT}
     for name, value in config.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "remove it if it has no effect"
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "remove it if it has no effect"
             reject_field(name, value, f"archon does not know this field; {hint}")
         if name in _MUST_BE and value is not None and value != _MUST_BE[name]:
             reject_field(name, value, f"archon supports only {_MUST_BE[name]!r}")
@@ -180,10 +181,10 @@ def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
     value = check_kind(name, value, field.kind)
     if field.kind is list and any(type(item) is not int or item < 0 for item in value):
         reject_field(name, value, "expected a list of integers, none negative")
-    if field.kind is int and value < field.least:
-        reject_field(name, value, f"expected at least {field.least}")
-    if field.kind is int and value > field.most:
-        reject_field(name, value, f"expected at most {field.most}")
+    if field.kind is int and value < field.minimum:
+        reject_field(name, value, f"expected at least {field.minimum}")
+    if field.kind is int and value > field.maximum:
+        reject_field(name, value, f"expected at most {field.maximum}")
     if field.kind is float and value < 0:
         reject_field(name, value, "expected no negative number")
     return value
@@ -195,10 +196,10 @@ def _read_rope(config: Mapping[str, Any], max_seq_len: int) -> tuple[float, Rope
     if old and new and old != new:
         reject_field("rope_scaling", old, f"it contradicts rope_parameters {new!r}; keep one")
     source = "rope_scaling" if old else "rope_parameters"
-    given = old or new or {}
-    if not isinstance(given, Mapping):
-        reject_field(source, given, "expected a dictionary or null")
-    scaling = dict(given)
+    parameters = old or new or {}
+    if not isinstance(parameters, Mapping):
+        reject_field(source, parameters, "expected a dictionary or null")
+    scaling = dict(parameters)
     kinds = [scaling.pop(key) for key in ("rope_type", "type") if key in scaling] or ["default"]
     kind = kinds[0]
     if kind != kinds[-1] or not isinstance(kind, str) or kind not in _ROPE_REQUIRED:
@@ -215,41 +216,30 @@ def _read_rope(config: Mapping[str, Any], max_seq_len: int) -> tuple[float, Rope
 
     values: dict[str, Any] = {"kind": kind}
     for name, value in scaling.items():
-        native, used_by = _ROPE_NATIVE.get(name, ("", set()))
+        value_kind, used_by = _ROPE_SCALING_FIELDS.get(name, (float, set()))
         if kind not in used_by:
             reject_field(f"{source}.{name}", value, f"RoPE of type {kind!r} has no such field; remove it")
-        values[native] = None if value is None else _rope_value(f"{source}.{name}", value)
+        values[name] = None if value is None else _rope_value(f"{source}.{name}", value, value_kind)
     for name in _ROPE_REQUIRED[kind]:
         nullable = kind == "yarn"
         if name not in scaling or (scaling[name] is None and not nullable):
             raise ConfigError(f"config field {source!r} lacks {name!r}, which RoPE of type {kind!r} needs")
     if values.get("truncate", True) is None:
         reject_field(f"{source}.truncate", None, "expected true or false")
-    _complete_rope(config, values, max_seq_len)
+    if kind in _ROPE_SCALING_FIELDS[_ORIGINAL_LENGTH][1]:
+        # The top-level field, else the inner one, else max_position_embeddings.
+        inner, outer = values.pop(_ORIGINAL_LENGTH, None), config.get(_ORIGINAL_LENGTH)
+        length = max_seq_len if inner is None else inner
+        values["original_max_seq_len"] = length if outer is None else check_kind(_ORIGINAL_LENGTH, outer, int)
     return theta, RopeConfig(**values)
 
 
-def _rope_value(name: str, value: Any) -> Any:
-    if name.endswith("truncate"):
-        return check_kind(name, value, bool)
-    if name.endswith("original_max_position_embeddings"):
-        return check_kind(name, value, int)
-    if name.endswith(("short_factor", "long_factor")):
-        if not isinstance(value, (list, tuple)):
-            reject_field(name, value, "expected a list of numbers")
-        return tuple(check_kind(name, item, float) for item in value)
-    return check_kind(name, value, float)
-
-
-def _complete_rope(config: Mapping[str, Any], values: dict[str, Any], max_seq_len: int) -> None:
-    """Set the original context length: the top-level field, else the inner one, else max_position_embeddings."""
-    if values["kind"] not in _ROPE_NATIVE["original_max_position_embeddings"][1]:
-        return
-    outer = config.get("original_max_position_embeddings")
-    if outer is not None:
-        values["original_max_seq_len"] = check_kind("original_max_position_embeddings", outer, int)
-    elif values.get("original_max_seq_len") is None:
-        values["original_max_seq_len"] = max_seq_len
+def _rope_value(name: str, value: Any, kind: type) -> Any:
+    if kind is not tuple:
+        return check_kind(name, value, kind)
+    if not isinstance(value, (list, tuple)):
+        reject_field(name, value, "expected a list of numbers")
+    return tuple(check_kind(name, item, float) for item in value)
 
 
 def _read_windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, tuple[int | None, ...]]:
@@ -265,17 +255,10 @@ def _read_windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None,
         first = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
         slides = [window is not None and layer >= first for layer in range(n_layers)]
     else:
-        kinds = ("full_attention", "sliding_attention")
-        if (
-            not isinstance(layer_types, list | tuple)
-            or len(layer_types) != n_layers
-            or any(t not in kinds for t in layer_types)
-        ):
-            reject_field(
-                "layer_types",
-                layer_types,
-                f"expected full_attention or sliding_attention for each of {n_layers} layers",
-            )
+        known = ("full_attention", "sliding_attention")
+        is_list = isinstance(layer_types, list | tuple)
+        if not is_list or len(layer_types) != n_layers or any(t not in known for t in layer_types):
+            reject_field("layer_types", layer_types, f"expected {' or '.join(known)} for each of {n_layers} layers")
         slides = [layer_type == "sliding_attention" for layer_type in layer_types]
     if any(slides) and window is None:
         reject_field(

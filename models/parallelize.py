@@ -28,4 +28,4 @@ MOE_TP_PLAN: dict[str, Treatment] = DENSE_TP_PLAN | {"router": "replicate"}
 
 def make_parallelize_fn(tp_plan: Mapping[str, Treatment]) -> ParallelizeFn:
     """Returns `archon.parallel.decoder.parallelize_decoder` with a family's tensor-parallel plan."""
-    return partial(parallelize_decoder, tp_plan=tp_plan)
+    return partial(parallelize_decoder, tp_plan)

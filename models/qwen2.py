@@ -20,7 +20,7 @@ class Qwen2ModelArgs(BaseModelArgs):
     attention_bias: bool = True
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen2"})
-    # transformers' Qwen2 honours `head_dim` though its config class does not declare it.
+    # transformers' Qwen2 uses `head_dim`, which its config class does not declare.
     hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS | {"head_dim": Field("head_dim", int, 0, optional=True)}
 
 

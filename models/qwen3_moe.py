@@ -18,8 +18,8 @@ class Qwen3MoEModelArgs(MoEModelArgs):
     """See `MoEModelArgs`.
 
     Attributes:
-        decoder_sparse_step: every such layer is sparse, counted from one.
-        mlp_only_layers: layers that are dense all the same, counted from zero.
+        decoder_sparse_step: every n-th layer is sparse, counted from one.
+        mlp_only_layers: layers that are dense nevertheless, counted from zero.
     """
 
     n_experts: int = 128
@@ -33,7 +33,7 @@ class Qwen3MoEModelArgs(MoEModelArgs):
     hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS | {
         "head_dim": Field("head_dim", int, 0, optional=True),
         "attention_bias": Field("attention_bias", bool, False),
-        "num_experts": Field("n_experts", int, 128, least=0),
+        "num_experts": Field("n_experts", int, 128, minimum=0),
         "num_experts_per_tok": Field("n_experts_per_token", int, 8),
         "moe_intermediate_size": Field("moe_hidden_dim", int, 768),
         "norm_topk_prob": Field("norm_topk_prob", bool, False),
@@ -46,7 +46,7 @@ class Qwen3MoEModelArgs(MoEModelArgs):
         self.attention_out_bias = self.attention_bias
         self.mlp_only_layers = tuple(self.mlp_only_layers)
         if self.sliding_window is not None:
-            # transformers slides in every layer of this family, whatever max_window_layers says.
+            # transformers uses the window in every layer of this family and ignores max_window_layers.
             self.layer_windows = ()
         super().__post_init__()
 

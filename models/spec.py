@@ -1,6 +1,6 @@
 """The registry of model families by Hugging Face `model_type`.
 
-Other packages register a family by an entry point of the group `archon.models` whose value is a `ModelSpec`.
+Other packages register a family by an entry point in the group `archon.models` whose value is a `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class ModelSpec:
         state_dict_adapter_class: maps Hugging Face tensors to parameters and back.
         parallelize_fn: applies a layout to a built model, see `archon.parallel.decoder.parallelize_decoder`.
         supported_model_types: the Hugging Face `model_type` strings of this family.
-        pipelining_fn: removes in place, from a whole model on the meta device, what a pipeline stage does not hold:
-            `pipelining_fn(model, plan=plan, stage=stage)`, where `plan.layers[stage]` lists its layers. None for the
-            shared one, `archon.parallel.pipeline.prune`.
+        pipelining_fn: `pipelining_fn(model, plan=plan, stage=stage)` removes from a full model on the meta device, in
+            place, what a pipeline stage does not hold; its layers are `plan.layers[stage]`. None for
+            `archon.parallel.pipeline.prune`.
     """
 
     name: str
@@ -69,7 +69,7 @@ class _Registry:
     """Specs by `model_type`. Built-in families and entry points are loaded on first use, under a lock.
 
     Attributes:
-        failures: one line for each plugin that could not be loaded, and for each model type that several plugins claim.
+        failures: a line for each plugin that could not be loaded and each model type that several plugins register.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,10 @@ class _Registry:
     def add(self, specs: Iterable[ModelSpec]) -> None:
         for spec in specs:
             for model_type in sorted(spec.supported_model_types):
-                holder = self._specs.get(model_type)
-                if holder is not None and holder is not spec:
+                other = self._specs.get(model_type, spec)
+                if other is not spec:
                     raise ValueError(
-                        f"family {spec.name!r} registers model_type {model_type!r}, which family {holder.name!r} has "
+                        f"family {spec.name!r} registers model_type {model_type!r}, which family {other.name!r} has "
                         "already; expected one family for each model_type"
                     )
             self._specs.update(dict.fromkeys(spec.supported_model_types, spec))
@@ -102,8 +102,7 @@ class _Registry:
         return self._specs
 
     def _add_plugins(self) -> None:
-        """Load every entry point. One that fails is left out with a warning, and the others serve; of plugins that
-        claim the same model type none is taken, as nothing says which one is meant."""
+        """Load all entry points; those that fail, or register the same model type, are skipped with a warning."""
         self.failures.clear()
         loaded: list[tuple[metadata.EntryPoint, ModelSpec]] = []
         for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
@@ -113,34 +112,34 @@ class _Registry:
                     raise TypeError(f"it is a {type(spec).__name__}, expected a ModelSpec")
                 loaded.append((entry, spec))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - another package's code
-                self._leave_out(entry, error)
-        claims: dict[str, list[tuple[metadata.EntryPoint, ModelSpec]]] = {}
+                self._skip(entry, error)
+        by_type: dict[str, list[tuple[metadata.EntryPoint, ModelSpec]]] = {}
         for entry, spec in loaded:
             for model_type in spec.supported_model_types:
-                if all(spec is not other for _, other in claims.setdefault(model_type, [])):
-                    claims[model_type].append((entry, spec))
-        contested = {model_type: several for model_type, several in sorted(claims.items()) if len(several) > 1}
-        for model_type, several in contested.items():
-            who = " and by ".join(_describe(entry) for entry, _ in several)
-            self._fail(f"model_type {model_type!r} is claimed by {who}; none of them is taken: uninstall all but one")
+                if all(spec is not other for _, other in by_type.setdefault(model_type, [])):
+                    by_type[model_type].append((entry, spec))
+        conflicts = {model_type: plugins for model_type, plugins in sorted(by_type.items()) if len(plugins) > 1}
+        for model_type, plugins in conflicts.items():
+            names = " and by ".join(_describe(entry) for entry, _ in plugins)
+            self._warn(f"model_type {model_type!r} is claimed by {names}; none of them is taken: uninstall all but one")
         for entry, spec in loaded:
-            if not contested.keys() & spec.supported_model_types:
+            if not conflicts.keys() & spec.supported_model_types:
                 try:
                     self.add([spec])
                 except ValueError as error:
-                    self._leave_out(entry, error)
+                    self._skip(entry, error)
 
-    def _leave_out(self, entry: metadata.EntryPoint, error: BaseException) -> None:
+    def _skip(self, entry: metadata.EntryPoint, error: BaseException) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        self._fail(f"{_describe(entry)} cannot be loaded and is left out: {reason}")
+        self._warn(f"{_describe(entry)} cannot be loaded and is left out: {reason}")
 
-    def _fail(self, line: str) -> None:
+    def _warn(self, line: str) -> None:
         self.failures.append(line)
         logger.warning("%s", line)
 
 
 def _describe(entry: metadata.EntryPoint) -> str:
-    """A plugin in words: its entry point and its package."""
+    """Returns a plugin's entry point and package, for messages."""
     package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "of an unknown name"
     return f"the plugin {entry.name!r} (entry point {entry.group}: {entry.value}) of package {package}"
 
@@ -155,8 +154,10 @@ def register_model_spec(spec: ModelSpec) -> None:
 
 
 def get_model_spec(model_type: str) -> ModelSpec:
-    """Returns the spec of a Hugging Face `model_type`. Raises UnknownModelError, which lists the supported ones and the
-    plugins that could not be loaded, since one of them may provide it."""
+    """Returns the spec of a Hugging Face `model_type`.
+
+    Raises UnknownModelError, which lists the supported ones, and the plugins that could not be loaded.
+    """
     specs = _REGISTRY.specs()
     if model_type not in specs:
         raise UnknownModelError(

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face's names and shapes and ours: a family declares a map, everything else is here.
+"""Conversion between the tensors of Hugging Face checkpoints and parameters, by a map that each family declares.
 
 Every Hugging Face key and every parameter is used exactly once; anything else raises CheckpointError.
 """
@@ -73,7 +73,7 @@ def _matcher(template: str) -> re.Pattern[str]:
 
 
 class BaseStateDictAdapter:
-    """Maps between the tensors of a Hugging Face checkpoint and the parameters of our model. Holds no tensors.
+    """Maps the tensors of a Hugging Face checkpoint to the parameters of a model and back; stores no tensors.
 
     Args:
         hf_config: the checkpoint's config, an object or a dictionary.
@@ -96,7 +96,7 @@ class BaseStateDictAdapter:
 
     @cached_property
     def to_hf_map(self) -> dict[str, str]:
-        """Hugging Face template by native template."""
+        """The Hugging Face template of each native template."""
         return {native: hf for hf, native in self.from_hf_map.items() if native is not None}
 
     @cached_property
@@ -109,19 +109,15 @@ class BaseStateDictAdapter:
 
     @cached_property
     def native_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter of the model, tied ones once, in the model's order."""
+        """The shape of every parameter by name, tied ones once, in the model's order."""
         with torch.device("meta"):
             model = self.model_class(self.args)
         return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     @property
     def is_tied(self) -> bool:
-        """Whether the language-model head is the token embedding."""
+        """Whether the language-model head and the token embedding are one parameter."""
         return self.args.tie_word_embeddings and not self.args.is_critic
-
-    def native_names(self) -> list[str]:
-        """Returns the names of all parameters, tied ones once."""
-        return list(self.native_shapes)
 
     def loadable_names(self) -> list[str]:
         """Returns the parameters that a checkpoint must fill: all but the `score` of a critic built from an actor."""
@@ -144,10 +140,9 @@ class BaseStateDictAdapter:
                 continue
             if template is None:
                 return NativeTarget(None)
-            named = template.count("{}")
-            indices = match.groups()
-            name = template.format(*indices[:named])
-            index = int(indices[named]) if len(indices) > named else None
+            n_named, indices = template.count("{}"), match.groups()
+            name = template.format(*indices[:n_named])
+            index = int(indices[n_named]) if len(indices) > n_named else None
             if name == "output.weight" and self.init_score:
                 return NativeTarget(None)
             if name == "output.weight" and self.is_tied:
@@ -162,7 +157,7 @@ class BaseStateDictAdapter:
         )
 
     def _hf_names(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, int | None]]:
-        """Returns the Hugging Face names of a parameter, each with its row of a stacked parameter, else None."""
+        """Returns a parameter's Hugging Face names, each with its row of a stacked parameter or None."""
         for pattern, template in self._native_patterns:
             match = pattern.fullmatch(name)
             if match is None:
@@ -173,11 +168,11 @@ class BaseStateDictAdapter:
         raise CheckpointError(f"parameter {name!r} has no Hugging Face name in {type(self).__name__}")
 
     def convert_single_to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """Returns (name, view) of the Hugging Face tensors of one parameter; none for the head of a tied model."""
+        """Returns (name, view) of a parameter's Hugging Face tensors; none for the head of a tied model."""
         if name == "output.weight" and self.is_tied:
             return []
         if name not in self.native_shapes:
-            raise CheckpointError(f"parameter {name!r} is not part of this model; expected the names of native_names()")
+            raise CheckpointError(f"parameter {name!r} is not part of this model; expected the names in native_shapes")
         if tuple(tensor.shape) != self.native_shapes[name]:
             raise CheckpointError(
                 f"parameter {name!r} has shape {tuple(tensor.shape)}, expected {self.native_shapes[name]}"
@@ -186,9 +181,8 @@ class BaseStateDictAdapter:
 
     def to_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns a native state dict as Hugging Face's. Raises CheckpointError for missing or extra parameters."""
-        missing = {*self.native_shapes} - {*state}
-        if missing:
-            raise CheckpointError(f"parameters missing from the export: {_some(missing)}")
+        if missing := {*self.native_shapes} - {*state}:
+            raise CheckpointError(f"parameters missing from the export: {_shorten(missing)}")
         return {hf: part for name, tensor in state.items() for hf, part in self.convert_single_to_hf(name, tensor)}
 
     def from_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -211,9 +205,8 @@ class BaseStateDictAdapter:
                 native[target.name] = tensor
             else:
                 rows.setdefault(target.name, {})[target.index] = tensor
-        missing = {*expected} - {*state}
-        if missing:
-            raise CheckpointError(f"keys missing{self._where()}: {_some(missing)}")
+        if missing := {*expected} - {*state}:
+            raise CheckpointError(f"keys missing{self._where()}: {_shorten(missing)}")
         for name, by_row in rows.items():
             native[name] = torch.stack([by_row[row] for row in sorted(by_row)])
         for hf_name, tensor in state.items():
@@ -229,7 +222,7 @@ class BaseStateDictAdapter:
         return f" in {self.hf_assets_path}" if self.hf_assets_path else ""
 
 
-def _some(names: Iterable[str], limit: int = 5) -> str:
+def _shorten(names: Iterable[str], limit: int = 5) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(map(repr, ordered[:limit])) + more

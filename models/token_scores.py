@@ -15,7 +15,6 @@ and only numbers per row are communicated: with lse_r, H_r of rank r's columns a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ CPU_ROWS, CPU_COLUMNS = 1024, 2048
 ROWS_BYTES = 256 << 20
 
 
-def _spans(total: int, step: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + step, total)) for start in range(0, total, step))
+def _spans(total: int, step: int) -> list[tuple[int, int]]:
+    return [(start, min(start + step, total)) for start in range(0, total, step)]
 
 
 def tile_shape(rows: int, vocab: int, device: torch.device, whole_rows: bool) -> tuple[int, int]:
@@ -57,16 +56,11 @@ class _Projection:
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         vocab = weight.shape[0]
         self.rows, self.columns = tile_shape(hidden.shape[0], vocab, hidden.device, whole_rows)
-        # Reused by every tile, even where a product must be copied into it: page faults of newly allocated memory would
+        self.row_spans, self.column_spans = _spans(hidden.shape[0], max(self.rows, 1)), _spans(vocab, self.columns)
+        # Reused by every tile, even if a product must be copied into it: page faults of newly allocated memory would
         # take longer than the arithmetic.
         self.buffer = hidden.new_empty(self.rows * (vocab if whole_rows else self.columns), dtype=self.wide)
         self.scratch = hidden.new_empty(self.rows * self.columns, dtype=self.wide)
-
-    def row_spans(self) -> Iterator[tuple[int, int]]:
-        return _spans(self.hidden.shape[0], max(self.rows, 1))
-
-    def column_spans(self) -> Iterator[tuple[int, int]]:
-        return _spans(self.weight.shape[0], self.columns)
 
     def scale(self, r0: int, r1: int) -> Tensor | float:
         """Returns 1 / τ of these rows, a number or [r, 1]."""
@@ -108,12 +102,10 @@ class _Gradients:
         if self.weight is not None:
             add_product(self.weight[c0:c1], narrow.t(), scaled_hidden, first=r0 == 0)
 
-    def results(self) -> tuple[Tensor | None, Tensor | None]:
-        dtype, weight_dtype = self.projection.hidden.dtype, self.projection.weight.dtype
-        return (
-            None if self.hidden is None else self.hidden.to(dtype),
-            None if self.weight is None else self.weight.to(weight_dtype),
-        )
+    def results(self) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of hidden and weight in their dtypes."""
+        pairs = (self.hidden, self.projection.hidden), (self.weight, self.projection.weight)
+        return tuple(None if gradient is None else gradient.to(x.dtype) for gradient, x in pairs)
 
 
 class _RowSums:
@@ -157,10 +149,10 @@ def _reduce_over_ranks(
         return lse, label_logits, entropy
     top = all_reduce(lse, group, "max")
     total, label_logits = all_reduce(torch.stack(((lse - top).exp(), label_logits)), group)
-    whole = total.log() + top
+    full = total.log() + top
     if entropy is not None:
-        entropy = whole - all_reduce((lse - whole).exp() * (lse - entropy), group)
-    return whole, label_logits, entropy
+        entropy = full - all_reduce((lse - full).exp() * (lse - entropy), group)
+    return full, label_logits, entropy
 
 
 class _TileLabels:
@@ -168,16 +160,16 @@ class _TileLabels:
 
     def __init__(self, labels: Tensor, c0: int, c1: int) -> None:
         self.inside = (labels >= c0) & (labels < c1)
-        self.places = torch.arange(labels.shape[0], device=labels.device), (labels - c0).clamp(0, c1 - c0 - 1)
+        self.entries = torch.arange(labels.shape[0], device=labels.device), (labels - c0).clamp(0, c1 - c0 - 1)
 
     def take(self, tile: Tensor) -> Tensor:
         """Returns the tile's entries at the labels [r, 1], 0 for labels outside its columns."""
-        return torch.where(self.inside, tile[self.places], 0.0).unsqueeze(1)
+        return torch.where(self.inside, tile[self.entries], 0.0).unsqueeze(1)
 
     def subtract(self, tile: Tensor, share: Tensor | float = 1.0) -> None:
         """Subtract `share`, a number or [r, 1], from the tile's entries at the labels."""
         share = share.squeeze(1) if isinstance(share, Tensor) else share
-        tile[self.places] -= self.inside.to(tile.dtype) * share
+        tile[self.entries] -= self.inside.to(tile.dtype) * share
 
 
 class _TokenScores(torch.autograd.Function):
@@ -195,9 +187,9 @@ class _TokenScores(torch.autograd.Function):
         # A rank that does not hold a label's column adds 0 to its logit.
         lse, label_logits = (hidden.new_zeros((hidden.shape[0], 1), dtype=projection.wide) for _ in range(2))
         entropy = torch.empty_like(lse) if with_entropy else None
-        for r0, r1 in projection.row_spans():
+        for r0, r1 in projection.row_spans:
             sums = _RowSums(r1 - r0, lse, with_entropy)
-            for c0, c1 in projection.column_spans():
+            for c0, c1 in projection.column_spans:
                 tile = projection.logits(r0, r1, c0, c1)
                 label_logits[r0:r1] += _TileLabels(labels[r0:r1], c0, c1).take(tile)
                 sums.add(tile, projection.scratch_like(tile))
@@ -220,7 +212,7 @@ class _TokenScores(torch.autograd.Function):
         projection = _Projection(hidden, weight, ctx.inv_temperature)
         gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
         logprob_grad = logprob_grad.unsqueeze(1)
-        for r0, r1 in projection.row_spans():
+        for r0, r1 in projection.row_spans:
             # The gradient is factor * core: core = p - [j = y] alone, or g p + g_H p (log p + H) - g [j = y].
             label_share: Tensor | float = 1.0
             factor = -logprob_grad[r0:r1] * projection.scale(r0, r1)
@@ -229,7 +221,7 @@ class _TokenScores(torch.autograd.Function):
                 constant = torch.addcmul(label_share, slope, entropy[r0:r1])
                 factor = torch.full_like(factor, -1.0) * projection.scale(r0, r1)
             scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
-            for c0, c1 in projection.column_spans():
+            for c0, c1 in projection.column_spans:
                 tile = projection.logits(r0, r1, c0, c1).sub_(lse[r0:r1])
                 if entropy_grad is None:
                     tile.exp_()
@@ -257,21 +249,21 @@ class _WeightedLoss(torch.autograd.Function):
         projection = _Projection(hidden, weight, inv_temperature, whole_rows=True)
         gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
         logprobs = hidden.new_empty((hidden.shape[0], 1), dtype=projection.wide)
-        for r0, r1 in projection.row_spans():
+        for r0, r1 in projection.row_spans:
             sums, tiles = _RowSums(r1 - r0, logprobs, False), []
             label_logits = torch.zeros_like(logprobs[r0:r1])
-            for c0, c1 in projection.column_spans():
+            for c0, c1 in projection.column_spans:
                 tile = projection.logits(r0, r1, c0, c1, offset=(r1 - r0) * c0)
-                own = _TileLabels(labels[r0:r1], c0, c1)
-                label_logits += own.take(tile)
-                tiles.append((tile, sums.add(tile, projection.scratch_like(tile)), own))
+                tile_labels = _TileLabels(labels[r0:r1], c0, c1)
+                label_logits += tile_labels.take(tile)
+                tiles.append((tile, sums.add(tile, projection.scratch_like(tile)), tile_labels))
             lse, label_logits, _ = _reduce_over_ranks(sums.lse(), label_logits, None, group)
             logprobs[r0:r1] = label_logits - lse
             factor = weights[r0:r1].unsqueeze(1) * projection.scale(r0, r1)
             scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
-            for (c0, c1), (tile, maximum, own) in zip(projection.column_spans(), tiles, strict=True):
+            for (c0, c1), (tile, maximum, tile_labels) in zip(projection.column_spans, tiles, strict=True):
                 tile.mul_((maximum - lse).exp_())
-                own.subtract(tile)
+                tile_labels.subtract(tile)
                 gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
         ctx.gradients = gradients.results()
         logprobs = logprobs.squeeze(1)

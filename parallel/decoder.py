@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def parallelize_decoder(
+    tp_plan: Mapping[str, Treatment],
     model: nn.Module,
     parallel_dims: ArchonParallelDims,
     param_dtype: torch.dtype = torch.bfloat16,
@@ -32,8 +33,6 @@ def parallelize_decoder(
     reshard_after_forward_policy: ReshardPolicy = "default",
     ac_config: ActivationCheckpointConfig | None = None,
     enable_compile: CompileChoice = "auto",
-    *,
-    tp_plan: Mapping[str, Treatment],
 ) -> nn.Module:
     """Apply the layout `parallel_dims` to `model`, built on the meta device, in place.
 
@@ -43,6 +42,7 @@ def parallelize_decoder(
     always applied to several ranks; on one process only to compute in another dtype than the model was built in.
 
     Args:
+        tp_plan: the family's tensor-parallel plan, by role; consulted where tp > 1.
         model: has its blocks in order in `layers`, an `nn.ModuleDict`, a method `tie_weights`, and `attention_ops`,
             the operators of attention whose results selective recomputation keeps.
         param_dtype: dtype of the computation.
@@ -52,7 +52,6 @@ def parallelize_decoder(
         reshard_after_forward_policy: see `apply_fsdp`.
         ac_config: activation checkpointing; None keeps everything.
         enable_compile: torch.compile each block; `auto` is on for CUDA.
-        tp_plan: the family's tensor-parallel plan, by role; consulted where tp > 1.
 
     Raises LayoutError for what this version does not run, ConfigError for combinations that contradict each other.
     """

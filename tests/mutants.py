@@ -306,8 +306,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the entropy over a split vocabulary is the sum of the ranks' own",
         "models/token_scores.py",
-        "entropy = whole - all_reduce((lse - whole).exp() * (lse - entropy), group)",
-        "entropy = all_reduce((lse - whole).exp() * entropy, group)",
+        "entropy = full - all_reduce((lse - full).exp() * (lse - entropy), group)",
+        "entropy = all_reduce((lse - full).exp() * entropy, group)",
         (f"{MATRIX}[dense-t2-float64]",),
     ),
     Mutant(

@@ -178,7 +178,7 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         fail(checkpoint.path, f"key {missing[0]!r}{more} missing from its weights")
-    filled |= {*adapter.native_names()} - {*adapter.loadable_names()}
+    filled |= {*adapter.native_shapes} - {*adapter.loadable_names()}
     for name in parameters:
         if name not in filled:
             fail(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")

@@ -75,14 +75,9 @@ class GatheredKeys:
         return self._share.inverse.index_select(0, spans.to(self._share.inverse.device))
 
     @cached_property
-    def cu_queries(self) -> Tensor:
-        """int32 [C + 1], boundaries of the chunks' queries."""
-        return self._boundaries(self.query_lengths)
-
-    @cached_property
-    def cu_keys(self) -> Tensor:
-        """int32 [C + 1], boundaries of the chunks' keys, as `by_chunk` orders them."""
-        return self._boundaries(tuple(count for _, count in self.key_spans))
-
-    def _boundaries(self, lengths: tuple[int, ...]) -> Tensor:
-        return torch.tensor([0, *lengths]).cumsum(0).to(self._share.inverse.device, torch.int32)
+    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        """int32 [C + 1] each, boundaries of the chunks' queries, and of their keys as `by_chunk` orders them."""
+        counts = [count for _, count in self.key_spans]
+        bounds = torch.tensor([[0, *self.query_lengths], [0, *counts]]).cumsum(1)
+        queries, keys = bounds.to(self._share.inverse.device, torch.int32)
+        return queries, keys

@@ -28,12 +28,12 @@ class VarlenAttention(AttentionBackend):
         return _varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, spec)
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:
-        _ = keys.chunk_rows, keys.cu_queries, keys.cu_keys
+        _ = keys.chunk_rows, keys.cu_seqlens
 
     def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
         # The kernel aligns the last query with the last key, so a chunk's queries are the last of its keys.
         k, v = keys.by_chunk(kv)
-        return _varlen(q, k, v, keys.cu_queries, keys.cu_keys, keys.max_queries, keys.max_keys, spec)
+        return _varlen(q, k, v, *keys.cu_seqlens, keys.max_queries, keys.max_keys, spec)
 
 
 def _varlen(

@@ -35,16 +35,13 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _rstd(wide: Tensor, eps: float) -> Tensor:
-    # The 2-norm reads x once and does not write its square to memory.
-    return torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rstd = _rstd(wide, eps)
+        # The 2-norm reads x once and does not write its square to memory.
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         out = wide * rstd
         return out.mul_(weight) if out.dtype == weight.dtype else out.to(x.dtype) * weight
@@ -109,5 +106,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `plain_swiglu`; gate and up of one shape."""
+    """See `plain_swiglu`; gate and up have the same shape."""
     return plain_swiglu(gate, up) if torch.compiler.is_compiling() else _SwiGLU.apply(gate, up)

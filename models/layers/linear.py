@@ -19,13 +19,13 @@ Role = Literal["column", "row", "norm", "head_norm", "router", "experts", "embed
 class Linear(nn.Linear):
     """`nn.Linear` with a role. The weight is [out_features, in_features], contiguous or a transposed view.
 
-    Args:
-        heads: the rows of the weight form this many heads; tensor parallelism shards whole heads.
+    Attributes:
+        heads: number of heads that the rows of the weight form; tensor parallelism shards by heads.
+        rows: the rows that this rank uses of a replicated weight with fewer heads than ranks.
     """
 
     tp: Group | None = None
     rows: slice | None = None
-    """The rows that this rank computes with, of a replicated weight with fewer heads than ranks."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, role: Role, heads: int | None = None

@@ -14,8 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from archon.schema.errors import ConfigError
-
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
 
@@ -136,8 +134,6 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> None:
         super().__init__()
-        if head_dim % 2:
-            raise ConfigError(f"head_dim is {head_dim}; expected an even number, since RoPE rotates pairs of features")
         self.config, self.theta, self.head_dim, self.max_seq_len = config, theta, head_dim, max_seq_len
         self.init_buffers(torch.device("cpu"))
 

@@ -103,7 +103,7 @@ def test_training_keeps_masters_gradients_and_two_moments() -> None:
 
 
 def test_a_config_it_cannot_count_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"deepseek_v3.*compresses keys and values"):
+    with pytest.raises(ConfigError, match=r"deepseek_v3.*kv_lora_rank, but only attention with uncompressed keys"):
         MatmulShape.from_hf_config(config_of("DeepSeek-V3"))
     with pytest.raises(ConfigError, match="lacks 'vocab_size'"):
         MatmulShape.from_hf_config({"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1})

@@ -30,7 +30,7 @@ def hf_state(seed: int) -> tuple[Any, dict[str, torch.Tensor], BaseStateDictAdap
 def test_every_parameter_maps_to_hugging_face_and_back_bitwise(seed: int) -> None:
     _, state, adapter = hf_state(seed)
     native = adapter.from_hf(state)
-    assert sorted(native) == sorted(adapter.native_names())
+    assert sorted(native) == sorted(adapter.native_shapes)
     back = adapter.to_hf(native)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
@@ -160,7 +160,7 @@ def test_a_critic_from_an_actor_skips_the_head_and_expects_no_score(seed: int) -
         Qwen3StateDictAdapter(config, is_critic=True).from_hf(state)
     adapter = Qwen3StateDictAdapter(config, is_critic=True, init_score=True)
     native = adapter.from_hf(state)
-    assert set(adapter.native_names()) - set(native) == {"score.weight"}
+    assert set(adapter.native_shapes) - set(native) == {"score.weight"}
     assert set(adapter.loadable_names()) == set(native)
     assert adapter.hf_to_native("lm_head.weight") == NativeTarget(None)
     with pytest.raises(CheckpointError, match=r"unknown key 'score.weight'"):
