@@ -8,17 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from archon.serve import base
+from archon.serve import protocol
 from archon.serve.answer_text import Delta, Part, ToolCall
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class TextBlock(base.TextPart):
+class TextBlock(protocol.TextPart):
     type: Literal["text"]
 
 
-class ToolUseBlock(base.RequestModel):
+class ToolUseBlock(protocol.RequestModel):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -27,10 +27,10 @@ class ToolUseBlock(base.RequestModel):
     caller: dict[str, Any] | None = None
 
 
-class ToolResultBlock(base.RequestModel):
+class ToolResultBlock(protocol.RequestModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: base.Content = ""
+    content: protocol.Content = ""
     is_error: bool | None = Field(None, description="without effect; describe the error in the content")
     cache_control: dict[str, Any] | None = None
 
@@ -38,7 +38,7 @@ class ToolResultBlock(base.RequestModel):
 Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class AnthropicMessage(base.RequestModel):
+class AnthropicMessage(protocol.RequestModel):
     role: Literal["user", "assistant"]
     content: str | Annotated[list[Block], Field(min_length=1)]
 
@@ -52,9 +52,9 @@ class AnthropicMessage(base.RequestModel):
             if isinstance(block, TextBlock):
                 texts.append(block.text)
             elif isinstance(block, ToolUseBlock):
-                calls.append(base.template_call(block.id, block.name, block.input, where))
+                calls.append(protocol.template_call(block.id, block.name, block.input, where))
             else:
-                result = {"content": base.text_of(block.content), "tool_call_id": block.tool_use_id}
+                result = {"content": protocol.text_of(block.content), "tool_call_id": block.tool_use_id}
                 messages.append({"role": "tool", **result})
         if texts or calls:
             message = {"role": self.role, "content": "".join(texts)}
@@ -62,7 +62,7 @@ class AnthropicMessage(base.RequestModel):
         return messages
 
 
-class AnthropicTool(base.RequestModel):
+class AnthropicTool(protocol.RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -70,21 +70,21 @@ class AnthropicTool(base.RequestModel):
     cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        return base.FunctionSpec(
+        return protocol.FunctionSpec(
             name=self.name, description=self.description, parameters=self.input_schema
         ).for_template()
 
 
-class ToolChoice(base.RequestModel):
+class ToolChoice(protocol.RequestModel):
     type: Literal["auto", "none"] = Field(description="a tool call cannot be forced")
     disable_parallel_tool_use: Literal[False] | None = None
 
 
-class NoThinking(base.RequestModel):
+class NoThinking(protocol.RequestModel):
     type: Literal["disabled"]
 
 
-class CountBody(base.Conversation):
+class CountBody(protocol.Conversation):
     """`POST /v1/messages/count_tokens`: the parts of a prompt."""
 
     model: str = Field("", description="any name; the server has one model")
@@ -103,7 +103,7 @@ class CountBody(base.Conversation):
         return messages
 
     def template_messages(self) -> list[dict[str, Any]]:
-        messages = [] if self.system is None else [{"role": "system", "content": base.text_of(self.system)}]
+        messages = [] if self.system is None else [{"role": "system", "content": protocol.text_of(self.system)}]
         for number, message in enumerate(self.messages):
             messages += message.template_messages(f"messages.{number}")
         return messages
@@ -114,32 +114,32 @@ class CountBody(base.Conversation):
         return [tool.for_template() for tool in self.tools or []]
 
 
-class MessagesBody(CountBody, base.Body):
+class MessagesBody(CountBody, protocol.Body):
     """`POST /v1/messages`."""
 
-    max_tokens: base.Positive
-    stop_sequences: list[base.StopString] | None = None
+    max_tokens: protocol.Positive
+    stop_sequences: list[protocol.StopString] | None = None
     service_tier: str | None = Field(None, description="without effect")
 
 
-class TextAnswer(base.ResponseModel):
+class TextAnswer(protocol.ResponseModel):
     type: Literal["text"] = "text"
     text: str
 
 
-class ToolUse(base.ResponseModel):
+class ToolUse(protocol.ResponseModel):
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
     input: dict[str, Any]
 
 
-class MessageUsage(base.ResponseModel):
-    input_tokens: base.Count
-    output_tokens: base.Count
+class MessageUsage(protocol.ResponseModel):
+    input_tokens: protocol.Count
+    output_tokens: protocol.Count
 
 
-class Message(base.ResponseModel):
+class Message(protocol.ResponseModel):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -150,14 +150,14 @@ class Message(base.ResponseModel):
     usage: MessageUsage
 
 
-class MessagesApi(base.Api):
+class MessagesApi(protocol.Api):
     """`POST /v1/messages`."""
 
     id_prefix = "msg_"
     _n_blocks = 0  # content blocks so far
     _in_text = False
 
-    def response(self, choices: list[base.Choice]) -> Message:
+    def response(self, choices: list[protocol.Choice]) -> Message:
         choice = choices[0]
         return self._message(choice.parts, choice.response.output_len, **_end(choice))
 
@@ -182,13 +182,13 @@ class MessagesApi(base.Api):
                     yield self._start_block(TextAnswer(text=""))
                 yield self._block_event("delta", delta={"type": "text_delta", "text": part})
 
-    def on_choice(self, choice: base.Choice) -> Iterable[bytes]:
+    def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
         yield from self._stop_text()
         yield _event("message_delta", delta=_end(choice), usage={"output_tokens": choice.response.output_len})
         yield _event("message_stop")
 
     def on_error(self, error: dict[str, Any]) -> Iterable[bytes]:
-        yield base.sse(error, "error")
+        yield protocol.sse(error, "error")
 
     def _start_block(self, block: TextAnswer | ToolUse) -> bytes:
         self._n_blocks += 1
@@ -204,7 +204,7 @@ class MessagesApi(base.Api):
 
 
 def _event(name: str, **fields: Any) -> bytes:
-    return base.sse({"type": name, **fields}, name)
+    return protocol.sse({"type": name, **fields}, name)
 
 
 def _block(part: Part) -> TextAnswer | ToolUse:
@@ -213,7 +213,7 @@ def _block(part: Part) -> TextAnswer | ToolUse:
     return TextAnswer(text=part)
 
 
-def _end(choice: base.Choice) -> dict[str, Any]:
+def _end(choice: protocol.Choice) -> dict[str, Any]:
     reason = STOP_REASONS[choice.finish_reason]
     if choice.stop_sequence is not None and reason == "end_turn":
         reason = "stop_sequence"

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from archon.data.encoding import encode_prompt
 from archon.schema.errors import RolloutError
-from archon.serve import base
+from archon.serve import protocol
 from archon.serve.answer_text import Delta, Part, ToolCall
 from archon.serve.sessions import Caller
 
@@ -28,19 +28,19 @@ def optional(**constraints: Any) -> Any:
     return Field(None, exclude_if=lambda value: value is None, **constraints)
 
 
-class StreamOptions(base.RequestModel):
+class StreamOptions(protocol.RequestModel):
     include_usage: bool | None = None
 
 
-class OpenAISampling(base.Body):
+class OpenAISampling(protocol.Body):
     """Sampling fields of chat completions and completions, with vLLM's additions."""
 
-    n: base.Integer | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: base.Positive | None = None
-    stop: base.StopString | list[base.StopString] | None = None
-    seed: base.Integer | None = Field(None, ge=0, lt=2**63)
-    min_tokens: base.Integer | None = Field(None, ge=0)
-    stop_token_ids: list[base.TokenId] | None = None
+    n: protocol.Integer | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: protocol.Positive | None = None
+    stop: protocol.StopString | list[protocol.StopString] | None = None
+    seed: protocol.Integer | None = Field(None, ge=0, lt=2**63)
+    min_tokens: protocol.Integer | None = Field(None, ge=0)
+    stop_token_ids: list[protocol.TokenId] | None = None
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(False, description="return the tokens of prompt and answer as well")
@@ -50,19 +50,19 @@ class OpenAISampling(base.Body):
     user: str | None = Field(None, description="without effect")
 
 
-class CalledFunction(base.RequestModel):
+class CalledFunction(protocol.RequestModel):
     name: str
     arguments: str
 
 
-class SentToolCall(base.RequestModel):
+class SentToolCall(protocol.RequestModel):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: base.Integer | None = None
+    index: protocol.Integer | None = None
 
 
-class _Message(base.RequestModel):
+class _Message(protocol.RequestModel):
     """A message of the conversation. The fields that must be empty are those of an answer that is sent back."""
 
     name: str | None = None
@@ -75,43 +75,43 @@ class _Message(base.RequestModel):
 
 class AssistantMessage(_Message):
     role: Literal["assistant"]
-    content: base.Content | None = None
+    content: protocol.Content | None = None
     tool_calls: list[SentToolCall] | None = None
 
 
 class InputMessage(_Message):
     role: Literal["system", "developer", "user", "tool"]
-    content: base.Content
+    content: protocol.Content
     tool_calls: list[SentToolCall] | None = Field(None, max_length=0)
 
 
 def _template_message(message: AssistantMessage | InputMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    converted: dict[str, Any] = {"role": role, "content": base.text_of(message.content)}
+    converted: dict[str, Any] = {"role": role, "content": protocol.text_of(message.content)}
     if message.tool_calls:
         converted["tool_calls"] = [
-            base.template_call(call.id, call.function.name, call.function.arguments, where)
+            protocol.template_call(call.id, call.function.name, call.function.arguments, where)
             for call in message.tool_calls
         ]
     return converted | message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
-class ChatTool(base.RequestModel):
+class ChatTool(protocol.RequestModel):
     type: Literal["function"]
-    function: base.FunctionSpec
+    function: protocol.FunctionSpec
 
 
-class ChatBody(OpenAISampling, base.Conversation):
+class ChatBody(OpenAISampling, protocol.Conversation):
     """`POST /v1/chat/completions`."""
 
     messages: list[Annotated[AssistantMessage | InputMessage, Field(discriminator="role")]] = Field(min_length=1)
-    max_completion_tokens: base.Positive | None = None
+    max_completion_tokens: protocol.Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: base.Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
+    top_logprobs: protocol.Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
     tools: list[ChatTool] | None = None
     tool_choice: Literal["auto", "none"] | None = Field(None, description="a tool call cannot be forced")
     parallel_tool_calls: Literal[True] | None = None
-    response_format: base.TextFormat | None = None
+    response_format: protocol.TextFormat | None = None
     store: bool | None = Field(None, description="without effect")
     service_tier: str | None = Field(None, description="without effect")
 
@@ -122,58 +122,58 @@ class ChatBody(OpenAISampling, base.Conversation):
         return [] if self.tool_choice == "none" else [tool.function.for_template() for tool in self.tools or []]
 
 
-class Usage(base.ResponseModel):
-    prompt_tokens: base.Count
-    completion_tokens: base.Count
-    total_tokens: base.Count
+class Usage(protocol.ResponseModel):
+    prompt_tokens: protocol.Count
+    completion_tokens: protocol.Count
+    total_tokens: protocol.Count
 
 
-class TokenLogprob(base.ResponseModel):
+class TokenLogprob(protocol.ResponseModel):
     token: str
     logprob: float
-    bytes: list[base.Count]
+    bytes: list[protocol.Count]
     top_logprobs: list[Any] = Field([], max_length=0)
 
 
-class ChatLogprobs(base.ResponseModel):
+class ChatLogprobs(protocol.ResponseModel):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class AnswerToolCall(base.ResponseModel):
+class AnswerToolCall(protocol.ResponseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class AnswerMessage(base.ResponseModel):
+class AnswerMessage(protocol.ResponseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     tool_calls: list[AnswerToolCall] | None = optional(min_length=1)
 
 
-class ChatChoice(base.ResponseModel):
-    index: base.Count
+class ChatChoice(protocol.ResponseModel):
+    index: protocol.Count
     finish_reason: FinishReason
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    token_ids: list[base.Count] | None = optional()
+    token_ids: list[protocol.Count] | None = optional()
 
 
-class ChatCompletion(base.ResponseModel):
+class ChatCompletion(protocol.ResponseModel):
     """With `return_token_ids` there are also `prompt_token_ids` and each choice's `token_ids`, as from vLLM."""
 
     id: str
     object: Literal["chat.completion"]
-    created: base.Count
+    created: protocol.Count
     model: str
     choices: list[ChatChoice] = Field(min_length=1)
     usage: Usage
-    prompt_token_ids: list[base.Count] | None = optional()
+    prompt_token_ids: list[protocol.Count] | None = optional()
 
 
-class _Completions(base.Api):
+class _Completions(protocol.Api):
     """What both completion endpoints share: streams of chunks that end with `[DONE]`."""
 
     object_name: ClassVar[str]
@@ -189,9 +189,9 @@ class _Completions(base.Api):
         return {**head, "choices": choices, **more}
 
     def _chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
-        return base.sse(self._envelope(self.chunk_name, list(choices), **more))
+        return protocol.sse(self._envelope(self.chunk_name, list(choices), **more))
 
-    def _usage(self, choices: Sequence[base.Choice]) -> dict[str, int]:
+    def _usage(self, choices: Sequence[protocol.Choice]) -> dict[str, int]:
         """Returns the numbers of tokens; each prompt counts once."""
         read, sampled = sum(map(len, self.prompts)), sum(choice.response.output_len for choice in choices)
         return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
@@ -200,7 +200,7 @@ class _Completions(base.Api):
         """Returns the prompt's fields in a response and in the first chunks."""
         return {}
 
-    def response(self, choices: list[base.Choice]) -> dict[str, Any]:
+    def response(self, choices: list[protocol.Choice]) -> dict[str, Any]:
         written = [
             self._with_tokens(
                 {"index": choice.index, **self._content(choice), "finish_reason": choice.finish_reason},
@@ -221,17 +221,17 @@ class _Completions(base.Api):
             choice["token_ids"] = list(tokens)
         return choice
 
-    def on_end(self, choices: list[base.Choice]) -> Iterable[bytes]:
+    def on_end(self, choices: list[protocol.Choice]) -> Iterable[bytes]:
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield self._chunk(usage=self._usage(choices))
-        yield base.sse("[DONE]")
+        yield protocol.sse("[DONE]")
 
     def _has_chunk(self, delta: Delta) -> bool:
         """Returns whether a delta adds anything that the client sees."""
         return bool(delta.parts or (delta.tokens and (self._logprobs or self.body.return_token_ids)))
 
     @abstractmethod
-    def _content(self, choice: base.Choice) -> dict[str, Any]: ...
+    def _content(self, choice: protocol.Choice) -> dict[str, Any]: ...
 
     @abstractmethod
     def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]: ...
@@ -249,7 +249,7 @@ class ChatApi(_Completions):
     def _prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0]} if self.body.return_token_ids else {}
 
-    def _content(self, choice: base.Choice) -> dict[str, Any]:
+    def _content(self, choice: protocol.Choice) -> dict[str, Any]:
         if not choice.calls:
             return {"message": {"content": choice.text}}
         return {"message": {"content": choice.text or None, "tool_calls": list(map(_tool_call, choice.calls))}}
@@ -281,7 +281,7 @@ class ChatApi(_Completions):
         self._n_calls[index] += 1
         return {"tool_calls": [{"index": self._n_calls[index] - 1, **_tool_call(part)}]}
 
-    def on_choice(self, choice: base.Choice) -> Iterable[bytes]:
+    def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
         yield self._chunk({"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason})
 
 
@@ -292,10 +292,10 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 class CompletionBody(OpenAISampling):
     """`POST /v1/completions`."""
 
-    prompt: str | list[base.TokenId] | list[str] | list[list[base.TokenId]] = Field(
+    prompt: str | list[protocol.TokenId] | list[str] | list[list[protocol.TokenId]] = Field(
         description="text, tokens, or a list of these"
     )
-    logprobs: base.Integer | None = Field(
+    logprobs: protocol.Integer | None = Field(
         None, ge=0, le=0, description="0: those of the sampled tokens; there are no others"
     )
     echo: Literal[False] | None = None
@@ -315,28 +315,28 @@ class CompletionBody(OpenAISampling):
         return [encode_prompt(tokenizer, {"prompt": item}) if isinstance(item, str) else item for item in given]
 
 
-class CompletionLogprobs(base.ResponseModel):
+class CompletionLogprobs(protocol.ResponseModel):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: None = None
-    text_offset: list[base.Count]
+    text_offset: list[protocol.Count]
 
 
-class CompletionChoice(base.ResponseModel):
-    index: base.Count
+class CompletionChoice(protocol.ResponseModel):
+    index: protocol.Count
     finish_reason: FinishReason
     text: str
     logprobs: CompletionLogprobs | None
-    token_ids: list[base.Count] | None = optional()
-    prompt_token_ids: list[base.Count] | None = optional()
+    token_ids: list[protocol.Count] | None = optional()
+    prompt_token_ids: list[protocol.Count] | None = optional()
 
 
-class Completion(base.ResponseModel):
+class Completion(protocol.ResponseModel):
     """With `return_token_ids` each choice has `token_ids` and `prompt_token_ids`, as from vLLM."""
 
     id: str
     object: Literal["text_completion"]
-    created: base.Count
+    created: protocol.Count
     model: str
     choices: list[CompletionChoice] = Field(min_length=1)
     usage: Usage
@@ -351,7 +351,7 @@ class CompletionApi(_Completions):
         super().__init__(body, caller, tokenizer, model)
         self._offsets: Counter[int] = Counter()  # characters of each choice so far, special tokens included
 
-    def _content(self, choice: base.Choice) -> dict[str, Any]:
+    def _content(self, choice: protocol.Choice) -> dict[str, Any]:
         prompt = {"prompt_token_ids": choice.response.input_tokens} if self.body.return_token_ids else {}
         return {"text": choice.text, **prompt}
 
@@ -365,6 +365,6 @@ class CompletionApi(_Completions):
             choice = {"index": delta.index, "text": text, "finish_reason": None}
             yield self._chunk(self._with_tokens(choice, delta.tokens, delta.logprobs))
 
-    def on_choice(self, choice: base.Choice) -> Iterable[bytes]:
+    def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
         end = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
         yield self._chunk(end)

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from archon.serve import base
+from archon.serve import protocol
 from archon.serve.answer_text import Delta, Part, ToolCall
 from archon.serve.sessions import Caller
 
 
-class _Item(base.RequestModel):
+class _Item(protocol.RequestModel):
     id: str | None = None
     status: str | None = None
 
@@ -22,7 +22,7 @@ class _Item(base.RequestModel):
 class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: base.Content
+    content: protocol.Content
     phase: str | None = None
 
 
@@ -36,7 +36,7 @@ class CallItem(_Item):
 class CallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: base.Content
+    output: protocol.Content
 
 
 def _item_type(item: Any) -> str:
@@ -51,20 +51,20 @@ Item = Annotated[
 ]
 
 
-class ResponseTool(base.FunctionSpec):
+class ResponseTool(protocol.FunctionSpec):
     type: Literal["function"]
 
 
-class TextOptions(base.RequestModel):
-    format: base.TextFormat | None = None
+class TextOptions(protocol.RequestModel):
+    format: protocol.TextFormat | None = None
 
 
-class ResponsesBody(base.Body, base.Conversation):
+class ResponsesBody(protocol.Body, protocol.Conversation):
     """`POST /v1/responses`."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: base.Positive | None = None
+    max_output_tokens: protocol.Positive | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
@@ -85,27 +85,29 @@ class ResponsesBody(base.Body, base.Conversation):
             if isinstance(item, CallItem):
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
-                call = base.template_call(item.call_id, item.name, item.arguments, f"input.{number}")
+                call = protocol.template_call(item.call_id, item.name, item.arguments, f"input.{number}")
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif isinstance(item, CallOutputItem):
-                messages.append({"role": "tool", "content": base.text_of(item.output), "tool_call_id": item.call_id})
+                messages.append(
+                    {"role": "tool", "content": protocol.text_of(item.output), "tool_call_id": item.call_id}
+                )
             else:
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": base.text_of(item.content)})
+                messages.append({"role": role, "content": protocol.text_of(item.content)})
         return messages
 
     def template_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else [tool.for_template() for tool in self.tools or []]
 
 
-class OutputText(base.ResponseModel):
+class OutputText(protocol.ResponseModel):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field([], max_length=0)
     logprobs: list[Any] = Field([], max_length=0)
 
 
-class OutputMessage(base.ResponseModel):
+class OutputMessage(protocol.ResponseModel):
     type: Literal["message"] = "message"
     id: str = Field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     role: Literal["assistant"] = "assistant"
@@ -113,7 +115,7 @@ class OutputMessage(base.ResponseModel):
     content: list[OutputText]
 
 
-class OutputCall(base.ResponseModel):
+class OutputCall(protocol.ResponseModel):
     type: Literal["function_call"] = "function_call"
     id: str = Field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
     call_id: str
@@ -122,30 +124,30 @@ class OutputCall(base.ResponseModel):
     status: Literal["in_progress", "completed"] = "completed"
 
 
-class ResponseUsage(base.ResponseModel):
-    input_tokens: base.Count
-    input_tokens_details: dict[Literal["cached_tokens"], base.Count] = {"cached_tokens": 0}  # noqa: RUF012
-    output_tokens: base.Count
-    output_tokens_details: dict[Literal["reasoning_tokens"], base.Count] = {"reasoning_tokens": 0}  # noqa: RUF012
-    total_tokens: base.Count
+class ResponseUsage(protocol.ResponseModel):
+    input_tokens: protocol.Count
+    input_tokens_details: dict[Literal["cached_tokens"], protocol.Count] = {"cached_tokens": 0}  # noqa: RUF012
+    output_tokens: protocol.Count
+    output_tokens_details: dict[Literal["reasoning_tokens"], protocol.Count] = {"reasoning_tokens": 0}  # noqa: RUF012
+    total_tokens: protocol.Count
 
 
-class OpenAIResponse(base.ResponseModel):
+class OpenAIResponse(protocol.ResponseModel):
     id: str
     object: Literal["response"] = "response"
-    created_at: base.Count = Field(default_factory=lambda: int(time.time()))
+    created_at: protocol.Count = Field(default_factory=lambda: int(time.time()))
     model: str
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
     error: None = None
     incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None = None
     instructions: str | None
-    max_output_tokens: base.Count | None
+    max_output_tokens: protocol.Count | None
     metadata: dict[str, Any]
     output: list[OutputMessage | OutputCall] = []  # noqa: RUF012 (pydantic copies it)
     parallel_tool_calls: Literal[True] = True
     previous_response_id: None = None
     temperature: float
-    text: TextOptions = TextOptions(format=base.TextFormat(type="text"))
+    text: TextOptions = TextOptions(format=protocol.TextFormat(type="text"))
     tool_choice: Literal["auto", "none"]
     tools: list[ResponseTool]
     top_p: float
@@ -153,7 +155,7 @@ class OpenAIResponse(base.ResponseModel):
     usage: ResponseUsage | None = None
 
 
-class ResponsesApi(base.Api):
+class ResponsesApi(protocol.Api):
     """`POST /v1/responses`."""
 
     id_prefix = "resp_"
@@ -175,11 +177,11 @@ class ResponsesApi(base.Api):
             top_p=gconfig.top_p,
         )
 
-    def response(self, choices: list[base.Choice]) -> OpenAIResponse:
+    def response(self, choices: list[protocol.Choice]) -> OpenAIResponse:
         self._response.output = [_item(part) for part in choices[0].parts] or [_item("")]
         return self._finished(choices[0])
 
-    def _finished(self, choice: base.Choice) -> OpenAIResponse:
+    def _finished(self, choice: protocol.Choice) -> OpenAIResponse:
         read, sampled = choice.response.input_len, choice.response.output_len
         usage = ResponseUsage(input_tokens=read, output_tokens=sampled, total_tokens=read + sampled)
         end: dict[str, Any] = {"status": "completed"}
@@ -199,7 +201,7 @@ class ResponsesApi(base.Api):
             else:
                 yield from self._add_text(part)
 
-    def on_choice(self, choice: base.Choice) -> Iterable[bytes]:
+    def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
         if not self._response.output:
             yield from self._add_text("")
         yield from self._close_message()
@@ -212,7 +214,7 @@ class ResponsesApi(base.Api):
     def _event(self, event: str, **fields: Any) -> bytes:
         self._n_events += 1
         event = event if event == "error" else f"response.{event}"
-        return base.sse({"type": event, "sequence_number": self._n_events - 1, **fields}, event)
+        return protocol.sse({"type": event, "sequence_number": self._n_events - 1, **fields}, event)
 
     def _item_event(self, event: str, **fields: Any) -> bytes:
         """Returns an event about the last item."""

@@ -20,9 +20,9 @@ from archon.schema.config import StrictModel
 from archon.schema.errors import UserError
 from archon.serve.answer_text import Delta, load_json
 from archon.serve.anthropic_api import CountBody, Message, MessagesApi, MessagesBody
-from archon.serve.base import Api, Choice, Count, Integer, RequestModel, ResponseModel
-from archon.serve.errors import AnthropicError, OpenAIError, error_body, failure_of
+from archon.serve.error_responses import AnthropicError, OpenAIError, error_body, error_response
 from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion, Completion, CompletionApi, CompletionBody
+from archon.serve.protocol import Api, Choice, Count, Integer, RequestModel, ResponseModel
 from archon.serve.responses_api import OpenAIResponse, ResponsesApi, ResponsesBody
 from archon.serve.service import Service
 from archon.serve.sessions import Caller, ExportStyle, Session
@@ -125,7 +125,7 @@ router = APIRouter(
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    failure = failure_of(error, request.url.path)
+    failure = error_response(error, request.url.path)
     return JSONResponse(error_body(failure, request.url.path), failure.status, getattr(error, "headers", None))
 
 
@@ -213,7 +213,7 @@ async def _events(
             item = await anext(items, None)
         last = api.on_end(choices)
     except Exception as error:  # noqa: BLE001 (sent to the client)
-        last = api.on_error(error_body(failure_of(error, request.url.path), request.url.path))
+        last = api.on_error(error_body(error_response(error, request.url.path), request.url.path))
     yield b"".join(last)
 
 

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from archon.schema.errors import ConfigError
-from archon.serve.errors import Failure, error_body
+from archon.serve.error_responses import ErrorResponse, error_body
 from archon.serve.routes import app
 from archon.serve.service import Service, check_host
 
@@ -112,7 +112,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        body = json.dumps(error_body(Failure(400, self._refusal or msg), "")).encode()
+        body = json.dumps(error_body(ErrorResponse(400, self._refusal or msg), "")).encode()
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from archon.generation.record import UnusableAnswerError
 from archon.schema.config import describe_validation_error
 from archon.schema.errors import ContextOverflowError, ExhaustedError, NotFiniteError, UserError
-from archon.serve.base import ResponseModel
+from archon.serve.protocol import ResponseModel
 from archon.serve.sessions import LimitError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class AnthropicError(ResponseModel):
     error: dict[Literal["type", "message"], str]
 
 
-class Failure(NamedTuple):
+class ErrorResponse(NamedTuple):
     """The answer to a failed request; `code` is OpenAI's name of the case, if it has one."""
 
     status: int
@@ -53,33 +53,33 @@ class Failure(NamedTuple):
     code: str | None = None
 
 
-def failure_of(error: Exception, path: str) -> Failure:
+def error_response(error: Exception, path: str) -> ErrorResponse:
     """Returns the answer to a request to `path` that failed with `error`: 4xx with one line that says what to change
     for the client's mistakes; 500 without details for the server's, which are logged."""
     if isinstance(error, HTTPException):
-        return Failure(error.status_code, error.detail)
+        return ErrorResponse(error.status_code, error.detail)
     if isinstance(error, RequestValidationError):
         message = describe_validation_error(cast(Any, error))  # pydantic's errors, under another class
-        return Failure(400, f"request: {' '.join(message.split())}"[:_MAX_MESSAGE])
+        return ErrorResponse(400, f"request: {' '.join(message.split())}"[:_MAX_MESSAGE])
     message = " ".join(str(error).split())[:_MAX_MESSAGE]
     if isinstance(error, ContextOverflowError):
-        return Failure(400, message, "context_length_exceeded")
+        return ErrorResponse(400, message, "context_length_exceeded")
     if isinstance(error, LimitError):
-        return Failure(429, message)
+        return ErrorResponse(429, message)
     if isinstance(error, UnusableAnswerError | NotFiniteError):
-        return Failure(503, message, "unusable_answer")
+        return ErrorResponse(503, message, "unusable_answer")
     if isinstance(error, ExhaustedError):
         logger.error("request to %s failed: %s", path, message)
-        return Failure(503, "the server ran out of memory, of open files or of threads; its log says which")
+        return ErrorResponse(503, "the server ran out of memory, of open files or of threads; its log says which")
     if isinstance(error, UserError):
-        return Failure(400, message)
+        return ErrorResponse(400, message)
     if isinstance(error, RecursionError):
-        return Failure(400, "the request is nested too deeply")
+        return ErrorResponse(400, "the request is nested too deeply")
     logger.error("request to %s failed", path, exc_info=error)
-    return Failure(500, "the server failed; its log says why")
+    return ErrorResponse(500, "the server failed; its log says why")
 
 
-def error_body(failure: Failure, path: str) -> dict[str, Any]:
+def error_body(failure: ErrorResponse, path: str) -> dict[str, Any]:
     """Returns the JSON of an error, in the format of the protocol that `path` belongs to."""
     default = "invalid_request_error" if failure.status < 500 else "api_error"
     openai, anthropic = _TYPES.get(failure.status, (default, default))
