@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from archon.data.encoding import encode_prompt
 from archon.schema.errors import RolloutError
@@ -85,7 +85,18 @@ class InputMessage(_Message):
     tool_calls: list[SentToolCall] | None = Field(None, max_length=0)
 
 
-def _template_message(message: AssistantMessage | InputMessage, where: str) -> dict[str, Any]:
+def _message_tag(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+    return "assistant" if role == "assistant" else "input"
+
+
+# Not by `role` itself: readers of the description take a discriminator to have one value per class.
+ChatMessage = Annotated[
+    Annotated[AssistantMessage, Tag("assistant")] | Annotated[InputMessage, Tag("input")], Discriminator(_message_tag)
+]
+
+
+def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     converted: dict[str, Any] = {"role": role, "content": protocol.text_of(message.content)}
     if message.tool_calls:
@@ -104,7 +115,7 @@ class ChatTool(protocol.RequestModel):
 class ChatBody(OpenAISampling, protocol.Conversation):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Annotated[AssistantMessage | InputMessage, Field(discriminator="role")]] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: protocol.Positive | None = None
     logprobs: bool | None = None
     top_logprobs: protocol.Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
