@@ -470,9 +470,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "only the first file of a checkpoint is checked",
-        "archon/checkpoint/native.py",
-        'sorted(manifest["files"])[plane.rank :: plane.size]',
-        'sorted(manifest["files"])[plane.rank : plane.size]',
+        "archon/checkpoint/state_file.py",
+        "sorted(files)[rank::ranks]",
+        "sorted(files)[rank:ranks]",
         ("tests/checkpoint/test_state.py",),
     ),
     Mutant(

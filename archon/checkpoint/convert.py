@@ -83,7 +83,10 @@ def convert(
     """
     folder, destination = checkpoint_folder(source), Path(os.path.realpath(target))
     source_format = origin or detect_format(folder)
-    _check_new(destination)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise CheckpointError(
+            f"{destination}: it exists and is not empty; expected a new folder: name another, or move it"
+        )
     with open_weights(folder, source_format, like, drop_padding=drop_padding) as weights:
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
@@ -93,7 +96,13 @@ def convert(
         else:
             rows = padded_vocabulary(weights.adapter.args.vocab_size, (layout or MegatronLayout()).tp, vocab_multiple)
             rank_tensors = RankTensors(weights.adapter, replace(layout or MegatronLayout(), vocab_rows=rows))
-            _write_folder(destination, lambda staged: _write_megatron(staged, weights, rank_tensors))
+
+            def write(staged: Path) -> None:
+                write_ranks(staged, rank_tensors, weights.tensors)
+                write_json(staged / CONFIG_FILE, weights.hf_config)
+                copy_assets(staged, weights.assets)
+
+            _write_folder(destination, write)
     return weights
 
 
@@ -244,19 +253,8 @@ def _native_parameter(
     return LazyTensor(dtype, shape, load)
 
 
-def _write_megatron(folder: Path, weights: OpenWeights, rank_tensors: RankTensors) -> None:
-    write_ranks(folder, rank_tensors, weights.tensors)
-    write_json(folder / CONFIG_FILE, weights.hf_config)
-    copy_assets(folder, weights.assets)
-
-
 def _write_folder(target: Path, write: Callable[[Path], None]) -> None:
     with write_errors(target), staged_folder(target) as folder:
         write(folder)
         sync_tree(folder)
         publish(folder, target)
-
-
-def _check_new(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target}: it exists and is not empty; expected a new folder: name another, or move it")

@@ -47,7 +47,7 @@ from archon.checkpoint.state_file import (
     StateFiles,
     assign_shards,
     build_index,
-    file_digest,
+    check_files,
     write_shards,
 )
 from archon.checkpoint.state_tree import Encoder, decode, merge_ranks, read_all
@@ -279,15 +279,7 @@ def _checked_manifest(folder: Path, fingerprint: Mapping[str, Any] | None, plane
     manifest = read_manifest(folder)
     if fingerprint is not None:
         _require_same_model(folder, manifest["fingerprint"], fingerprint)
-    for name, entry in manifest["files"].items():
-        file = folder / name
-        if not file.is_file():
-            fail(file, f"it is missing, though {MANIFEST_FILE} lists it; copy the checkpoint again")
-        if file.stat().st_size != entry["bytes"]:
-            fail(file, f"it has {file.stat().st_size} bytes, {MANIFEST_FILE} says {entry['bytes']}; truncated?")
-    for name in sorted(manifest["files"])[plane.rank :: plane.size]:
-        if file_digest(folder / name) != manifest["files"][name]["sha256"]:
-            fail(folder / name, f"it was altered: its SHA-256 is not the one in {MANIFEST_FILE}")
+    check_files(folder, manifest["files"], MANIFEST_FILE, plane.rank, plane.size)
     return manifest
 
 

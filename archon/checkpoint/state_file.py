@@ -163,7 +163,21 @@ class StateFiles:
             file.close()
 
 
-def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal, reading it in chunks."""
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def check_files(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], manifest: str, rank: int = 0, ranks: int = 1
+) -> None:
+    """Raise CheckpointError unless `folder` holds `files` with the sizes and SHA-256s that `manifest` lists.
+
+    The checksums are divided among `ranks`.
+    """
+    for name, entry in files.items():
+        file = folder / name
+        if not file.is_file():
+            fail(file, f"it is missing, though {manifest} lists it; copy the folder again")
+        if file.stat().st_size != entry["bytes"]:
+            fail(file, f"it has {file.stat().st_size} bytes, {manifest} says {entry['bytes']}; truncated?")
+    for name in sorted(files)[rank::ranks]:
+        with (folder / name).open("rb", buffering=0) as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if digest != files[name]["sha256"]:
+            fail(folder / name, f"it was altered: its SHA-256 is not the one in {manifest}")

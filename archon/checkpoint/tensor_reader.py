@@ -7,9 +7,8 @@ import functools
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from archon.checkpoint.safetensors_file import (
 )
 
 _MADV_POPULATE_WRITE = 23
+_madvise = getattr(ctypes.CDLL(None), "madvise", None)
 
 
 @dataclass(frozen=True)
@@ -107,20 +107,9 @@ def prefault(target: Tensor) -> None:
 
     Huge pages are not requested: on a virtual machine the host must provide them, which takes 3 times as long.
     """
-    madvise = _madvise()
-    if madvise is None:
+    if _madvise is None:
         return
     start = target.data_ptr() - target.data_ptr() % mmap.PAGESIZE
     size = -(-(target.data_ptr() + target.nbytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
-    madvise(start, size, _MADV_POPULATE_WRITE)  # kernels before 5.14 return an error: the pages then fault one by one
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], Any] | None:
-    """Returns the C library's madvise; None where there is none."""
-    try:
-        function = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError, TypeError):
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
+    # Kernels before 5.14 return an error: the pages then fault one by one.
+    _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)

@@ -107,10 +107,7 @@ def sft_dataset(
     for row in source:
         messages = conversation(row, prompt_key, system_prompt, instruction)
         if response_key is not None:
-            response = require_column(row, response_key)
-            if not isinstance(response, str):
-                raise DatasetError(f"{row.where}: {response_key!r} is a {type(response).__name__}; expected a string")
-            messages.append({"role": "assistant", "content": response})
+            messages.append(assistant_message(row, response_key))
         examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))
     rows = encode_sft(tokenizer, examples)
     if max_length is None:
@@ -131,10 +128,8 @@ def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[
             f"{min(lengths)}); raise max_length"
         )
     if n_filtered:
-        logger.warning(
-            "%s: dropped %d of %d rows that are longer than max_length=%d tokens",
-            name, n_filtered, len(rows), max_length,
-        )  # fmt: skip
+        what = f"{n_filtered} of {len(rows)} rows that are longer than max_length={max_length} tokens"
+        logger.warning("%s: dropped %s", name, what)
     return RowDataset(name, kept, n_filtered)
 
 
@@ -148,8 +143,16 @@ def require_column(row: SourceRow, key: str) -> Any:
     return value
 
 
+def assistant_message(row: SourceRow, key: str) -> Message:
+    """Returns the string of a column as an assistant's message. Raises DatasetError for another type."""
+    content = require_column(row, key)
+    if not isinstance(content, str):
+        raise DatasetError(f"{row.where}: {key!r} is a {type(content).__name__}; expected a string")
+    return {"role": "assistant", "content": content}
+
+
 def _require_text(value: str, key: str, where: str) -> None:
-    """DatasetError for half of a surrogate pair, which JSON's escapes can leave and no model can write."""
+    """Raise DatasetError for half of a surrogate pair, which JSON's escapes allow but no text contains."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -182,6 +185,5 @@ def _is_message(message: Any) -> bool:
     """Returns whether it is a message with role and content; the content may be None in a message with tool calls."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
-    return isinstance(message.get("content"), str) or (
-        message.get("content") is None and bool(message.get("tool_calls"))
-    )
+    content = message.get("content")
+    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))

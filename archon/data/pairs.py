@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from archon.data.encoding import Message, encode_sft, sft_text
-from archon.data.mapping import RowDataset, conversation, drop_long_rows, require_column
+from archon.data.mapping import RowDataset, assistant_message, conversation, drop_long_rows, require_column
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError
 
@@ -70,10 +70,7 @@ def _conversation(
     row: SourceRow, prompt_key: str | None, key: str, system_prompt: str | None, instruction: str | None
 ) -> list[Message]:
     if prompt_key is not None:
-        answer = require_column(row, key)
-        if not isinstance(answer, str):
-            raise DatasetError(f"{row.where}: {key!r} is a {type(answer).__name__}; expected a string")
-        return [*conversation(row, prompt_key, system_prompt, instruction), {"role": "assistant", "content": answer}]
+        return [*conversation(row, prompt_key, system_prompt, instruction), assistant_message(row, key)]
     if isinstance(require_column(row, key), str):
         row = SourceRow(row.where, row.data | {key: parse_transcript(row, key)})
     messages = conversation(row, key, system_prompt, instruction)

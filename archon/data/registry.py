@@ -7,17 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from archon.data import named_datasets, pairs
 from archon.data.config import DatasetConfig
 from archon.data.mapping import RowDataset, rl_dataset, sft_dataset
-from archon.data.named_datasets import (
-    get_arithmetic_rl_dataset,
-    get_arithmetic_sft_dataset,
-    get_gsm8k_rl_dataset,
-    get_gsm8k_sft_dataset,
-    get_torl_data_rl_dataset,
-    get_torl_data_sft_dataset,
-)
-from archon.data.pairs import get_hh_rlhf_dpo_dataset, get_hh_rlhf_rw_dataset, pair_dataset
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError, TokenizerError
 
@@ -25,10 +17,13 @@ DatasetKind = Literal["rl", "sft", "dpo", "rw"]
 
 # By the name of a dataset: the function that returns its rows of each kind.
 _NAMED: dict[str, dict[str, Callable[..., RowDataset]]] = {
-    "arithmetic": {"rl": get_arithmetic_rl_dataset, "sft": get_arithmetic_sft_dataset},
-    "gsm8k": {"rl": get_gsm8k_rl_dataset, "sft": get_gsm8k_sft_dataset},
-    "hh_rlhf": {"dpo": get_hh_rlhf_dpo_dataset, "rw": get_hh_rlhf_rw_dataset},
-    "torl_data": {"rl": get_torl_data_rl_dataset, "sft": get_torl_data_sft_dataset},
+    "arithmetic": {
+        "rl": named_datasets.get_arithmetic_rl_dataset,
+        "sft": named_datasets.get_arithmetic_sft_dataset,
+    },
+    "gsm8k": {"rl": named_datasets.get_gsm8k_rl_dataset, "sft": named_datasets.get_gsm8k_sft_dataset},
+    "hh_rlhf": {"dpo": pairs.get_hh_rlhf_dpo_dataset, "rw": pairs.get_hh_rlhf_rw_dataset},
+    "torl_data": {"rl": named_datasets.get_torl_data_rl_dataset, "sft": named_datasets.get_torl_data_sft_dataset},
 }
 _READ_FROM_FILES = ("gsm8k", "hh_rlhf", "torl_data")
 VALID_DATASETS = tuple(_NAMED)
@@ -111,7 +106,7 @@ def get_custom_dataset(
         if any(key not in row.data for row in source for key in (prompt_key, response_key)):
             return RowDataset(name, [{"raw_task": row.data["raw_task"]} for row in source])
     if kind in ("dpo", "rw"):
-        return pair_dataset(source, name, prompt_key=None if response_key is None else prompt_key, **shared)
+        return pairs.pair_dataset(source, name, prompt_key=None if response_key is None else prompt_key, **shared)
     if kind == "sft":
         return sft_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
     if response_key is None:

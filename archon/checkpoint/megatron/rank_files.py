@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ from archon.checkpoint.safetensors_file import (
     region_shape,
     write_safetensors,
 )
-from archon.checkpoint.state_file import file_digest
+from archon.checkpoint.state_file import check_files
 from archon.checkpoint.tensor_reader import read_region
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
@@ -274,15 +273,11 @@ def _check_manifest(path: Path, files: list[str]) -> None:
     if not manifest.is_file():
         return
     try:
-        content: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))
-        known = {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
+        listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        listed = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         fail(manifest, "it is damaged; remove it to read the files without verifying their checksums")
-    for name in sorted({*known, *files}):
-        if name not in known:
+    for name in files:
+        if name not in listed:
             fail(path / name, f"{MANIFEST_FILE} does not list it; remove one of the two")
-        if name not in files:
-            fail(path / name, f"it is missing, though {MANIFEST_FILE} lists it; copy the folder again")
-        size, digest = known[name]
-        if (path / name).stat().st_size != size or file_digest(path / name) != digest:
-            fail(path / name, f"it was altered: size or SHA-256 are not those in {MANIFEST_FILE}")
+    check_files(path, listed, MANIFEST_FILE)
