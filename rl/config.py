@@ -101,7 +101,7 @@ class RLConfig(StrictModel):
     """Reinforcement learning of one policy."""
 
     run_dir: str = Field(description="folder of the run: metrics, trajectories, checkpoints, export")
-    resume: bool = Field(False, description="go on from the run's newest checkpoint, if there is one")
+    resume: bool = Field(False, description="continue from the run's newest checkpoint, if there is one")
     seed: int = Field(0, ge=0, lt=2**63, description="every random stream of the run derives from it")
     total_steps: int = Field(100, ge=1, description="rollout-and-update rounds")
     actor: EngineConfig = Field(description="the policy")

@@ -31,8 +31,7 @@ from archon.schema.exhausted import resource_error_message
 logger = logging.getLogger(__name__)
 
 REPLICA_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-# Share of the free memory that the cache takes at most when its size is not given.
-_DEFAULT_SHARE = 0.25
+_DEFAULT_SHARE = 0.25  # maximum share of the free memory for a cache of unspecified size
 
 
 def free_memory(device: torch.device) -> int:
@@ -70,13 +69,11 @@ def choose_page_count(
         raise RolloutError(
             f"the key-value cache has no page: one of {page_size} tokens takes {page_bytes} bytes; give it more memory"
         )
-    needed = weight_bytes + n_pages * page_bytes
-    if needed > free:
+    if weight_bytes + n_pages * page_bytes > free:
         raise RolloutError(
             f"the generator does not fit: {weight_bytes / 2**30:.2f} GiB of weights and"
             f" {n_pages * page_bytes / 2**30:.2f} GiB of cache ({n_pages} pages of {page_size} tokens) are needed,"
-            f" {free / 2**30:.2f} GiB are free;"
-            " give it fewer pages, or a narrower dtype"
+            f" {free / 2**30:.2f} GiB are free; give it fewer pages, or a narrower dtype"
         )
     return n_pages
 
@@ -155,12 +152,13 @@ class InProcessEngine:
             eos_token_ids = () if eos is None else (eos,)
         max_seq_len = max_seq_len or args.max_seq_len
         parameter = next(model.parameters())
-        memory = (dtype or parameter.dtype, device or parameter.device)
-        count = choose_page_count(model, *memory, max_slots, max_seq_len, page_size, n_pages, cache_bytes)
+        cache_dtype = dtype or parameter.dtype
+        n_pages = choose_page_count(
+            model, cache_dtype, device or parameter.device, max_slots, max_seq_len, page_size, n_pages, cache_bytes
+        )
         replica, aliased = build_replica(model, mode=weights, dtype=dtype, source=source, device=device)
-        parameter = next(replica.parameters())
-        memory = (parameter.dtype, parameter.device)
-        cache = PagedCache(args.n_layers, count, args.n_kv_heads, page_size, args.head_dim, *memory)
+        device = next(replica.parameters()).device
+        cache = PagedCache(args.n_layers, n_pages, args.n_kv_heads, page_size, args.head_dim, cache_dtype, device)
         generator = Generator(
             replica,
             cache,

@@ -34,19 +34,17 @@ class GenerationHyperparameters(StrictModel):
     stop_token_ids: list[int] = Field(default_factory=list, description="ids that end the answer; they are kept in it")
     stop: list[str] = Field(default_factory=list, description="strings that end the answer; needs a tokenizer")
     ignore_eos: bool = Field(False, description="do not stop at the engine's end-of-text ids")
-    seed: int | None = Field(
-        None, ge=0, lt=2**63, description="random stream of this answer; null: by order of arrival"
-    )
+    seed: int | None = Field(None, ge=0, lt=2**63, description="random stream of the answer; null: by order of arrival")
 
     @model_validator(mode="before")
     @classmethod
-    def _one_stop_string_is_a_list_of_one(cls, data: Any) -> Any:
+    def _wrap_stop_string(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(data.get("stop"), str):
             return {**data, "stop": [data["stop"]]}
         return data
 
     @model_validator(mode="after")
-    def _limits_agree(self) -> GenerationHyperparameters:
+    def _check_limits(self) -> GenerationHyperparameters:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
         if any(i < 0 for i in self.stop_token_ids):
@@ -71,9 +69,7 @@ class GeneratorConfig(StrictModel):
     max_slots: int = Field(256, ge=1, le=2**20, description="answers decoded together")
     page_size: int = Field(32, ge=1, le=2**20, description="tokens in a page of the key-value cache")
     memory_gib: float | None = Field(
-        None,
-        gt=0,
-        description="GiB for the key-value cache; null: what max_slots needs, at most a quarter of the free memory",
+        None, gt=0, description="GiB of key-value cache; null: what max_slots needs, at most a quarter of free memory"
     )
     max_seq_len: int | None = Field(None, ge=2, description="tokens of prompt and answer; null: the model's limit")
     prefill_tokens: int = Field(8192, ge=1, description="prompt tokens read in one step")

@@ -5,9 +5,8 @@ from archon.schema.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "config": ("CheckpointConfig", "PreferenceConfig", "SFTConfig"),
+        "config": ("PreferenceConfig", "SFTConfig"),
         "preference": ("PreferenceTrainer",),
-        "runner": ("RunDirectory", "Runner", "StoppedError"),
         "sft": ("SFTTrainer",),
     },
 )

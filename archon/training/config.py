@@ -20,7 +20,7 @@ from archon.schema.config import (
 )
 
 
-def _is_a_file(value: Any) -> Any:
+def _require_file_name(value: Any) -> Any:
     if isinstance(value, dict):
         raise ValueError(
             f"its keys ({', '.join(map(str, value))}) belong in a separate file: bootstrap: FILE.yaml; "
@@ -29,7 +29,7 @@ def _is_a_file(value: Any) -> Any:
     return value
 
 
-BootstrapFile = Annotated[str | None, BeforeValidator(_is_a_file), RELATIVE_TO_CONFIG]
+BootstrapFile = Annotated[str | None, BeforeValidator(_require_file_name), RELATIVE_TO_CONFIG]
 
 
 class CheckpointConfig(StrictModel):
@@ -50,7 +50,7 @@ class SFTConfig(StrictModel):
     """Supervised fine-tuning of one model."""
 
     run_dir: str = Field(description="folder of the run: metrics, checkpoints, export")
-    resume: bool = Field(False, description="go on from the run's newest checkpoint, if there is one")
+    resume: bool = Field(False, description="continue from the run's newest checkpoint, if there is one")
     seed: int = Field(0, ge=0, lt=2**63, description="order of the data")
     total_steps: int | None = Field(None, ge=1, description="optimizer steps; null: as `epochs` says")
     epochs: int = Field(1, ge=1, description="passes over the data, where total_steps is null")
@@ -62,16 +62,14 @@ class SFTConfig(StrictModel):
     eval_every: int = Field(50, ge=0, description="steps between evaluations; 0: only after the last")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics are sent as well")
-    bootstrap: BootstrapFile = Field(
-        None, description="file of `archon bootstrap` that makes the model's checkpoint first, if it is not there"
-    )
+    bootstrap: BootstrapFile = Field(None, description="file of `archon bootstrap`, to create a missing checkpoint")
 
     def resolve(self) -> ResolvedSFT:
         """Returns the models as the run uses them."""
         return ResolvedSFT(model=self.model)
 
     @model_validator(mode="after")
-    def _ends_with_an_export(self) -> SFTConfig:
+    def _check_exportable(self) -> SFTConfig:
         require_exportable(self.model, "model")
         return self
 
@@ -79,9 +77,7 @@ class SFTConfig(StrictModel):
 class PreferenceConfig(SFTConfig):
     """Training of one model on pairs of answers."""
 
-    loss: Literal["dpo", "ipo", "reward"] = Field(
-        "dpo", description="dpo and ipo train a policy, reward a reward model"
-    )
+    loss: Literal["dpo", "ipo", "reward"] = Field("dpo", description="dpo, ipo: of a policy; reward: of a reward model")
     beta: float = Field(0.1, gt=0, description="how strongly dpo and ipo hold the policy to the reference")
     ref: dict[str, Any] | None = Field(
         None,
@@ -99,7 +95,7 @@ class PreferenceConfig(SFTConfig):
         )
 
     @model_validator(mode="after")
-    def _models_agree(self) -> PreferenceConfig:
+    def _check_models(self) -> PreferenceConfig:
         if self.loss == "reward" and self.ref is not None:
             raise ValueError("loss reward needs no reference model; remove `ref`")
         if self.loss != "reward" and self.model.is_critic:
@@ -147,8 +143,8 @@ class BootstrapConfig(StrictModel):
     path: str | None = Field(None, description="folder of the checkpoint; a run that names this file: its model's path")
     engine: dict[str, Any] | None = Field(
         None,
-        description="fields of the engine that makes it, such as layout and device; the others are those of the run "
-        "that names this file, or the defaults",
+        description="fields of the engine that creates it, such as layout and device; by default those of the run that "
+        "names this file",
     )
     model_type: str = Field("qwen3", description="family of the made model")
     hf_config: dict[str, Any] = Field(default_factory=dict, description="fields of its config.json")

@@ -138,13 +138,12 @@ class BaseTrainer:
 
     def resume(self) -> None:
         """Load the newest checkpoint if the configuration has `resume` and there is one; its layout may differ."""
-        if not self.config.resume or self.runner is None:
+        runner = self.runner
+        if not self.config.resume or runner is None:
             return
-        folder = agree_on_latest(self.runner.directory.checkpoints)
+        folder = agree_on_latest(runner.directory.checkpoints)
         if folder is None:
-            self.runner.log(
-                f"resume=true, and {self.runner.directory.path} holds no checkpoint: the run begins at step 0"
-            )
+            runner.log(f"resume=true, and {runner.directory.path} holds no checkpoint: the run begins at step 0")
         else:
             with open_state(folder, model_fingerprint(self.engine.args)) as (step, state):
                 self.engine.load_state_dict(state.pop("engine"))
@@ -155,11 +154,11 @@ class BaseTrainer:
                         )
                     self.critic.load_state_dict(state.pop("critic"))
                 position = read_all(state)
-            self.runner.log(f"resuming after step {step}")
+            runner.log(f"resuming after step {step}")
             self.step = self._saved_step = step
             self.load_position(position)
         # At step 0 all records are dropped: an evaluation before the first step will be repeated as well.
-        self.runner.rewind(self.step or -1)
+        runner.rewind(self.step or -1)
 
     def save(self, *, asynchronous: bool = False) -> None:
         """Save the complete state for a bitwise resume; every rank calls this. `asynchronous` writes in the background.

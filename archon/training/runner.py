@@ -111,7 +111,6 @@ class StopSignal:
             second signal within `ECHO_SECONDS` is ignored, and only the main rank prints.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
     ECHO_SECONDS = 2.0
 
     def __init__(self, world: ControlPlane) -> None:
@@ -123,7 +122,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,9 +151,7 @@ class Runner:
     """One run: `with Runner(run_dir, config, resume=…) as runner:` around everything that trains.
 
     All processes enter it together. The main one locks the directory, writes and prints; the others write to /dev/null.
-
-    Args:
-        sinks: where else the main process sends the metrics. Entering raises ConfigError where a sink cannot start.
+    The main one also sends the metrics to `sinks`; entering raises ConfigError where one of them cannot start.
     """
 
     metrics: MetricsWriter
@@ -260,9 +257,4 @@ class Runner:
 def versions() -> dict[str, str]:
     """Returns the versions of archon, Python, the platform and `PACKAGES_RECORDED`."""
     found = {"archon": archon.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES_RECORDED:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return found | {package: importlib.metadata.version(package) for package in PACKAGES_RECORDED}
