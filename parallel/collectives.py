@@ -81,8 +81,9 @@ class CollectiveRecorder(TorchDispatchMode):
         traffic = Traffic(kind, self.names.get(group.group_name, "other"), group.size())
         # A functional all-gather has only its input among its arguments.
         factor = group.size() if func._opname == "all_gather_into_tensor" else 1
+        largest = max(sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)) for arg in args)
         before = self.sums.get(traffic, Sum())
-        self.sums[traffic] = Sum(before.count + 1, before.bytes + factor * _largest(args))
+        self.sums[traffic] = Sum(before.count + 1, before.bytes + factor * largest)
 
 
 def collective_kind(namespace: str, operator: str) -> str | None:
@@ -96,11 +97,6 @@ def collective_group(args: Any) -> dist.ProcessGroup:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
     return group_by_name(args[-1])
-
-
-def _largest(args: Any) -> int:
-    """Returns the bytes of the largest argument, each a tensor or a list of them."""
-    return max(sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)) for arg in args)
 
 
 def group_names(dims: ArchonParallelDims) -> dict[str, str]:

@@ -34,10 +34,10 @@ class ContextPlan:
     chunks: tuple[tuple[Chunk, ...], ...]
 
 
-def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0) -> ContextPlan:
-    """Returns equal parts in order; each a multiple of `divisor` tokens and at least `least`."""
+def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, min_tokens: int = 0) -> ContextPlan:
+    """Returns equal parts in order; each a multiple of `divisor` tokens and at least `min_tokens`."""
     tokens = sum(lengths)
-    rows = max(_ceil(tokens, cp * divisor) * divisor, least)
+    rows = max(_ceil(tokens, cp * divisor) * divisor, min_tokens)
     padding = rows * cp - tokens
     lengths = (*lengths, padding) if padding else lengths
     chunks: list[list[Chunk]] = [[] for _ in range(cp)]
@@ -51,9 +51,8 @@ def contiguous_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int 
     return ContextPlan(lengths, padding, tuple(map(tuple, chunks)))
 
 
-def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0) -> ContextPlan:
-    """Returns two mirrored chunks of every document for each rank, a multiple of `divisor` tokens and at least `least`
-    in all."""
+def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, min_tokens: int = 0) -> ContextPlan:
+    """Returns two mirrored chunks of every document a rank; as many tokens a rank as `contiguous_plan` allows."""
     chunks: list[list[Chunk]] = [[] for _ in range(cp)]
     for document, length in enumerate(lengths):
         bounds = [length * part // (2 * cp) for part in range(2 * cp + 1)]
@@ -66,7 +65,7 @@ def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, least: int = 0)
                     start = chunks[rank].pop()[1]
                 chunks[rank].append((document, start, stop))
     totals = [sum(stop - start for _, start, stop in own) for own in chunks]
-    rows = max(_ceil(max(totals), divisor) * divisor, least)
+    rows = max(_ceil(max(totals), divisor) * divisor, min_tokens)
     padding = 0
     for own, total in zip(chunks, totals, strict=True):
         if total < rows:

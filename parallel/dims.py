@@ -27,7 +27,7 @@ class ArchonParallelDims:
     - `etp = 1`: `ep` borrows from `dp_shard × cp × tp`; each rank of an expert group holds unsharded experts;
     - `etp = tp`: `ep` borrows from `dp_shard × cp`, and each expert is sharded over `tp` as well.
 
-    Examples: 8 ranks, `dp_shard=4, tp=2`: four data-parallel ranks of two tensor-parallel halves. 8 ranks,
+    Examples of 8 ranks: `dp_shard=4, tp=2`: four data-parallel ranks of two tensor-parallel halves.
         `dp_shard=2, tp=4, ep=8`: attention in quarters, every expert unsharded on one of the eight ranks. The same
         with `ep=2, etp=4`: two groups of experts, each in quarters.
 
@@ -146,8 +146,7 @@ class ArchonParallelDims:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh that dense parameters are sharded over: `dp_shard_cp`, after `dp_replicate` if there are
-        replicas."""
+        """The mesh that dense parameters are sharded over: `dp_shard_cp`, after `dp_replicate` where enabled."""
         return self._sharding_mesh("fsdp", "dp_shard_cp")
 
     @property

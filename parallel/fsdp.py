@@ -74,8 +74,7 @@ def apply_fsdp(
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Shards along the experts, or along their rows where experts are fewer than ranks and the ranks divide the
-    rows."""
+    """Shards along the experts, or along their rows if these divide evenly and experts are fewer than ranks."""
     experts, rows = local_tensor(parameter).shape[:2]
     return Shard(1) if experts < ranks and rows % ranks == 0 else Shard(0)
 
@@ -86,8 +85,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward reduces gradients over ranks or leaves it to a later one; no effect on a model
-    without FSDP."""
+    """Set whether the next backward reduces gradients over ranks, or a later one does; no effect without FSDP."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 

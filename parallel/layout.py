@@ -61,8 +61,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that a layout divides. `hidden` are the inner widths of dense networks, shared experts
-    included."""
+    """The sizes of a model that a layout divides; `hidden` are the widths of dense networks and shared experts."""
 
     heads: int
     key_heads: int
@@ -127,18 +126,18 @@ def _degrees(text: str, body: str, letters: str) -> dict[str, int]:
     parts = re.findall(r"([a-z])(\d+)", body)
     if not body or "".join(letter + degree for letter, degree in parts) != body:
         raise LayoutError(f"layout {text!r} is not a layout string; {_SHAPE}")
-    found: dict[str, int] = {}
+    degrees: dict[str, int] = {}
     for letter, degree in parts:
         if letter not in letters:
             raise LayoutError(f"layout {text!r}: {letter!r} is not one of {', '.join(letters)} here; {_SHAPE}")
-        if _LETTERS[letter] in found:
+        if _LETTERS[letter] in degrees:
             raise LayoutError(f"layout {text!r} gives {letter!r} twice")
         if len(degree) > MAX_DIGITS:
             raise LayoutError(f"layout {text[:40]!r}: a degree has {len(degree)} digits, expected at most {MAX_DIGITS}")
         if int(degree) < 1:
             raise LayoutError(f"layout {text!r}: {letter}{degree} is below 1; leave the letter out or give 1")
-        found[_LETTERS[letter]] = int(degree)
-    return found
+        degrees[_LETTERS[letter]] = int(degree)
+    return degrees
 
 
 def _hybrid(text: str, attention: str, experts: str) -> ParallelLayout:

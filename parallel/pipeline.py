@@ -46,8 +46,8 @@ class StagePlan:
         """Returns how many micro-batches the schedule runs for `wanted` real ones; the rest are idle."""
         if self.schedule == "1f1b":
             return max(self.pp, wanted)
-        least = self.n_stages if self.schedule in SPLIT_BACKWARD else self.pp
-        return max(least, -(-wanted // self.pp) * self.pp)
+        minimum = self.n_stages if self.schedule in SPLIT_BACKWARD else self.pp
+        return max(minimum, -(-wanted // self.pp) * self.pp)
 
 
 def plan_stages(config: PipelineConfig, pp: int, n_layers: int) -> StagePlan:

@@ -20,8 +20,7 @@ SOLO = Group("", 1, 0)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's groups. `dp` ranks have different documents; ranks of a `cp`, `tp` or `pp` group have the same
-    ones."""
+    """This rank's groups. `dp` ranks have different documents, ranks of a `cp`, `tp` or `pp` group the same ones."""
 
     pp: Group = SOLO
     dp: Group = SOLO

@@ -68,8 +68,7 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, treatment: Tr
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-    """Replace a whole parameter, which every rank holds or which is on the meta device, by a DTensor of this rank's
-    part; nothing is sent."""
+    """Replace a parameter that every rank holds, or that is on the meta device, by a DTensor of this rank's part."""
     whole = getattr(module, name)
     part = whole.detach()
     for dim, placement in enumerate(placements):

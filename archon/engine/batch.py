@@ -71,8 +71,7 @@ class PackedBatch:
         return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
 
     def labeled_rows(self, only_trained: bool) -> Tensor:
-        """Returns the indices, in the model's order, of labels, or with `only_trained` of `scored_labels`; int64 on the
-        CPU."""
+        """Returns the model-order indices of labels, or with `only_trained` of `scored_labels`; int64 on the CPU."""
         return (self.rows or self._find_rows())[only_trained]
 
     def _find_rows(self) -> tuple[Tensor, Tensor]:
@@ -280,8 +279,7 @@ def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> Packe
 
 
 def _document_spans(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the length [B] and first column [B] of each row's document. Raises BatchError for an empty row or a gap
-    in the mask."""
+    """Returns length [B] and first column [B] of each row's document. Raises BatchError for an empty row or a gap."""
     lengths = mask.sum(1)
     starts = mask.int().argmax(1)
     ends = mask.shape[1] - mask.flip(1).int().argmax(1)
@@ -290,7 +288,7 @@ def _document_spans(mask: Tensor) -> tuple[Tensor, Tensor]:
         raise BatchError(f"row {int(empty[0])} of attention_mask has no token; leave empty rows out of the batch")
     holes = (ends - starts != lengths).nonzero()
     if len(holes):
-        raise BatchError(f"row {int(holes[0])} of attention_mask has a gap; padding may stand at either end only")
+        raise BatchError(f"row {int(holes[0])} of attention_mask has a gap; padding is allowed only at either end")
     return lengths, starts
 
 

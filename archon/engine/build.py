@@ -70,10 +70,10 @@ class Build:
 
     def build_stages(self, rank: int) -> StagedModel:
         """Returns the stages of a pipeline's rank, pruned by the family's `pipelining_fn` or by the shared one."""
-        plan, cut = self.layout.stages, self.spec.pipelining_fn or prune
+        plan, remove = self.layout.stages, self.spec.pipelining_fn or prune
         assert plan is not None
         return StagedModel(
-            plan, {stage: self.build_model(partial(cut, plan=plan, stage=stage)) for stage in plan.stages_of(rank)}
+            plan, {stage: self.build_model(partial(remove, plan=plan, stage=stage)) for stage in plan.stages_of(rank)}
         )
 
     def load_weights(self, model: BaseArchonModel | StagedModel, adapter: BaseStateDictAdapter) -> None:
@@ -116,8 +116,7 @@ def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device of that name; `auto` is a GPU if there is one. Raises ConfigError for an unknown or missing
-    one."""
+    """Returns the named device; `auto` is a GPU if there is one. Raises ConfigError for an unknown or missing one."""
     if name == "auto":
         return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:

@@ -155,7 +155,11 @@ class FakeExecution(CollectiveRecorder):
         flat = (x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,)))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return self._run_fake(func, args, kwargs)
+            if func is aten._local_scalar_dense.default:
+                return 1.0 if args[0].is_floating_point() else 1
+            if func is aten._grouped_mm.default:
+                return _grouped_shape(*args, **kwargs)
+            return func(*args, **kwargs)
         if not tensors and not _is_real(func, kwargs):
             return func(*args, **kwargs)
         if any(x.is_meta for x in tensors) and kwargs.get("device", torch.device("meta")).type != "meta":
@@ -164,13 +168,6 @@ class FakeExecution(CollectiveRecorder):
             if kind := collective_kind(func.namespace, func._opname):
                 return _mirror(kind, func, args, kwargs)
             return func(*args, **kwargs)
-
-    def _run_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
-        if func is aten._grouped_mm.default:
-            return _grouped_shape(*args, **kwargs)
-        return func(*args, **kwargs)
 
 
 def _is_real(func: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -28,7 +28,6 @@ from archon.engine.state import (
     load_model_state,
     load_optimizer_state,
     model_state,
-    move_optimizer_state,
     optimizer_state,
     rng_state,
     set_rng_state,
@@ -43,7 +42,7 @@ from archon.models.layers.moe import expert_biases
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
-from archon.parallel.fsdp import is_sharded
+from archon.parallel.fsdp import is_sharded, local_tensor
 from archon.parallel.gather import BUCKET_BYTES, staged_tensors, whole_tensors
 from archon.parallel.phase import phase
 from archon.parallel.pipeline import StagedModel
@@ -61,7 +60,7 @@ class ArchonEngine:
     """Trains or evaluates one model of a registered family.
 
     Batches are padded dictionaries (see `archon.engine.batch.pack`) or `PackedBatch`es. Tensors that are returned are
-    token-aligned [B, S] on the CPU for a padded batch: index t speaks of token t, with 0 at first tokens and padding.
+    token-aligned [B, S] on the CPU for a padded batch: index t is about token t, with 0 at first tokens and padding.
 
         engine = ArchonEngine(EngineConfig(path="Qwen3-0.6B"))
         engine.initialize(total_steps=100)
@@ -239,11 +238,10 @@ class ArchonEngine:
         weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
         self.model.eval()
         sums = self._runner.evaluate(parts, BatchLoss(loss_fn, loss_weight_fn, weight, temperature))
-        return self._runner.read(sums, tokens=torch.tensor(packed.n_tokens)) | {"loss_weight": weight}
+        return self._runner.read(sums, {}, tokens=torch.tensor(packed.n_tokens)) | {"loss_weight": weight}
 
     def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
-        """Returns log p of every token at `temperature`, or a critic's value before it: [B, S], or [T] for a
-        `PackedBatch`.
+        """Returns log p of each token at `temperature`, or a critic's value before it: [B, S]; [T] of a `PackedBatch`.
 
         `only_trained` scores only the tokens that `loss_mask` marks, 0 elsewhere, for less work in the head.
         """
@@ -278,10 +276,8 @@ class ArchonEngine:
         yield from staged_tensors(own | biases, shapes, self.ranks.pp, dtype, self.device, bucket_bytes)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor), gathered one by one: the source of every export.
-
-        Raises CheckpointError on every rank where a balancing bias is not 0.
-        """
+        """Yields (Hugging Face name, tensor), gathered one by one, for exports. Raises CheckpointError on every rank
+        where a balancing bias is not 0."""
         require_zero_expert_biases(self.model, self.ranks.pp)
         for name, tensor in self.weights(bucket_bytes=0):
             if name in self.adapter.native_shapes:
@@ -404,7 +400,8 @@ class ArchonEngine:
             self.model.to(device)
         self.model.tie_weights()
         if self.optimizer is not None:
-            move_optimizer_state(self.optimizer)
+            for parameter, moments in self.optimizer.state.items():
+                moments.update({key: x.to(local_tensor(parameter).device) for key, x in moments.items()})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

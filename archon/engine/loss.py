@@ -25,8 +25,7 @@ LossWeightFn = Callable[[PackedBatch], Tensor]
 
 @runtime_checkable
 class WeightedTokenLoss(Protocol):
-    """A loss Σ -w_t log p_t with weights known before the forward: the head can fuse it and keep no log p for
-    autograd."""
+    """A loss Σ -w_t log p_t with weights known before the forward: the head fuses it and keeps no log p."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]: ...
 

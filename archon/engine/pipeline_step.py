@@ -83,21 +83,19 @@ class PipelineRunner:
                 dist.broadcast(column, group=self.ranks.pp.process_group, group_src=self.last_rank)
         return results
 
-    def read(
-        self, sums: MetricSums, replicated: Mapping[str, Tensor] | None = None, **scalars: Tensor
-    ) -> dict[str, float]:
+    def read(self, sums: MetricSums, replicated: Mapping[str, Tensor], **scalars: Tensor) -> dict[str, float]:
         """As `MetricSums.read`; the last stage's ranks broadcast the result or their error."""
         values: Any = None
         error: RuntimeError | None = None
         if self.is_last:
             try:
-                values = sums.read(self.ranks, None, **scalars)
+                values = sums.read(self.ranks, {}, **scalars)
             except RuntimeError as raised:
                 values, error = str(raised), raised
         values = self._plane.broadcast_json(lambda: values, self.last_rank)
         if isinstance(values, str):
             raise error or RuntimeError(values)
-        return values | {name: float(value) for name, value in (replicated or {}).items()}
+        return values | {name: float(value) for name, value in replicated.items()}
 
     def _run(
         self,

@@ -1,5 +1,4 @@
-"""Bias-based balancing of experts (Wang et al. 2024, arXiv:2408.15664): after each step, the bias of experts with less
-load than the mean rises, and that of the others falls."""
+"""Bias-based balancing of experts (Wang et al. 2024, arXiv:2408.15664): biases rise below the mean load, else fall."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class RouterLoad:
 
     @torch.no_grad()
     def update_biases(self, rate: float, ranks: Ranks) -> None:
-        """Add rate * sign(mean count - count) to the biases, in place. Counts are summed over the ranks that hold these
-        layers' tokens, which keeps their biases equal."""
+        """Add rate * sign(mean count - count) to the biases, in place and the same on every rank of these layers."""
         if self._counts is None:
             return
         counts = self._counts

@@ -31,8 +31,7 @@ def held(tensor: Tensor) -> Tensor | Shard:
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor | Shard]:
-    """Returns this rank's part of every parameter, by name, tied ones once as the embedding, and of the routers'
-    balancing biases; not copies."""
+    """Returns this rank's part of parameters, tied ones once as the embedding, and of balancing biases; not copies."""
     return {_source(model, name): held(tensor) for name, tensor in _tensors(model).items()}
 
 
@@ -120,8 +119,7 @@ def _dtype(value: Tensor | Shard | LazyTensor) -> torch.dtype:
 
 
 def rng_state() -> dict[str, Any]:
-    """Returns the state of all global random generators: Python's, NumPy's if imported, torch's on the CPU and on this
-    process's GPUs."""
+    """Returns the state of the random generators of Python, NumPy if imported, torch and this process's GPUs."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"python": {"version": version, "words": list(words), "gauss": gauss}}
     if "numpy" in sys.modules:
@@ -156,20 +154,11 @@ def _devices() -> list[int]:
     return [torch.cuda.current_device()] if several else [*range(torch.cuda.device_count())]
 
 
-def move_optimizer_state(optimizer: Optimizer) -> None:
-    """Move moments and step counts to the devices of their parameters, in place."""
-    for parameter, values in optimizer.state.items():
-        for key, value in values.items():
-            values[key] = value.to(local_tensor(parameter).device)
-
-
 def _check_names(what: str, expected: Collection[str], given: Collection[str], known: Collection[str]) -> None:
     missing, extra = sorted({*expected} - {*given}), sorted({*given} - {*expected, *known})
     if missing or extra:
-        parts = [
-            f"lacks {', '.join(missing[:3])}" if missing else "",
-            f"has {', '.join(extra[:3])} besides" if extra else "",
-        ]
+        lacks = [f"lacks {', '.join(missing[:3])}"] if missing else []
+        differences = [*lacks, f"has {', '.join(extra[:3])} in addition"] if extra else lacks
         if all(name.endswith("expert_bias") for name in missing + extra):
             where, advice = ("this engine", "0") if missing else ("the checkpoint", "the rate it was trained with")
             raise CheckpointError(
@@ -177,6 +166,6 @@ def _check_names(what: str, expected: Collection[str], given: Collection[str], k
                 f"router_bias_update_rate to {advice}"
             )
         raise CheckpointError(
-            f"the checkpoint's {what} are not this model's: it {' and '.join(p for p in parts if p)}; "
+            f"the checkpoint's {what} are not this model's: it {' and '.join(differences)}; "
             "was it written for another model?"
         )

@@ -54,10 +54,10 @@ class MetricSums:
             self.sums[name] = self.sums.get(name, 0) + total.detach().double()
             self.counts[name] = self.counts.get(name, 0) + count.detach().double()
 
-    def read(self, ranks: Ranks, replicated: Mapping[str, Tensor] | None = None, **scalars: Tensor) -> dict[str, float]:
+    def read(self, ranks: Ranks, replicated: Mapping[str, Tensor], **scalars: Tensor) -> dict[str, float]:
         """Returns the sum over data-parallel ranks of the loss and every scalar, sum / count of every metric, and the
         scalars that are `replicated`, in one transfer from the device. A metric whose count is 0 is left out."""
-        scalars, replicated = {"loss": self.loss, **scalars}, replicated or {}
+        scalars = {"loss": self.loss, **scalars}
         _require_same_names([*scalars, *self.sums], ranks)
         device = self.loss.device
         tensors = [*scalars.values(), *self.sums.values(), *self.counts.values()]
@@ -240,19 +240,22 @@ class MicroBatchRunner:
         Tokens whose `loss_mask` is 0 are not scored: their logprob and entropy are 0. `fuse` allows a fused loss, which
         cannot be differentiated in parts.
         """
-        value, metrics = self._summed_loss(mb, loss.fn, loss.temperature, fuse)
+        result = self._summed_loss(mb, loss.fn, loss.temperature, fuse)
+        value, metrics = result if isinstance(result, tuple) else (result, {})
         value = value / loss.denominator
         sums.loss += value.detach()
         sums.add(metrics)
         return value
 
-    def _summed_loss(self, mb: PackedBatch, loss_fn: LossFn, temperature: float, fuse: bool) -> tuple[Tensor, Metrics]:
+    def _summed_loss(
+        self, mb: PackedBatch, loss_fn: LossFn, temperature: float, fuse: bool
+    ) -> Tensor | tuple[Tensor, Metrics]:
         if self.is_critic:
             if isinstance(loss_fn, WeightedTokenLoss):
                 raise ConfigError(
                     f"{_name(loss_fn)} weighs token log-probabilities, and a critic gives values; use a loss of values"
                 )
-            return _with_metrics(loss_fn(_tensor(self.call(mb)), None, mb))
+            return loss_fn(_tensor(self.call(mb)), None, mb)
         labels, rows = mb.scored_labels(), mb.labeled_rows(only_trained=True)
         if fuse and isinstance(loss_fn, WeightedTokenLoss):
             weights = loss_fn.token_weights(mb)
@@ -261,7 +264,7 @@ class MicroBatchRunner:
             return fused.loss, loss_fn.metrics(fused.logprobs, mb)
         scores = self.call(mb, labels, temperature, getattr(loss_fn, "needs_entropy", True), rows=rows)
         assert isinstance(scores, TokenScores)
-        return _with_metrics(loss_fn(scores.logprobs, scores.entropy, mb))
+        return loss_fn(scores.logprobs, scores.entropy, mb)
 
     def accumulate(self, parts: Sequence[PackedBatch], loss: BatchLoss, reduce_every: bool) -> MetricSums:
         """Add the gradient of the batch's loss to the parameters. Returns the sums of this rank's micro-batches.
@@ -350,15 +353,9 @@ class MicroBatchRunner:
         """The loads of all routers, one object for each part of the model."""
         return [self.load]
 
-    def read(
-        self, sums: MetricSums, replicated: Mapping[str, Tensor] | None = None, **scalars: Tensor
-    ) -> dict[str, float]:
+    def read(self, sums: MetricSums, replicated: Mapping[str, Tensor], **scalars: Tensor) -> dict[str, float]:
         """See `MetricSums.read`."""
         return sums.read(self.ranks, replicated, **scalars)
-
-
-def _with_metrics(result: Tensor | tuple[Tensor, Metrics]) -> tuple[Tensor, Metrics]:
-    return result if isinstance(result, tuple) else (result, {})
 
 
 def _tensor(output: Tensor | TokenScores | WeightedLoss) -> Tensor:
