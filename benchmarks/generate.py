@@ -206,7 +206,7 @@ def compare(peer: str, ours: list[list[int]], theirs: list[list[int]], options: 
     """Demand equal answers, or a near tie of two tokens where an answer first differs; notes on the latter.
 
     Greedy decoding takes the larger of two logits, and in float32 rounding decides between two that differ by less than
-    its error. In bfloat16 that is common, and only the share of equal tokens is told.
+    its error. In bfloat16 that is common, and only the share of equal tokens is reported.
     """
     firsts = [
         next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), None)

@@ -1,5 +1,5 @@
-"""The GPU cases of `benchmarks.train_step`: shapes of released models in bfloat16, eager and compiled, beside
-transformers and beside what archon's planner foretells of the same step.
+"""The GPU cases of `benchmarks.train_step`: shapes of released models in bfloat16, eager and compiled, compared
+with transformers and with the prediction of archon's planner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GPU, HARDWARE = "H200", "h200"
 
 
 class GpuCase(NamedTuple):
-    """A shape of `benchmarks.checkpoints`, its documents in one micro-batch, and what every side recomputes."""
+    """A shape of `benchmarks.checkpoints`, its documents in one micro-batch, and the recompute policy of every side."""
 
     model: str
     documents: int
@@ -27,7 +27,7 @@ class GpuCase(NamedTuple):
     recompute: str = "none"
 
 
-# The logits of transformers decide how many documents; archon's masters and moments how many layers of a 30B-A3B.
+# The memory of transformers' logits limits the documents, that of archon's masters and moments the layers of 30B-A3B.
 CASES = {
     "0.6B": GpuCase("0.6B", 8),
     "1.7B": GpuCase("1.7B", 4),
@@ -38,15 +38,15 @@ CASES = {
 }
 
 
-class Foretold(NamedTuple):
-    """What the planner says of a step: its seconds, and the bytes allocated at its fullest."""
+class PredictedStep(NamedTuple):
+    """The planner's prediction of a step: seconds and peak bytes."""
 
     seconds: float
     bytes: int
 
 
-def foretold(options: dict[str, Any]) -> Foretold:
-    """The planner's figures of archon's step, eager and on one GPU, from the checkpoint's config alone."""
+def predict_step(options: dict[str, Any]) -> PredictedStep:
+    """Returns the prediction of archon's eager step on one GPU, from the checkpoint's config alone."""
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.models import get_model_spec
     from archon.parallel.layout import ParallelLayout
@@ -69,11 +69,11 @@ def foretold(options: dict[str, Any]) -> Foretold:
     tokens, seq = sum(options["lengths"]), max(options["lengths"])
     state = rank_parameters(planner.weights, layout, None, 0)
     seconds = TimeModel(args, hardware, seq).step(config, layout, None, state, tokens, 1)
-    return Foretold(seconds.total, planner.memory_model.estimate_rank(config, layout, 0, tokens, 1).total)
+    return PredictedStep(seconds.total, planner.memory_model.estimate_rank(config, layout, 0, tokens, 1).total)
 
 
-def note_foretold(record: Record, found: Foretold, seconds: dict[str, list[float]], tokens: int) -> None:
-    """Put what was foretold beside what was measured: `seconds` of each of archon's sides, whose memory is noted."""
+def record_prediction(record: Record, found: PredictedStep, seconds: dict[str, list[float]], tokens: int) -> None:
+    """Record the prediction and its ratios to the measured `seconds` and memory of each of archon's sides."""
     memory = [{"memory": {"allocated": found.bytes}}]
     record.sides[PLANNED] = spread([tokens / found.seconds], "tok/s", memory)
     for side, measured in seconds.items():
@@ -84,7 +84,7 @@ def note_foretold(record: Record, found: Foretold, seconds: dict[str, list[float
 
 
 def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, keep: bool) -> Record:
-    """One GPU case. The sides run one after the other, since the masters and moments of two do not fit at once."""
+    """Measure one GPU case, the sides one after the other, since the masters and moments of two do not fit at once."""
     from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
 
     tokens, config = sum(options["lengths"]), shape(options["model"])
@@ -92,7 +92,7 @@ def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, ke
     record.setup = {"model": config, "lengths": options["lengths"], "dtype": "bfloat16, float32 masters"}
     record.setup["recompute"] = options["recompute"]
     record.notes.append("sides one after the other, each alone on the GPU; MFU against 989 TFLOP/s, dense bfloat16")
-    record.notes.append(f"{PLANNED} foretells the eager step on an {GPU}")
+    record.notes.append(f"{PLANNED} predicts the eager step on an {GPU}")
     if "num_experts" in config:
         record.setup["routing"] = "natural"
         record.notes.append("routing is natural: every side's own router chooses the experts")
@@ -127,6 +127,6 @@ def measure_gpu(case: str, options: dict[str, Any], alone: bool, rounds: int, ke
         if side in rates and "transformers" in rates:
             record.ratios[f"{side} / transformers"] = harness.ratio(rates[side], rates["transformers"])
     seconds.pop("transformers", None)
-    note_foretold(record, foretold(options), seconds, tokens)
+    record_prediction(record, predict_step(options), seconds, tokens)
     harness.finish(record, keep)
     return record

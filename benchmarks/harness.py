@@ -1,8 +1,8 @@
-"""What every benchmark shares: sides in processes of their own, alternating runs, and the record that is kept.
+"""Shared by all benchmarks: sides in processes of their own, alternating runs, and records.
 
-Each side (archon, or a peer) lives in a worker process, so that its memory is its own and one library's patches never
-reach another. The workers stand ready at the same time and the parent lets them run in turn, one at a time. The parent
-imports neither torch nor transformers.
+Each side (archon, or a peer) has a worker process, so that memory is measured per side and one library's patches do not
+affect another. All workers are started first, and the parent lets them run in turn. The parent imports neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.record import Ratio, Record
 ROOT = Path(__file__).resolve().parents[1]
 # Options reach every rank of a worker in its environment; requests reach rank 0 through its standard input.
 OPTIONS = "ARCHON_BENCHMARK_OPTIONS"
-# Seconds that a worker has to end once nobody asks it any more, and torchrun to end its ranks once it is told to.
+# Seconds for a worker to exit after its input is closed, and for torchrun to end its ranks after a signal.
 END_S = 20
 
 
@@ -46,11 +46,10 @@ class Worker:
     Args:
         module: the benchmark, as `benchmarks.train_step`; it is run with `--worker SIDE`.
         side: name of the side.
-        options: whatever its `prepare` needs, JSON-able. Of `ranks` above 1 the side is that many processes, under
-            torchrun, which share its `threads`.
+        options: JSON-compatible options of `prepare`. With `ranks` above 1 the side is that many processes under
+            torchrun, which share `threads`.
 
-    After the constructor exactly one of `facts` (what the side says of itself, for the checks) and `missing` (why it
-    cannot run) is set.
+    After the constructor exactly one of `facts` (results to check) and `missing` (why the side cannot run) is set.
     """
 
     def __init__(self, module: str, side: str, options: Mapping[str, Any]) -> None:
@@ -83,14 +82,14 @@ class Worker:
             self.close()
 
     def run(self, **request: Any) -> dict[str, Any]:
-        """One run: its seconds, its memory, and what the side adds. Raises BenchmarkError when it fails."""
+        """Do one run. Returns its seconds, its memory and the side's results. Raises BenchmarkError if it fails."""
         answer = self._ask({"run": True, **request})
         if "error" in answer:
             raise BenchmarkError(f"{self.side}: {answer['error']}")
         return answer
 
     def run_watched(self, **request: Any) -> dict[str, Any]:
-        """An untimed run, watched from here: adds `anonymous_peak_bytes`, the peak of its RssAnon above its start."""
+        """Do an untimed run, and add `anonymous_peak_bytes`, the peak of the process's RssAnon above its start."""
         start = status_bytes("RssAnon", self._process.pid)
         peak, done = start, threading.Event()
 
@@ -112,7 +111,7 @@ class Worker:
         """End the process; idempotent."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # what a process that has ended was still to be asked
+                with contextlib.suppress(BrokenPipeError):  # the process has ended before it read its input
                     stream.close()
         for end in (self._process.terminate, self._process.kill):
             try:
@@ -134,7 +133,7 @@ class Worker:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, and what it said last is still to be read
+            pass  # it has ended; its last output can still be read
         return self._hear()
 
     def _hear(self) -> dict[str, Any]:
@@ -197,8 +196,8 @@ class Sides:
     def alternate(self, rounds: int, warmup: int = 1, **request: Any) -> dict[str, list[dict[str, Any]]]:
         """Let the sides run in turn, `rounds` times each after `warmup` untimed ones.
 
-        Every round starts with another side, so that none always runs in the wake of the same neighbour. A peer that
-        fails is dropped with its reason.
+        Every round starts with another side, so that no side always runs after the same one. A peer that fails is
+        dropped with its reason.
         """
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self.workers}
         for turn in range(warmup + rounds if self.workers else 0):
@@ -220,15 +219,15 @@ class Sides:
 def serve(
     prepare: Callable[[str, dict[str, Any]], tuple[dict[str, Any], Callable[..., dict[str, Any]]]], side: str
 ) -> None:
-    """The worker's end: read options, prepare the side, then run it whenever a line asks.
+    """Run in the worker: read options, prepare the side, then run it once per line of the standard input.
 
-    `prepare(side, options)` gives facts for the parent's checks, and a function that does one run and returns what to
-    report beside seconds and memory. Seconds it returns itself win over those of the whole call. Of several ranks
-    the first answers, with the slowest one's seconds and the sum of their memory.
+    `prepare(side, options)` returns facts for the parent's checks, and a function that does one run and returns further
+    results besides seconds and memory. If these contain seconds, they replace those of the call. Of several ranks, rank
+    0 answers with the slowest rank's seconds and the sum of the ranks' memory.
     """
     from archon.bench.memory_meter import MemoryMeter, trim_free_memory
 
-    # Whatever a library prints must not land among the answers.
+    # Output that a library prints must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     options = json.loads(os.environ[OPTIONS])
@@ -261,7 +260,7 @@ def serve(
             meter.synchronize()
             measured = {"seconds": time.perf_counter() - start, "memory": meter.read()}
             measured = measured if ranks == 1 else _of_all_ranks(measured)
-            trim_free_memory()  # so that the next run, and who watches it from outside, start from what is in use
+            trim_free_memory()  # so that the next run, and an outside watcher, start from the memory in use
             if speaks:
                 answer({**measured, **result})
         except Exception as error:
@@ -270,7 +269,7 @@ def serve(
 
 
 def _requests(ranks: int) -> Iterator[str]:
-    """The lines of the standard input, on every rank."""
+    """Yield the lines of the standard input, on every rank."""
     if ranks == 1:
         yield from sys.stdin
         return
@@ -282,7 +281,7 @@ def _requests(ranks: int) -> Iterator[str]:
 
 
 def _of_all_ranks(measured: dict[str, Any]) -> dict[str, Any]:
-    """The slowest rank's seconds, and the sum of memory by kind."""
+    """Returns the slowest rank's seconds, and the sum of memory by kind."""
     from archon.parallel.control_plane import ControlPlane
 
     everyone = [json.loads(data) for data in ControlPlane.of_run().all_gather(json.dumps(measured).encode())]
@@ -294,7 +293,7 @@ def _of_all_ranks(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of an error and the start of its message, on one line."""
+    """Returns the class of an error and the start of its message, on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 
@@ -314,7 +313,7 @@ def check_close(what: str, ours: float, theirs: Mapping[str, float], tolerance: 
 
 
 def check_same(what: str, ours: Any, theirs: Mapping[str, Any]) -> list[NumericCheck]:
-    """Demand equality of archon's value with every peer's. Raises DisagreementError at the first that differs."""
+    """Check that archon's value equals every peer's. Raises DisagreementError at the first that differs."""
     checks = []
     for peer, value in theirs.items():
         say(f"  {what}: archon and {peer} {'agree' if ours == value else 'DIFFER'}")

@@ -2,7 +2,7 @@
 
 `archon.load_model` against transformers' `from_pretrained` and torch.distributed.checkpoint's Hugging Face reader, as
 it is and into float32. Every side builds its model and then touches every byte of it, since transformers maps the file
-and lets the first use pay: `trained` reads and writes each, as the first optimiser step does; `read` only reads, as
+and lets the first use pay: `trained` reads and writes each, as the first optimizer step does; `read` only reads, as
 inference does. Anonymous memory beyond the model is watched from outside in a run of its own. One side more reads
 nothing: it only has the kernel provide the model's memory, as archon does, below which no copy of the weights can go.
 

@@ -194,11 +194,11 @@ def record_lines(head: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[s
 
 
 def main() -> int:
-    """Calibrate, measure, foretell, print and record."""
+    """Calibrate, measure, predict, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(RANKED), help=f"default: {' '.join(RANKED)}")
     parser.add_argument("--rounds", type=int, default=2, help="sweeps over a model's layouts (default 2)")
-    parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines, written anew")
+    parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines, overwritten")
     options = parser.parse_args()
     if unknown := [name for name in options.models if name not in RANKED]:
         parser.error(f"no such model here: {', '.join(unknown)}; expected some of {', '.join(RANKED)}")

@@ -67,7 +67,7 @@ def train(layout: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), help=f"default: {' '.join(LAYOUTS)}")
-    parser.add_argument("--record", type=Path, required=True, help="JSON lines, written anew")
+    parser.add_argument("--record", type=Path, required=True, help="JSON lines, overwritten")
     parser.add_argument("--aim", type=float, default=AIM, help="reward to reach")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, overrides = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]

@@ -52,7 +52,7 @@ Conversations = list[list[tuple[list[int], int]]]
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
-    """One of the two processes beside the server."""
+    """One of the two processes next to the server."""
     return {"bare": bare, "agents": agents}[side](options)
 
 
@@ -284,7 +284,7 @@ def one_round(number: int, served: dict[str, Any], alone: dict[str, Any]) -> dic
 
 
 def started(side: str, options: dict[str, Any]) -> Worker:
-    """A process beside the server; `BenchmarkError` where it cannot run."""
+    """Start a process next to the server. Raises BenchmarkError if it cannot run."""
     worker = Worker("benchmarks.serve_load", side, options)
     if worker.missing is not None:
         raise harness.BenchmarkError(f"{side}: {worker.missing}")
@@ -293,7 +293,7 @@ def started(side: str, options: dict[str, Any]) -> Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, help="JSON lines, written anew")
+    parser.add_argument("--record", type=Path, help="JSON lines, overwritten")
     parser.add_argument("--seconds", type=float, default=300.0, help="of serving (default 300)")
     parser.add_argument("--model", default="26M", help="of benchmarks.checkpoints (default 26M)")
     parser.add_argument("--turns", type=int, default=3, help="of a session (default 3)")

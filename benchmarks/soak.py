@@ -79,7 +79,7 @@ def soak(folder: Path, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, required=True, help="JSON lines, written anew")
+    parser.add_argument("--record", type=Path, required=True, help="JSON lines, overwritten")
     parser.add_argument("--minutes", type=float, default=30.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

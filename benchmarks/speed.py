@@ -1,8 +1,8 @@
-"""What each device for speed brings: archon with it, and the same without it, in turn.
+"""Measures each optimization of archon: with it and without it, in turn.
 
 A training step of the Qwen3 of 26 million parameters (float32; an even batch of 4 × 512 tokens, many short documents,
 or answers to shared prompts), or its generation (32 prompts, 64 new tokens each). Nothing else differs between the two
-sides, which must compute the same first. Cases named tried-… are the other way about: what is not done, beside what is.
+sides, which must compute the same first. Cases named tried-… measure an optimization that archon does not have.
 
     python -m benchmarks.speed
     python -m benchmarks.speed --case fused-adamw --quick
@@ -24,13 +24,13 @@ from benchmarks.harness import Sides, say
 ARCHON = "archon"
 SHARED_PROMPTS, ANSWERS, PROMPT, ANSWER = 8, 8, 96, 32
 DECODED = 64
-# A step without a device computes the same sums in another order.
+# A step without an optimization computes the same sums in another order.
 TOLERANCE = step_check.TOLERANCE["float32"]
 
 
 class Case(NamedTuple):
-    """`other` is the side beside archon; `change` makes this process that side, before and after the model is made. A
-    run has so many `steps`."""
+    """`other` is the label of the changed side. `change` changes this process, before and after the model is built.
+    `steps` is the number of steps of a run."""
 
     other: str
     kind: str
@@ -38,8 +38,8 @@ class Case(NamedTuple):
     steps: int = 1
 
 
-def rope_per_layer(engine: Any) -> None:
-    """Make the tables in every layer, from the positions of the forward."""
+def compute_rope_per_layer(engine: Any) -> None:
+    """Compute RoPE's tables in every layer, from the positions of the forward."""
     if engine is None:
         return
     rope, seen = engine.model.rope, []
@@ -48,35 +48,35 @@ def rope_per_layer(engine: Any) -> None:
         block.register_forward_pre_hook(lambda *_: type(rope).forward(rope, *seen[0]) and None)
 
 
-def optimizer_of(engine: Any, foreach: bool) -> None:
-    """AdamW by single operations, of a parameter at a time or of all."""
+def use_unfused_adamw(engine: Any, foreach: bool) -> None:
+    """Use AdamW in separate operations, for one parameter at a time or for all (`foreach`)."""
     for group in engine.optimizer.param_groups if engine is not None else ():
         group.update(fused=False, foreach=foreach)
 
 
-def products_by_mkl(engine: Any) -> None:
-    """Every product by torch's own."""
+def use_mkl_products(engine: Any) -> None:
+    """Compute every matrix product with torch's default kernel."""
     from archon.models.layers import matmul
 
     matmul.has_onednn = lambda: False
 
 
-def nothing_kept(engine: Any) -> None:
-    """Give free memory back to the system after every step, whatever the step needs again."""
+def release_free_memory(engine: Any) -> None:
+    """Release free memory to the system after every step."""
     from archon.engine import heap
 
     heap._with_growth = lambda held: 0.0
 
 
-def kernel_for_long_documents(engine: Any) -> None:
-    """torch's attention kernel whatever the length."""
+def disable_blockwise_attention(engine: Any) -> None:
+    """Use torch's attention kernel for documents of any length."""
     from archon.models.attention import blockwise
 
     blockwise.BLOCKWISE_FROM = 1 << 60
 
 
-def plain_layers(engine: Any) -> None:
-    """Norms, rotations and SwiGLU of ordinary operations."""
+def use_plain_layers(engine: Any) -> None:
+    """Compute norms, rotations and SwiGLU in ordinary operations."""
     from archon.models.layers import attention, feed_forward, fused, norm
 
     attention.rotate = fused.plain_rotate
@@ -84,42 +84,42 @@ def plain_layers(engine: Any) -> None:
     norm.rms_norm = fused.plain_rms_norm
 
 
-def documents_as_they_come(engine: Any) -> None:
-    """Documents stay in their order, so that few neighbours are of one length."""
+def keep_document_order(engine: Any) -> None:
+    """Keep documents in the order of the batch instead of sorting them by length."""
     from archon.engine.batch import PackedBatch
 
     PackedBatch.sorted_for_model = lambda self: self  # type: ignore[method-assign]
 
 
-def scores_then_loss(engine: Any) -> None:
-    """The loss of token scores, its gradient made in the backward pass."""
+def disable_fused_loss(engine: Any) -> None:
+    """Compute the loss from token scores, and its gradient in the backward pass."""
     from archon.engine.train_step import MicroBatchRunner
 
     MicroBatchRunner.loss.__kwdefaults__["fuse"] = False
 
 
-def each_prompt_anew(engine: Any) -> None:
-    """What answers have in common is computed once for each of them."""
+def disable_prefix_sharing(engine: Any) -> None:
+    """Compute a shared prompt once for each of its answers."""
     if engine is not None:
         engine._share_prefixes = False
 
 
-def weights_as_trained(engine: Any) -> None:
-    """Decode with the weights as the trainer has them."""
+def decode_with_trained_weights(engine: Any) -> None:
+    """Decode with the trainer's weights, without packing them."""
     from archon.generation import replica
 
     replica._pack_linears = lambda replica: None
 
 
-def one_product(engine: Any) -> None:
-    """Gate and up in one product, and queries, keys and values in another, of weights that lie side by side."""
+def join_projections(engine: Any) -> None:
+    """Compute gate and up in one product, and queries, keys and values in another, from concatenated weights."""
     import torch
 
     from archon.models.layers import attention, feed_forward
     from archon.models.layers.matmul import linear
 
     def join(owner: Any, *names: str) -> Any:
-        """One parameter for several, whose own products give their share of the joint one."""
+        """Replace several linear layers by slices of one product with their concatenated weights."""
         parts = [getattr(owner, name) for name in names]
         joint = torch.nn.Parameter(torch.cat([part.weight.detach() for part in parts]))
         sizes = [part.weight.shape[0] for part in parts]
@@ -148,23 +148,23 @@ def one_product(engine: Any) -> None:
 
 
 CASES = {
-    "rope": Case("tables in every layer", "even", rope_per_layer),
-    "fused-adamw": Case("a parameter at a time", "even", partial(optimizer_of, foreach=False)),
-    "fused-adamw-foreach": Case("foreach", "even", partial(optimizer_of, foreach=True)),
-    "onednn-products": Case("products by MKL", "even", products_by_mkl),
-    "blockwise-attention": Case("torch's kernel", "even", kernel_for_long_documents),
-    "kept-memory": Case("free memory given back", "even", nothing_kept, steps=4),
-    "elementwise-layers": Case("ordinary operations", "even", plain_layers),
-    "fused-loss": Case("scores, then the loss", "even", scores_then_loss),
-    "documents-by-length": Case("documents as they come", "short", documents_as_they_come),
-    "shared-prompts": Case("each prompt anew", "prompts", each_prompt_anew),
-    "decode-weights": Case("weights as trained", "decode", weights_as_trained),
-    "tried-one-product": Case("gate and up, and Q, K and V, in one product each", "even", one_product),
+    "rope": Case("tables in every layer", "even", compute_rope_per_layer),
+    "fused-adamw": Case("a parameter at a time", "even", partial(use_unfused_adamw, foreach=False)),
+    "fused-adamw-foreach": Case("foreach", "even", partial(use_unfused_adamw, foreach=True)),
+    "onednn-products": Case("products by MKL", "even", use_mkl_products),
+    "blockwise-attention": Case("torch's kernel", "even", disable_blockwise_attention),
+    "kept-memory": Case("free memory given back", "even", release_free_memory, steps=4),
+    "elementwise-layers": Case("ordinary operations", "even", use_plain_layers),
+    "fused-loss": Case("scores, then the loss", "even", disable_fused_loss),
+    "documents-by-length": Case("documents as they come", "short", keep_document_order),
+    "shared-prompts": Case("each prompt anew", "prompts", disable_prefix_sharing),
+    "decode-weights": Case("weights as trained", "decode", decode_with_trained_weights),
+    "tried-one-product": Case("gate and up, and Q, K and V, in one product each", "even", join_projections),
 }
 
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """Make the side; what it computes first is compared."""
+    """Prepare the side. Returns the results to compare, and a function that does one run."""
     case = CASES[options["case"]]
     change = (lambda _: None) if side == ARCHON else case.change
     change(None)
@@ -179,7 +179,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
 
 
 def documents(kind: str, options: dict[str, Any]) -> list[Any]:
-    """The batch: of `train_step`, or answers to prompts that several of them share."""
+    """Returns the batch: of `train_step`, or answers to shared prompts."""
     import torch
 
     made = train_step.documents(options)
@@ -190,7 +190,7 @@ def documents(kind: str, options: dict[str, Any]) -> list[Any]:
 
 
 def lengths_of(kind: str) -> list[int]:
-    """Of the documents of a training step, or of the answers to decode."""
+    """Returns the lengths of the documents of a training step, or of the answers to decode."""
     return {
         "even": [512] * 4,
         "short": [12 + 5 * i % 9 for i in range(256)],
@@ -200,9 +200,9 @@ def lengths_of(kind: str) -> list[int]:
 
 
 def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None:
-    """One case: check that both sides compute the same, then time."""
+    """Measure one case: check that both sides compute the same, then time them."""
     case = CASES[name]
-    say(f"speed.{name}: {ARCHON} beside {case.other}")
+    say(f"speed.{name}: {ARCHON} and {case.other}")
     record = harness.new_record("speed", name, options["threads"])
     record.setup = {"model": shape(options["model"]), "lengths": options["lengths"], "dtype": "float32"}
     with Sides("benchmarks.speed", [ARCHON, f"{ARCHON}, {case.other}"], options) as sides:
@@ -226,7 +226,7 @@ def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None
 
 
 def main() -> None:
-    """Parse, make the checkpoint, measure."""
+    """Parse the arguments, make the checkpoint, and measure."""
     parser = harness.parser(__doc__)
     parser.add_argument("--case", choices=CASES, help="one case only")
     arguments = parser.parse_args()

@@ -41,7 +41,7 @@ RAGGED_AIMS = {
 CPU_CASES = {"even": EVEN_AIMS, "ragged": RAGGED_AIMS, "even-two-ranks": TWO_RANKS_AIMS}
 # Tokens of archon's micro-batches on a CPU: a rank's whole even batch; of the ragged one what stays cached.
 CPU_TOKENS = {"even": 2048, "ragged": 1024, "even-two-ranks": 1024}
-# The optimiser of every side. Without weight decay, since the sides decay different parameters by default.
+# The optimizer of every side. Without weight decay, since the sides decay different parameters by default.
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
 Step = Callable[[], dict[str, float]]

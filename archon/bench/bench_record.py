@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from archon.bench.config import Point
+from archon.bench.config import Point, SweepConfig
 from archon.bench.origin import Machine, NumericCheck, Spread, max_by_name
-from archon.schema.config import EngineConfig, StrictModel
+from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError
 
 Status = Literal["ok", "refused", "out of memory", "hung", "deviates", "failed"]
@@ -46,15 +46,11 @@ class RankResult(StrictModel):
     """The measurements of one rank."""
 
     step_s: list[float] = Field(description="seconds of each timed step; none of them is profiled")
-    memory_bytes: dict[str, Annotated[int, Field(lt=2**63)]] = Field(
-        description="by kind: allocated, reserved (GPU), rss_growth"
-    )
+    memory_bytes: dict[str, Annotated[int, Field(lt=2**63)]] = Field(description="allocated, reserved, rss_growth")
     profiled_s: float = Field(description="wall-clock seconds of the profiled step")
     start_us: float = Field(description="start of the profiled step, on a clock shared by all ranks")
     phases_s: dict[str, float] = Field(description="by phase and kind of collective; their sum is the profiled step")
-    schedule_us: tuple[float, float, float] | None = Field(
-        description="of the profiled step: start of the first forward, end of the last backward, busy time in between"
-    )
+    schedule_us: tuple[float, float, float] | None = Field(description="see `schedule_of`, of the profiled step")
     segments: list[Segment] = Field(description="partition of the profiled step, relative to its start")
     collective_busy_s: dict[str, float] = Field(
         default_factory=dict, description="on a GPU, by kind: total time of collectives, overlapped or not"
@@ -93,13 +89,9 @@ class Measurement(StrictModel):
 class PointRequest(StrictModel):
     """The input of a point's ranks. `reference`: a layout and its losses, with which the point's are compared."""
 
-    engine: EngineConfig
+    config: SweepConfig
     point: Point
-    steps: int
-    warmup: int
-    peak_tflops: float | None
     reference: tuple[str, Losses] | None
-    time_limit_s: float
 
 
 class PointResult(StrictModel):
@@ -130,7 +122,8 @@ class BenchRow(StrictModel):
     @property
     def phases_s(self) -> dict[str, float]:
         """Seconds by phase, mean over the ranks, longest first, `other` last."""
-        means = mean_by_name([] if self.measured is None else [rank.phases_s for rank in self.measured.by_rank])
+        ranks = [] if self.measured is None else self.measured.by_rank
+        means = sum_by_name((name, s / len(ranks)) for rank in ranks for name, s in rank.phases_s.items())
         return dict(sorted(means.items(), key=lambda item: (item[0] == "other", -item[1])))
 
     @property
@@ -159,28 +152,16 @@ class BenchRow(StrictModel):
         return [1 - busy / window for _, _, busy in spans]
 
 
-def mean_by_name(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each name's values over the ranks; a missing value counts as 0."""
+def sum_by_name(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Returns the sum of each name's values."""
     sums: dict[str, float] = defaultdict(float)
-    for values in ranks:
-        for name, value in values.items():
-            sums[name] += value / len(ranks)
-    return dict(sums)
-
-
-def phase_sums(segments: Sequence[Segment]) -> dict[str, float]:
-    """Returns the total seconds of segments by name."""
-    sums: dict[str, float] = defaultdict(float)
-    for name, _, length in segments:
-        sums[name] += length / 1e6
+    for name, value in values:
+        sums[name] += value
     return dict(sums)
 
 
 def schedule_of(segments: Sequence[Segment]) -> tuple[float, float, float] | None:
-    """Returns start of the first forward, end of the last backward and busy time in between, in microseconds.
-
-    Returns None if there is neither a forward nor a backward.
-    """
+    """Returns start of the first forward, end of the last backward and busy time between, in µs; None without both."""
     passes = [(start, start + length) for name, start, length in segments if name in ("forward", "backward")]
     if not passes:
         return None

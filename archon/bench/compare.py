@@ -13,7 +13,7 @@ from archon.bench.table import aligned
 def compare_records(a: BenchRecord, b: BenchRecord) -> list[str]:
     """Returns a line for each point of both records: throughput, memory, the ratios B / A, and `faster` or `slower`.
 
-    A point is faster or slower where the two ranges of throughput, minimum to maximum, do not overlap.
+    A point is faster or slower if the two ranges of throughput, minimum to maximum, do not overlap.
     """
     rows_of_b: dict[str, list[BenchRow]] = {}
     for row in b.rows:

@@ -37,7 +37,7 @@ def run_ranks(request: PointRequest, ranks: int, threads: int, folder: Path) -> 
     with (folder / OUTPUT).open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
-            process.wait(request.time_limit_s + GRACE_S)
+            process.wait(request.config.time_limit_s + GRACE_S)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -45,7 +45,7 @@ def run_ranks(request: PointRequest, ranks: int, threads: int, folder: Path) -> 
     result = folder / RESULT
     if process.returncode == 0 and result.exists():
         return PointResult.model_validate_json(result.read_text())
-    return failure_reason(folder, process.returncode, request.time_limit_s)
+    return failure_reason(folder, process.returncode, request.config.time_limit_s)
 
 
 def _terminate(process: subprocess.Popen[Any]) -> None:

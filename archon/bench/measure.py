@@ -16,8 +16,8 @@ from archon.bench.bench_record import (
     PointRequest,
     PointResult,
     RankResult,
-    phase_sums,
     schedule_of,
+    sum_by_name,
 )
 from archon.bench.memory_meter import MemoryMeter
 from archon.bench.origin import NumericCheck, relative_difference, spread
@@ -49,7 +49,8 @@ def measure(request: PointRequest) -> PointResult:
 
     Raises DeviationError, before anything is timed, if the losses differ from the reference, and the engine's errors.
     """
-    config, point = request.engine, request.point
+    sweep, point = request.config, request.point
+    config = sweep.engine_config(point)
     device = resolve_device(config.device)
     start = MemoryMeter(device.type == "cuda")
     engine = ArchonEngine(config)
@@ -66,10 +67,10 @@ def measure(request: PointRequest) -> PointResult:
     first, second = step(), step()
     losses = Losses(loss=first["loss"], grad_norm=first["grad_norm"], loss_after_one_step=second["loss"])
     checks = [] if request.reference is None else compare_losses(losses, *request.reference, point.dtype)
-    for _ in range(request.warmup - 2):
+    for _ in range(sweep.warmup - 2):
         step()
     meter = MemoryMeter(device.type == "cuda")
-    seconds = [_timed(step, world) for _ in range(request.steps)]
+    seconds = [_timed(step, world) for _ in range(sweep.steps)]
     memory = _memory(start, meter)
     with CollectiveRecorder(group_names(engine.parallel_dims)) as recorder:
         step()
@@ -80,7 +81,7 @@ def measure(request: PointRequest) -> PointResult:
         memory_bytes=memory,
         profiled_s=profiled_s,
         start_us=profile.start,
-        phases_s=phase_sums(profile.segments),
+        phases_s=sum_by_name((name, length / 1e6) for name, _, length in profile.segments),
         schedule_us=schedule_of(profile.segments),
         segments=shortened(profile.segments),
         collective_busy_s=profile.collective_busy_s,
@@ -89,7 +90,7 @@ def measure(request: PointRequest) -> PointResult:
     by_rank = [RankResult.model_validate(json.loads(data)) for data in world.all_gather(own.model_dump_json().encode())]
     slowest = [max(times) for times in zip(*(rank.step_s for rank in by_rank), strict=True)]
     flops = MatmulShape.from_args(engine.args).packed(point.shape.lengths)
-    peak, source = _peak(device, point.dtype, request.peak_tflops, by_rank)
+    peak, source = _peak(device, point.dtype, sweep.peak_tflops, by_rank)
     measurement = Measurement(
         ranks=world.size,
         threads=torch.get_num_threads(),

@@ -31,7 +31,7 @@ class MemoryMeter:
     """Measures the peak memory of this process from construction to `read`.
 
     `rss_peak` is the process's peak of resident memory, `rss_above_start` its growth; on a GPU also torch's peaks
-    `allocated` and `reserved`. `rss` is the resident memory at the start, 0 where it cannot be determined.
+    `allocated` and `reserved`. `rss` is the resident memory at the start, 0 if it cannot be determined.
 
     Args:
         on_gpu: measure GPU memory too, if there is a GPU.

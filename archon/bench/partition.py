@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from archon.bench.bench_record import COMPUTE, Segment
+from archon.bench.bench_record import COMPUTE, Segment, sum_by_name
 from archon.parallel.collectives import collective_kind
 
 LABEL = "archon:"
@@ -58,14 +58,10 @@ def read_profile(trace: dict[str, Any], on_gpu: bool) -> Profile:
     whole = Span(STEP, step["ts"], step["ts"] + step["dur"])
     spans = [_span(event) for event in events if on_gpu or event["tid"] == step["tid"]]
     host = nested(whole, [span for span in spans if span and span.start >= whole.start and span.end <= whole.end])
-    busy: dict[str, float] = {}
-    parts = host
-    if on_gpu:
-        kernels = list(_kernels(events, host))
-        for span in kernels:
-            if span.name not in (*COMPUTE, OTHER):
-                busy[span.name] = busy.get(span.name, 0.0) + (span.end - span.start) / 1e6
-        parts = covered(whole, kernels)
+    kernels = list(_kernels(events, host)) if on_gpu else []
+    collectives = [span for span in kernels if span.name not in (*COMPUTE, OTHER)]
+    busy = sum_by_name((span.name, (span.end - span.start) / 1e6) for span in collectives)
+    parts = covered(whole, kernels) if on_gpu else host
     base = float(trace.get("baseTimeNanoseconds", 0)) / 1e3
     return Profile(base + whole.start, _segments(parts, whole.start), busy)
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from archon.bench.bench_record import PointRequest
@@ -22,7 +23,7 @@ def main(path: Path) -> None:
     rank, folder = os.environ.get("RANK", "0"), path.parent
     request = PointRequest.model_validate_json(path.read_text())
     stacks = (folder / STACKS.format(rank)).open("w")
-    faulthandler.dump_traceback_later(request.time_limit_s, exit=True, file=stacks)
+    faulthandler.dump_traceback_later(request.config.time_limit_s, exit=True, file=stacks)
     try:
         import torch.distributed as dist
 
@@ -37,8 +38,6 @@ def main(path: Path) -> None:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         content = {"kinds": kinds, "message": str(error), "time": time.time()}
         (folder / ERROR.format(rank)).write_text(json.dumps(content))
-        import traceback
-
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # immediately, since the other ranks may be waiting in a collective and cannot take part in an exit

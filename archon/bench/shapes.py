@@ -40,7 +40,9 @@ class Shape(StrictModel):
 def even_shape(length: int, tokens: int) -> Shape:
     """Returns `tokens` in documents of `length`. Raises ConfigError if they do not divide evenly."""
     if length < 2 or tokens % length:
-        raise ConfigError(f"--tokens {tokens} is not a multiple of --seq {length}; a step has whole documents")
+        raise ConfigError(
+            f"--tokens {tokens} is not a multiple of --seq {length}; documents are not split across steps"
+        )
     return Shape(name=f"{tokens // length}×{length}", lengths=[length] * (tokens // length))
 
 

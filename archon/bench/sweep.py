@@ -61,15 +61,7 @@ def run_point(config: SweepConfig, point: Point, reference: tuple[str, Losses] |
     ranks = parse_layout(point.layout).world_size
     if reason := config.error(point):
         return BenchRow(point=point, status="refused", reason=one_line(reason))
-    request = PointRequest(
-        engine=config.engine_config(point),
-        point=point,
-        steps=config.steps,
-        warmup=config.warmup,
-        peak_tflops=config.peak_tflops,
-        reference=reference,
-        time_limit_s=config.time_limit_s,
-    )
+    request = PointRequest(config=config, point=point, reference=reference)
     threads = config.threads or max(1, machine().cores // ranks)
     with tempfile.TemporaryDirectory(prefix="archon-bench-") as folder:
         result = run_ranks(request, ranks, threads, Path(folder))

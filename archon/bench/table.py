@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from archon.bench.bench_record import BenchRecord, BenchRow, Measurement, mean_by_name
+from archon.bench.bench_record import BenchRecord, BenchRow, Measurement, sum_by_name
 
 MEMORY = {"allocated": "allocated", "reserved": "reserved", "rss_growth": "RSS growth"}
 
@@ -84,10 +84,11 @@ def _figures(row: BenchRow, m: Measurement) -> list[str]:
 
 
 def _phases(row: BenchRow, m: Measurement) -> list[str]:
-    whole = sum(row.phases_s.values())
-    parts = ", ".join(f"{name} {1e3 * s:.2f} ({100 * s / whole:.0f} %)" for name, s in row.phases_s.items())
-    lines = [f"  phases, ms  {parts}; {1e3 * whole:.2f} in all, under the profiler"]
-    if busy := mean_by_name([rank.collective_busy_s for rank in m.by_rank]):
+    total = sum(row.phases_s.values())
+    parts = ", ".join(f"{name} {1e3 * s:.2f} ({100 * s / total:.0f} %)" for name, s in row.phases_s.items())
+    lines = [f"  phases, ms  {parts}; {1e3 * total:.2f} in all, under the profiler"]
+    busy = sum_by_name((kind, s / m.ranks) for rank in m.by_rank for kind, s in rank.collective_busy_s.items())
+    if busy:
         lines.append("  of which hidden or not, ms  " + ", ".join(f"{k} {1e3 * s:.2f}" for k, s in busy.items()))
     return lines
 

@@ -182,32 +182,23 @@ def _experts(args: Any, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]
     return tensors, working
 
 
-@dataclass(frozen=True)
-class HeadMemory:
-    """Bytes of final norm, head and weighted loss of one micro-batch.
+def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str) -> tuple[int, int]:
+    """Returns the bytes of final norm, head and `archon.models.token_scores.weighted_loss`, with all tokens scored.
 
-    `forward` is their peak. `gradient` is the gradient of the head's weight, which the forward computes and which stays
-    until the embedding's gradient has been computed.
+    The first number is the peak in the forward. The second is the gradient of the head's weight, which the forward
+    computes and which stays until the embedding's gradient has been computed.
     """
-
-    forward: int
-    gradient: int
-
-
-def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str = "cuda") -> HeadMemory:
-    """Returns the memory of `archon.models.token_scores.weighted_loss` where all tokens are scored."""
     T, b, wide, dim = shard.tokens, shard.bytes, shard.wide, args.dim
     normed = shard.rows * (dim * b * 2 + wide)
     if args.is_critic:
-        return HeadMemory(normed + 2 * T * wide, 0)
+        return normed + 2 * T * wide, 0
     vocab = args.vocab_size // shard.layout.tp
     rows, columns = tile_shape(T, vocab, torch.device(device_type), whole_rows=True)
-    narrow = b < wide
     tiles = rows * vocab * wide + rows * columns * wide
     sums = (T * dim + vocab * dim) * wide
-    if narrow:
+    if b < wide:
         # A tile and its products in the compute dtype, or at the end both sums converted to it.
         temporary = max(rows * columns + (max(rows, columns) + rows) * dim, (T + vocab) * dim) * b
     else:
         temporary = rows * dim * b
-    return HeadMemory(normed + T * dim * b + tiles + sums + temporary, vocab * dim * b)
+    return normed + T * dim * b + tiles + sums + temporary, vocab * dim * b

@@ -15,7 +15,7 @@ PARTS = ("weights", "moments", "gradients", "gathered", "activations", "head")
 def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
     """Returns tokens per second of one GPU, and MFU with attention counted causally and in full."""
     request = plan.request
-    # Only tokens of whole documents are trained on.
+    # A step trains on complete documents only.
     tokens = request.tokens // request.seq * request.seq
     rate = tokens / candidate.seconds.total / request.gpus
     peak = plan.hardware.flops(request.dtype)

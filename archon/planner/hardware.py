@@ -33,23 +33,13 @@ class Hardware(StrictModel):
     link_efficiency: float = Field(gt=0, le=1, description="share of a link's bandwidth that collectives reach")
 
     # Only calibrated CPUs set these: on GPUs the host runs ahead of the device, and each rank has a device of its own.
-    processors: float = Field(
-        0, ge=0, description="ranks of a node that can run at full speed at the same time; 0: all of them"
-    )
-    overlap: float = Field(
-        1, ge=0, le=1, description="share of the traffic of weights and pipeline stages overlapped with computation"
-    )
-    node_latency_per_rank_s: float = Field(
-        0, ge=0, description="added to node_latency_s for each rank beyond the second, seconds"
-    )
-    layer_overhead_s: float = Field(
-        0, ge=0, description="host time of a layer, forward and backward of a micro-batch, seconds"
-    )
-    micro_batch_overhead_s: float = Field(
-        0, ge=0, description="host time of embedding, head and loss of a micro-batch, seconds"
-    )
+    processors: float = Field(0, ge=0, description="ranks of a node that can run at full speed at once; 0: all")
+    overlap: float = Field(1, ge=0, le=1, description="share of FSDP and pipeline traffic overlapped with computation")
+    node_latency_per_rank_s: float = Field(0, ge=0, description="further latency of each rank beyond two, seconds")
+    layer_overhead_s: float = Field(0, ge=0, description="host time of a layer of a micro-batch, seconds")
+    micro_batch_overhead_s: float = Field(0, ge=0, description="host time of the rest of a micro-batch, seconds")
     shard_overhead_s: float = Field(
-        0, ge=0, description="host time of FSDP to gather or reduce-scatter a block, without the collective, seconds"
+        0, ge=0, description="host time of FSDP per gather or reduction of a block, seconds"
     )
 
     def flops(self, dtype: str) -> float:

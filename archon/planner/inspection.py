@@ -17,7 +17,7 @@ from archon.schema.errors import ConfigError, UnknownModelError
 
 # Bytes of one parameter in bfloat16 for inference, and of a float32 master weight in training.
 SERVED_BYTES, MASTER_BYTES = 2, 4
-# At most so many errors of a config are listed.
+# Maximum number of errors of a config that are listed.
 MAX_ERRORS = 50
 
 
@@ -81,25 +81,24 @@ def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int
 
 
 def config_errors(args_class: type[BaseModelArgs], config: Mapping[str, Any]) -> list[str]:
-    """Returns the errors of a config, one line per field: each wrong field is removed and the rest is read again."""
-    remaining, found = dict(config), list[str]()
-    while len(found) < MAX_ERRORS:
+    """Returns the errors of a config, one line per field: removes each wrong field and reads the rest again."""
+    remaining, errors = dict(config), list[str]()
+    while len(errors) < MAX_ERRORS:
         try:
             args_class.from_hf_config(remaining)
+            break
         except ConfigError as error:
             name = (error.field or "").partition(".")[0]
             # A required field has one error for its value, and would get another one for being missing.
             if not name or name not in remaining:
-                return found or [str(error)]
-            found.append(str(error))
+                return errors or [str(error)]
+            errors.append(str(error))
             del remaining[name]
-        else:
-            return found
-    return found
+    return errors
 
 
 def _flops(config: Mapping[str, Any], seq_len: int) -> Flops | None:
-    """Returns FLOPs per token; None where the config does not have the fields to count them."""
+    """Returns FLOPs per token, or None if the config does not have the fields to compute them."""
     try:
         if config.get("num_hidden_layers", 0) > MAX_LAYERS:
             return None

@@ -15,7 +15,6 @@ from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan, plan_stages
 from archon.planner.activations import (
     BlockActivations,
-    HeadMemory,
     MicroBatchShard,
     block_activations,
     head_memory,
@@ -139,16 +138,14 @@ def candidate_ranks(layout: ParallelLayout, plan: StagePlan | None) -> list[int]
     """
     if plan is None:
         return [0]
-
-    def layers(rank: int) -> int:
-        return sum(end - first for first, end in (plan.layers[stage] for stage in plan.stages_of(rank)))
-
+    sizes = [end - first for first, end in plan.layers]
+    layers = [sum(sizes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.pp)]
     stage = layout.world_size // layout.pp
-    return [rank * stage for rank in sorted({0, plan.pp - 1, max(range(plan.pp), key=layers)})]
+    return [rank * stage for rank in sorted({0, plan.pp - 1, layers.index(max(layers))})]
 
 
 class _Step:
-    """One rank's training step, and its memory at the points where it can peak."""
+    """Memory of one rank in a training step, at each point where it can peak."""
 
     def __init__(
         self,
@@ -160,36 +157,36 @@ class _Step:
         tokens: int,
         micro_batches: int,
     ) -> None:
-        self.model, self.config, self.layout, self.plan = model, config, layout, plan
+        self.model, self.config, self.plan = model, config, plan
         self.micro_batches = micro_batches if plan is None else plan.micro_batches(micro_batches)
         self.shard = MicroBatchShard(layout, tokens, WIDTHS[config.dtype])
         self.counts = rank_parameters(model.weights, layout, plan, rank)
         self.pp_rank = rank // (layout.world_size // layout.pp)
         self.stages = [0] if plan is None else plan.stages_of(self.pp_rank)
         self.n_stages = 1 if plan is None else plan.n_stages
+        self.in_flight = 1 if plan is None else in_flight(plan, self.pp_rank, self.micro_batches)
+        self.has_head = self.n_stages - 1 in self.stages
+        head = head_memory(model.args, self.shard, model.device_type) if self.has_head else (0, 0)
+        self.head_forward, self.head_gradient = head
         self.sharded = layout.world_size > 1 or self.shard.bytes < self.shard.wide
+        # Whether unreduced gradients are accumulated over micro-batches.
+        self.accumulates = self.micro_batches > 1 and config.gradient_reduction == "per_step"
+        # Bytes of gradients that earlier micro-batches have accumulated, in this rank's shards and unreduced.
+        self.accumulated_shards = self.accumulated_unreduced = 0
         self.layer, self.rest = self.counts.largest_layer, self.counts.rest
         self.first_stage_layers = max(len(self._layers(self.stages[0])), 1)
-        masters = self.counts.own * self.shard.wide
+        self.hidden_states = self.shard.rows * model.args.dim * self.shard.bytes
+        self.gradient_shards = masters = self.counts.own * self.shard.wide
         self.base = MemoryEstimate(masters, 2 * masters, 0, 0, 0, 0, 0)
+        if self.micro_batches > 1 and not (self.accumulates and self.sharded):
+            self.accumulated_shards = self.gradient_shards
+        elif self.accumulates and self.micro_batches > self.in_flight:
+            self.accumulated_unreduced = self.counts.gathered * self.shard.wide
 
     def estimates(self) -> list[MemoryEstimate]:
         """Returns the memory at each point of the step where it can peak."""
         estimates = [self.at_start_of_backward(second_block) for second_block in (False, True)] + [self.at_end()]
         return [*estimates, self.in_head()] if self.has_head else estimates
-
-    @property
-    def has_head(self) -> bool:
-        return self.n_stages - 1 in self.stages
-
-    @property
-    def head(self) -> HeadMemory:
-        return head_memory(self.model.args, self.shard, self.model.device_type) if self.has_head else HeadMemory(0, 0)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether unreduced gradients are accumulated over micro-batches."""
-        return self.micro_batches > 1 and self.config.gradient_reduction == "per_step"
 
     # Activations
 
@@ -203,15 +200,10 @@ class _Step:
             total += count * {"none": block.saved, "full": block.input, "op": block.kept_by_op}[mode]
         # Cosines and sines [T, D / 2], and integers per token: ids, positions, labels, indices.
         total += self.shard.tokens * (self.model.args.head_dim * self.shard.bytes + 64)
-        return total + (self._hidden if stage < self.n_stages - 1 else 0)
+        return total + (self.hidden_states if stage < self.n_stages - 1 else 0)
 
     def _layers(self, stage: int) -> range:
         return range(self.model.args.n_layers) if self.plan is None else range(*self.plan.layers[stage])
-
-    @property
-    def _hidden(self) -> int:
-        """Bytes of the hidden states of one micro-batch."""
-        return self.shard.rows * self.model.args.dim * self.shard.bytes
 
     def _mode(self, position: int) -> str:
         """Returns the recompute mode (`none`, `full` or `op`) of a stage's block; `position` counts from 1."""
@@ -241,11 +233,7 @@ class _Step:
         inner = sum((stage > 0) + (stage < self.n_stages - 1) for stage in self.stages)
         received = sum(stage > 0 for stage in self.stages)
         # Received hidden states are the first block's input, which is counted among its saved tensors.
-        return self._hidden * (inner * self.micro_batches - (received > 0) * self.in_flight)
-
-    @property
-    def in_flight(self) -> int:
-        return 1 if self.plan is None else in_flight(self.plan, self.pp_rank, self.micro_batches)
+        return self.hidden_states * (inner * self.micro_batches - (received > 0) * self.in_flight)
 
     @property
     def activations(self) -> int:
@@ -259,16 +247,16 @@ class _Step:
         """Returns memory in the forward of the head."""
         return replace(
             self.base,
-            gradients=self._accumulated_gradients,
+            gradients=self.accumulated_shards,
             gathered=self._gathered(self.layer),
-            unreduced=self._unreduced_gradients,
+            unreduced=self.accumulated_unreduced,
             activations=self.activations,
-            head=self.head.forward,
+            head=self.head_forward,
         )
 
     def at_start_of_backward(self, second_block: bool) -> MemoryEstimate:
         """Returns memory in the backward of the last block, or of the one before it while the last one is reduced."""
-        gradients, unreduced = self._accumulated_gradients, self._unreduced_gradients
+        gradients, unreduced = self.accumulated_shards, self.accumulated_unreduced
         if self.sharded:
             unreduced += self.layer * self.shard.bytes // 3
         elif not self.accumulates:
@@ -278,14 +266,14 @@ class _Step:
             freed = min(self.saved(stage) // self.first_stage_layers for stage in self.stages)
             if self.sharded and not self.accumulates:
                 unreduced += self.layer * self.shard.wide
-                gradients = max(gradients, self._gradient_shards // self.model.args.n_layers)
+                gradients = max(gradients, self.gradient_shards // self.model.args.n_layers)
         return replace(
             self.base,
             gradients=gradients,
             gathered=self._gathered(2 * self.layer),
             unreduced=unreduced,
             activations=self.activations - freed + self._backward_working(),
-            head=self.head.gradient,
+            head=self.head_gradient,
         )
 
     def at_end(self) -> MemoryEstimate:
@@ -296,26 +284,11 @@ class _Step:
         input_bytes = self._block(self.model.sparse[0]).input
         return replace(
             self.base,
-            gradients=self._gradient_shards,
+            gradients=self.gradient_shards,
             gathered=self._gathered(0),
             unreduced=unreduced,
             activations=self.saved(self.stages[0]) // self.first_stage_layers + input_bytes,
         )
-
-    @property
-    def _gradient_shards(self) -> int:
-        return self.counts.own * self.shard.wide
-
-    @property
-    def _accumulated_gradients(self) -> int:
-        """Bytes of this rank's gradient shards from earlier micro-batches."""
-        return self._gradient_shards if self.micro_batches > 1 and not (self.accumulates and self.sharded) else 0
-
-    @property
-    def _unreduced_gradients(self) -> int:
-        """Bytes of unreduced gradients accumulated by earlier micro-batches."""
-        accumulated = self.accumulates and self.sharded and self.micro_batches > self.in_flight
-        return self.counts.gathered * self.shard.wide if accumulated else 0
 
     def _gathered(self, layers: int) -> int:
         if not self.sharded:

@@ -86,7 +86,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class CandidateFit:
-    """A candidate with its predicted memory; `spare` is the bytes left over, negative where it does not fit."""
+    """A candidate with its predicted memory; `spare` is the bytes left over, negative if it does not fit."""
 
     candidate: Candidate
     memory: MemoryEstimate
@@ -97,10 +97,8 @@ class CandidateFit:
 class Rejections:
     """Counts of what a search rejected.
 
-    Attributes:
-        overfull: layouts × pipeline schedules whose masters, gradients and moments alone exceed the memory.
-        idle: layouts × pipeline schedules with too few documents for all ranks and stages.
-        refused: candidates that fit but are rejected by the engine, by its message.
+    `overfull`: layouts × schedules whose masters, gradients and moments alone exceed the memory. `idle`: layouts ×
+    schedules with too few documents for all ranks and stages. `refused`: candidates that fit, by the engine's error.
     """
 
     overfull: int = 0
@@ -271,11 +269,8 @@ def layouts(args: BaseModelArgs, gpus: int, gpus_per_node: int) -> Iterator[Para
         if tp > node or pp > args.n_layers or gpus % (tp * pp):
             continue
         for cp, replicas in product(_divisors(gpus // (tp * pp)), repeat=2):
-            rest = gpus // (tp * pp) // cp
-            if cp > MAX_CONTEXT or rest % replicas:
-                continue
-            shard = rest // replicas
-            if replicas > 1 and shard * cp * tp < node:
+            shard, remainder = divmod(gpus // (tp * pp) // cp, replicas)
+            if cp > MAX_CONTEXT or remainder or (replicas > 1 and shard * cp * tp < node):
                 continue
             for etp in sorted({1, tp}):
                 expert_ranks = shard * cp * (tp if etp == 1 else 1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from archon.models.args import BaseModelArgs
 from archon.models.flops import MatmulShape
@@ -128,7 +129,7 @@ class TimeModel:
         self._layers = [(active, total, flops) for (active, total), flops in zip(networks, causal, strict=True)]
         """By layer: active and all parameters of its feed-forward network, and attention's FLOPs per token."""
         self._stages: dict[object, StepTime] = {}
-        self._ranks_of_plan: dict[StagePlan | None, Counter[tuple[tuple[Layers, bool], ...]]] = {}
+        self._distinct_ranks = lru_cache(maxsize=None)(self._count_ranks)
 
     def step(
         self,
@@ -160,15 +161,13 @@ class TimeModel:
         parts["optimiser"] = OPTIMIZER_PASSES * (counts.own * max(4, WIDTHS[config.dtype])) / self._memory
         return StepTime(**{name: seconds * slowdown for name, seconds in parts.items()} | {"bubble": bubble})
 
-    def _distinct_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
+    def _count_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
         """Returns the number of pipeline ranks with equal stages, each given as (layers, whether it is the last)."""
-        if plan not in self._ranks_of_plan:
-            bounds = [(0, self.args.n_layers)] if plan is None else plan.layers
-            layers = [tuple(sorted(Counter(self._layers[slice(*bound)]).items())) for bound in bounds]
-            stages = [(of_stage, stage == len(layers) - 1) for stage, of_stage in enumerate(layers)]
-            ranks = [[0]] if plan is None else [plan.stages_of(rank) for rank in range(plan.pp)]
-            self._ranks_of_plan[plan] = Counter(tuple(stages[stage] for stage in own) for own in ranks)
-        return self._ranks_of_plan[plan]
+        bounds = [(0, self.args.n_layers)] if plan is None else plan.layers
+        layers = [tuple(sorted(Counter(self._layers[slice(*bound)]).items())) for bound in bounds]
+        stages = [(of_stage, stage == len(layers) - 1) for stage, of_stage in enumerate(layers)]
+        ranks = [[0]] if plan is None else [plan.stages_of(rank) for rank in range(plan.pp)]
+        return Counter(tuple(stages[stage] for stage in own) for own in ranks)
 
     @property
     def _memory(self) -> float:

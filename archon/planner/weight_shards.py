@@ -83,7 +83,7 @@ def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """A model's weights. `tied`: the head is the embedding, of which a pipeline's last stage has a copy.
+    """A model's weights. `tied`: the head is the embedding; a pipeline's last stage has a copy of it.
 
     `layers` has, by layer, the index of its weights in `distinct_layers`.
     """
@@ -106,18 +106,17 @@ class ModelWeights:
         tied = args.tie_word_embeddings and not args.is_critic
         return cls(tuple(map(distinct.index, layers)), distinct, outside["tok_embeddings"], head, tied)
 
-    def root(self, first: bool, last: bool) -> tuple[ParameterShape, ...]:
-        """Returns a stage's weights outside layers: embedding, final norm and head; a tied head only once."""
-        weights = self.embedding if first else ()
-        if last:
-            weights += tuple(w for w in self.head if not (first and self.tied and w.role == "head"))
-        return weights
-
     def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:
-        """Returns the layers and the other weights of a pipeline stage, or of the whole model without a pipeline."""
-        if plan is None:
-            return self.layers, self.root(True, True)
-        return self.layers[slice(*plan.layers[stage])], self.root(stage == 0, stage == plan.n_stages - 1)
+        """Returns the layers of a pipeline stage, or of the whole model without a pipeline, and its other weights.
+
+        These are the embedding, the final norm and the head; a tied head is counted only once.
+        """
+        layers = self.layers if plan is None else self.layers[slice(*plan.layers[stage])]
+        first, last = stage == 0, plan is None or stage == plan.n_stages - 1
+        others = self.embedding if first else ()
+        if last:
+            others += tuple(w for w in self.head if not (first and self.tied and w.role == "head"))
+        return layers, others
 
 
 def _weights(module: nn.Module) -> Iterator[ParameterShape]:

@@ -15,8 +15,8 @@ __all__ = ["load_run", "render_bench", "render_page", "write_bench_report", "wri
 def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: bool = True) -> list[Path]:
     """Write `report.html` and one PNG per panel to `out` (default `run_dir/report`). Returns the files written.
 
-    Raises ConfigError where `run_dir` holds no metrics, and UserError, naming the extra `plots`, where `curves` is True
-    and matplotlib is not installed. The page does not need it and is written first.
+    Raises ConfigError if `run_dir` holds no metrics, and UserError, naming the extra `plots`, if `curves` is True and
+    matplotlib is not installed. The page does not need matplotlib and is written first.
     """
     run = load_run(run_dir)
     folder = Path(out) if out is not None else run.path / "report"
@@ -27,7 +27,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, curves: 
 
 
 def write_bench_report(record: str | Path, out: str | Path | None = None) -> list[Path]:
-    """Write the page of a sweep's record beside it, or to the folder `out`. Returns the files written.
+    """Write the page of a sweep's record next to it, or to the folder `out`. Returns the files written.
 
     Raises ConfigError for a file that is not a record.
     """

@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from archon.bench.bench_record import BenchRecord, BenchRow
+from archon.bench.bench_record import BETWEEN_STAGES, BenchRecord, BenchRow
 from archon.bench.table import describe
 from archon.report.curves import COLORS
 
-# The page's colors by phase; collectives have one of the others.
+# Colors by phase and collective between stages; other collectives have COLLECTIVE_COLOR.
 PHASE_COLORS = {"forward": COLORS[0], "backward": COLORS[1], "head": COLORS[3], "optimizer": COLORS[2]}
-COLLECTIVE_COLOR, BETWEEN_STAGES_COLOR = COLORS[5], COLORS[4]
-BETWEEN_STAGES = ("send", "recv", "send_recv", "broadcast")
+PHASE_COLORS |= dict.fromkeys((*BETWEEN_STAGES, "broadcast"), COLORS[4])
+COLLECTIVE_COLOR = COLORS[5]
 
 
 def bench_data(record: BenchRecord, path: Path) -> dict[str, Any]:
     """Returns the data for the page's script; times in milliseconds, memory in MiB."""
+    rates = [(row, row.measured.tokens_per_s) for row in record.rows if row.measured]
+    sizes = [(row, row.peak_bytes / 2**20) for row in record.rows if row.peak_bytes is not None]
+    throughput = [_bar(row, rate.median, rate.min, rate.max) for row, rate in rates]
+    memory = [_bar(row, size, size, size) for row, size in sizes]
     return {
         "name": f"{Path(str(record.setup.get('sweep', {}).get('model', ''))).name or 'model'}: layouts side by side",
         "path": str(path.resolve()),
@@ -24,34 +28,21 @@ def bench_data(record: BenchRecord, path: Path) -> dict[str, Any]:
         "command": record.command,
         "where": f"{record.machine.cpu}, {record.machine.cores} cores at {record.commit}",
         "bars": [
-            {"title": "Throughput", "unit": "tokens a second", "bars": _bars(record, throughput)},
-            {"title": "Memory", "unit": "MiB, the largest rank", "bars": _bars(record, memory)},
+            {"title": "Throughput", "unit": "tokens a second", "bars": throughput},
+            {"title": "Memory", "unit": "MiB, the largest rank", "bars": memory},
         ],
         "points": [_point(row) for row in record.rows],
     }
 
 
-def throughput(row: BenchRow) -> tuple[float, float, float] | None:
-    """Returns median, minimum and maximum, in tokens per second; None where nothing was measured."""
-    rate = row.measured.tokens_per_s if row.measured else None
-    return None if rate is None else (rate.median, rate.min, rate.max)
-
-
-def memory(row: BenchRow) -> tuple[float, float, float] | None:
-    """Returns the maximum over the ranks in MiB, as (value, minimum, maximum), which are equal."""
-    sizes = row.peak_memory
-    size = sizes.get("allocated", sizes.get("rss_growth"))
-    return None if size is None else (size / 2**20,) * 3
-
-
-def _bars(record: BenchRecord, value: Any) -> list[dict[str, Any]]:
-    found = ((row.point.name, value(row)) for row in record.rows)
-    return [{"name": name, "value": of[0], "min": of[1], "max": of[2]} for name, of in found if of is not None]
+def _bar(row: BenchRow, value: float, low: float, high: float) -> dict[str, Any]:
+    return {"name": row.point.name, "value": value, "min": low, "max": high}
 
 
 def _point(row: BenchRow) -> dict[str, Any]:
     m = row.measured
     ranks = [] if m is None else m.by_rank
+    color = PHASE_COLORS.get
     begin = min((rank.start_us for rank in ranks), default=0.0)
     return {
         "name": row.point.name,
@@ -59,14 +50,15 @@ def _point(row: BenchRow) -> dict[str, Any]:
         "text": "\n".join(describe(row)[1:]),
         "lanes": [
             [
-                [name, round((rank.start_us - begin + start) / 1e3, 4), round(length / 1e3, 4), _color(name)]
+                [
+                    name,
+                    round((rank.start_us - begin + start) / 1e3, 4),
+                    round(length / 1e3, 4),
+                    color(name, COLLECTIVE_COLOR),
+                ]
                 for name, start, length in rank.segments
                 if name != "other"
             ]
             for rank in ranks
         ],
     }
-
-
-def _color(name: str) -> str:
-    return PHASE_COLORS.get(name) or (BETWEEN_STAGES_COLOR if name in BETWEEN_STAGES else COLLECTIVE_COLOR)

@@ -1,4 +1,4 @@
-"""Draws the curves of a run as PNG files, by matplotlib."""
+"""Draws the curves of a run as PNG files with matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 def draw_curves(run: RunData, folder: Path) -> list[Path]:
     """Draw each panel of `run` as `folder/<name>.png`. Returns the paths.
 
-    Raises UserError, naming the extra, where matplotlib is not installed.
+    Raises UserError, naming the extra, if matplotlib is not installed.
     """
     try:
         import matplotlib.pyplot as plt

@@ -22,7 +22,7 @@ from archon.report.bench_page import bench_data
 from archon.report.curves import COLORS, moving_average
 from archon.report.run_data import RunData, Series
 
-# Concatenated in this order to one script; the first has the functions that the others share.
+# Concatenated in this order to one script; the first file defines functions that the others use.
 SCRIPTS = ("common.js", "charts.js", "trajectories.js", "page.js")
 BENCH_SCRIPTS = ("common.js", "charts.js", "bench.js")
 
@@ -51,7 +51,7 @@ def _render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
     page = (assets / "page.html").read_text(encoding="utf-8")
     head, *parts = page.split("{{")
     text = head + "".join(fields[name] + rest for name, _, rest in (part.partition("}}") for part in parts))
-    # Half a surrogate pair, which no file can hold, becomes a question mark.
+    # A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -60,7 +60,7 @@ def _page_data(run: RunData) -> dict[str, Any]:
         "name": run.path.resolve().name,
         "path": str(run.path.resolve()),
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "steps": run.last_step,
+        "steps": max(series.steps[-1] for series in run.series.values()),
         "seconds": round(run.seconds),
         "colors": COLORS,
         "panels": [

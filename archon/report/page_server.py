@@ -14,7 +14,7 @@ HOST = "127.0.0.1"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves one run at `/`. `port` 0 chooses a free port. Raises ConfigError where the port is in use."""
+    """Serves one run at `/`. `port` 0 chooses a free port. Raises ConfigError if the port is in use."""
 
     daemon_threads = True
     allow_reuse_address = False  # a second server on the same port is a mistake, not a restart
@@ -64,7 +64,7 @@ class ReportHandler(BaseHTTPRequestHandler):
 
 
 def serve_report(run_dir: str | Path, port: int) -> None:
-    """Serve the page until interrupted. Raises ConfigError where the run has no metrics yet."""
+    """Serve the page until interrupted. Raises ConfigError if the run has no metrics yet."""
     load_run(run_dir)
     with ReportServer(run_dir, port) as server:
         print(f"report of {run_dir} at {server.url} (Ctrl-C ends)", flush=True)

@@ -70,21 +70,17 @@ class RunData:
     def panels(self) -> list[tuple[Panel, list[Series]]]:
         """Returns the panels to show, in order, with their series."""
         panels = [(panel, [s for s in self.series.values() if _panel_of(s.name) is panel]) for panel in PANELS]
-        return [(p, series) for p, series in panels if series and not (p.hide_zero and _all_zero(series))]
+        return [(p, series) for p, series in panels if any(not p.hide_zero or any(s.values) for s in series)]
 
     def further(self) -> list[Series]:
         """Returns the series without a panel whose values are not constant."""
         return [s for s in self.series.values() if _panel_of(s.name) is None and len(set(s.values)) > 1]
 
-    @property
-    def last_step(self) -> int:
-        return max(series.steps[-1] for series in self.series.values())
-
 
 def load_run(run_dir: str | Path) -> RunData:
     """Returns the data of a run, finished or not.
 
-    Raises ConfigError where the folder is missing or holds no metrics, DatasetError naming a malformed line.
+    Raises ConfigError if the folder is missing or holds no metrics, DatasetError naming a malformed line.
     """
     path = Path(run_dir)
     metrics = path / METRICS_FILE
@@ -109,30 +105,25 @@ def load_run(run_dir: str | Path) -> RunData:
 
 
 def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
-    found: dict[str, Series] = {}
+    by_name: dict[str, Series] = {}
     for record in records:
         for name, value in record.items():
             number = _number(value)
-            if name in NOT_SERIES or number is None:
-                continue
-            series = found.setdefault(name, Series(name))
-            series.steps.append(record["step"])
-            series.values.append(number)
-    return found
+            if name not in NOT_SERIES and number is not None:
+                series = by_name.setdefault(name, Series(name))
+                series.steps.append(record["step"])
+                series.values.append(number)
+    return by_name
 
 
 def _number(value: Any) -> float | None:
-    """Returns a metric's value as a float, NaN where it is too large to be drawn or is one of the strings NaN and
-    ±Infinity; None for anything else."""
+    """Returns a metric's value as a float: NaN if it is too large to draw, or the string NaN or ±Infinity.
+
+    Returns None for anything that is not a number.
+    """
     if isinstance(value, int | float):
         return float(value) if abs(value) <= LARGEST_DRAWN else math.nan
-    if value in ("NaN", "Infinity", "-Infinity"):
-        return math.nan
-    return None
-
-
-def _all_zero(series: Iterable[Series]) -> bool:
-    return not any(value != 0 for one in series for value in one.values)
+    return math.nan if value in ("NaN", "Infinity", "-Infinity") else None
 
 
 def _panel_of(name: str) -> Panel | None:

@@ -26,45 +26,38 @@ TrajectoryGroup = list[dict[str, Any]]
 
 @dataclass
 class SampledTrajectories:
-    """The sampled groups (trajectories of one prompt at one step), and the totals they were sampled from."""
+    """The sampled groups (trajectories of one prompt at one step), and a sentence that says which they are."""
 
     groups: list[TrajectoryGroup]
-    total_groups: int
-    total: int
-    answers_left_out: bool = False  # whether a sampled group has more answers than are shown
-
-    @property
-    def selection(self) -> str:
-        """A sentence that says how many trajectories are shown, and which."""
-        shown = sum(map(len, self.groups))
-        if shown == self.total:
-            return f"All {shown:,} trajectories that the run has written."
-        groups = f"{self.total_groups:,} groups"
-        which = f"all {groups}"
-        if len(self.groups) < self.total_groups:
-            which = f"{len(self.groups):,} of {groups}, taken evenly, the first and the last included"
-        first = f", of each at most the first {MAX_ANSWERS} answers" if self.answers_left_out else ""
-        return f"{shown:,} of {self.total:,} trajectories: {which}{first}. The others are in trajectories.jsonl."
+    selection: str
 
 
 def sample(records: Iterable[dict[str, Any]]) -> SampledTrajectories:
     """Returns as many groups as the limits allow, evenly spaced, including the first and the last."""
-    found: dict[tuple[int, str, str], TrajectoryGroup] = {}
+    by_prompt: dict[tuple[int, str, str], TrajectoryGroup] = {}
     for record in records:
         split, group = (str(_plain(record.get(name))) for name in ("split", "group"))
-        found.setdefault((record["step"], split, group), []).append(record)
-    groups = list(found.values())
+        by_prompt.setdefault((record["step"], split, group), []).append(record)
+    groups = list(by_prompt.values())
     sizes = [sum(map(_size, group[:MAX_ANSWERS])) for group in groups]
     count = min(len(groups), MAX_GROUPS)
     while count > 2 and sum(sizes[i] for i in _evenly(len(groups), count)) > MAX_SIZE:
         count = max(2, count * 4 // 5)
     chosen = [groups[i] for i in _evenly(len(groups), count)]
-    return SampledTrajectories(
-        groups=[_shown_group(group[:MAX_ANSWERS]) for group in chosen],
-        total_groups=len(groups),
-        total=sum(map(len, groups)),
-        answers_left_out=any(len(group) > MAX_ANSWERS for group in chosen),
-    )
+    shown = [_shown_group(group[:MAX_ANSWERS]) for group in chosen]
+    return SampledTrajectories(shown, _selection(shown, chosen, groups))
+
+
+def _selection(shown: list[TrajectoryGroup], chosen: list[TrajectoryGroup], groups: list[TrajectoryGroup]) -> str:
+    count, total = sum(map(len, shown)), sum(map(len, groups))
+    if count == total:
+        return f"All {count:,} trajectories that the run has written."
+    which = f"all {len(groups):,} groups"
+    if len(chosen) < len(groups):
+        which = f"{len(chosen):,} of {len(groups):,} groups, taken evenly, the first and the last included"
+    if any(len(group) > MAX_ANSWERS for group in chosen):
+        which += f", of each at most the first {MAX_ANSWERS} answers"
+    return f"{count:,} of {total:,} trajectories: {which}. The others are in trajectories.jsonl."
 
 
 def _evenly(n: int, count: int) -> list[int]:
@@ -73,11 +66,10 @@ def _evenly(n: int, count: int) -> list[int]:
 
 
 def _size(record: Mapping[str, Any]) -> int:
-    texts = sum(
-        min(len(str(_plain(record.get(name, "")))), MAX_CHARACTERS) for name in ("prompt", "completion", "answer")
-    )
+    texts = [str(_plain(record.get(name, ""))) for name in ("prompt", "completion", "answer")]
     tokens = record.get("tokens")
-    return 200 + texts + TOKEN_SIZE * min(len(tokens) if isinstance(tokens, list) else 0, MAX_TOKENS)
+    size = TOKEN_SIZE * min(len(tokens), MAX_TOKENS) if isinstance(tokens, list) else 0
+    return 200 + size + sum(min(len(text), MAX_CHARACTERS) for text in texts)
 
 
 def _shown_group(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -90,7 +82,7 @@ def _shown_group(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the page's fields of an answer; with its tokens where the record has a logprob for each."""
+    """Returns the fields of an answer that the page shows, with its tokens if the record has a logprob for each."""
     shown = {name: _plain(record[name]) for name in SHOWN if name in record}
     if type(record.get("version")) is int:
         shown["version"] = record["version"]

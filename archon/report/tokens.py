@@ -1,4 +1,4 @@
-"""Readable text of tokens, which vocabularies spell in alphabets of their own."""
+"""Decodes the tokens of a vocabulary, such as `Ġthe` or `▁the`, to readable text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def readable(tokens: Sequence[str], given: Sequence[bool], completion: str) -> l
     """Returns the text of each token.
 
     Uses the alphabet (plain, GPT-2's bytes, or SentencePiece) in which the tokens that are not `given` concatenate to
-    `completion`; if there is none, the one whose marker of a space occurs. A character of several tokens is shown with
-    the last of them.
+    `completion`; if there is none, the one whose marker of a space occurs. A character that several tokens encode is
+    shown with the last of them.
     """
     spellings = {"": list(tokens), "Ġ": _of_bytes(tokens), "▁": [token.replace("▁", " ") for token in tokens]}
     for texts in spellings.values():

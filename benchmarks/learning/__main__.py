@@ -1,4 +1,4 @@
-"""Does it learn, whatever the way? Small tasks, run as a user runs them, each beside a control without a signal.
+"""Does training learn? Small tasks, run as a user runs them, each with a control without a training signal.
 
     python -m benchmarks.learning --record benchmarks/records/learning.jsonl
     python -m benchmarks.learning --record trial.jsonl calculator -- total_steps=10
@@ -139,7 +139,7 @@ def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", default=list(TASKS), help=f"default: {' '.join(TASKS)}")
-    parser.add_argument("--record", type=Path, required=True, help="JSON lines, written anew")
+    parser.add_argument("--record", type=Path, required=True, help="JSON lines, overwritten")
     parser.add_argument("--no-controls", action="store_true", help="leave the controls out")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, overrides = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]

@@ -9,8 +9,8 @@ from archon.bench.bench_record import (
     Losses,
     Measurement,
     RankResult,
-    phase_sums,
     schedule_of,
+    sum_by_name,
 )
 from archon.bench.config import Point
 from archon.bench.origin import origin, spread
@@ -26,7 +26,7 @@ def row(layout: str, seconds: list[float], memory: int = 2**20) -> BenchRow:
             memory_bytes={"rss_growth": memory},
             profiled_s=1e-4,
             start_us=1000.0 + 10 * rank,
-            phases_s=phase_sums(SEGMENTS),
+            phases_s=sum_by_name((name, length / 1e6) for name, _, length in SEGMENTS),
             schedule_us=schedule_of(SEGMENTS),
             segments=list(SEGMENTS),
         )

@@ -24,7 +24,7 @@ def options_of(checkpoint: Path, model: str, lengths: list[int], recompute: str 
 def test_archons_step_of_every_case_is_foretold_to_fit(case: str, tmp_path: Path) -> None:
     model, documents, seq, recompute = gpu_step.CASES[case]
     (tmp_path / "config.json").write_text(json.dumps(shape(model)))
-    found = gpu_step.foretold(options_of(tmp_path, model, [seq] * documents, recompute))
+    found = gpu_step.predict_step(options_of(tmp_path, model, [seq] * documents, recompute))
     state = 16 * parameters_of(shape(model))  # masters, gradients and two moments in float32
     hw = read_hardware(gpu_step.HARDWARE)
     assert state < found.bytes < hw.memory_bytes - hw.reserve_bytes
@@ -35,7 +35,9 @@ def test_what_was_foretold_stands_in_the_row_of_what_was_measured() -> None:
     record = harness.new_record("train_step", "gpu-x", threads=1)
     runs = [{"memory": {"allocated": 40_000_000_000}}]
     record.sides = {gpu_step.EAGER: spread([1000.0, 500.0, 800.0], "tok/s", runs)}
-    gpu_step.note_foretold(record, gpu_step.Foretold(2.0, 38_000_000_000), {gpu_step.EAGER: [1.6, 3.2, 2.0]}, 1600)
+    gpu_step.record_prediction(
+        record, gpu_step.PredictedStep(2.0, 38_000_000_000), {gpu_step.EAGER: [1.6, 3.2, 2.0]}, 1600
+    )
     assert record.ratios[f"{gpu_step.PLANNED} / {gpu_step.EAGER}, step time"].value == 1.0
     assert record.ratios[f"{gpu_step.PLANNED} / {gpu_step.EAGER}, memory"].value == 0.95
     assert f"| {gpu_step.PLANNED} | 800 [800–800] tok/s | allocated 38.00 GB |" in readme.section(record)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from archon.models.flops import PEAK_BF16_FLOPS
-from archon.planner.calibrate import _check_name
+from archon.planner.calibrate import LARGE_BYTES, CollectiveTimes, _check_name, gather_bandwidth
 from archon.planner.hardware import known_hardware, read_hardware
-from archon.planner.probe import LARGE_BYTES, CollectiveTimes, gather_bandwidth
 from archon.planner.time_model import Link
 from archon.schema.errors import ConfigError
 

@@ -9,9 +9,9 @@ import pytest
 
 from archon.models import get_model_spec
 from archon.parallel.layout import parse_layout
+from archon.planner.calibrate import fit_latency
 from archon.planner.hardware import Hardware, read_hardware
 from archon.planner.memory_model import rank_parameters
-from archon.planner.probe import fit_latency
 from archon.planner.search import Planner
 from archon.planner.time_model import Link, StepTime
 from archon.schema.config import EngineConfig

@@ -139,7 +139,7 @@ def test_strange_values_do_not_stop_the_report(tmp_path):
         '{"step": 0, "time": "noon", "loss": 1}\n{"step": 1, "time": 5, "loss": [2]}\n'
     )
     (tmp_path / "trajectories.jsonl").write_text('{"step": 0, "group": [1], "split": {}, "prompt": 3, "reward": "x"}\n')
-    assert load_run(tmp_path).sampled.total_groups == 1
+    assert len(load_run(tmp_path).sampled.groups) == 1
     assert any(path.name == "report.html" for path in write_report(tmp_path, curves=False))
 
 
