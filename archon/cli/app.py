@@ -1,4 +1,4 @@
-"""The list of subcommands, and what becomes of an error."""
+"""The list of subcommands, and how errors are reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from archon.cli import (
 from archon.schema.errors import UserError
 from archon.schema.exhausted import resource_error_message
 
-# What the file system or the network may answer to a wrong path, name or port; anything else is a defect and traced.
+# Errors of the file system or network that a wrong path, name or port causes; any other keeps its traceback.
 USER_ERRNOS = {
     errno.EACCES,
     errno.EADDRINUSE,

@@ -1,4 +1,4 @@
-"""`archon bench MODEL [LAYOUT…]`: training steps in several layouts, measured side by side."""
+"""`archon bench MODEL [LAYOUT…]`: measures training steps in several layouts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from archon.schema.config import require_folder
 
 SETTINGS: dict[str, Any] = {
     "name": "bench",
-    "help": "Measure training steps in several layouts.\n\nEach point runs in processes of its own, checks that it "
-    "computes the first layout's loss, and becomes a row: throughput, MFU, phases, traffic, memory. A comma parts the "
-    "values of an option that is varied.",
+    "help": "Measure training steps in several layouts.\n\nEach point runs in its own processes, checks that it "
+    "computes the first layout's loss, and becomes a row: throughput, MFU, phases, traffic, memory. Commas separate "
+    "the values of an option that is varied.",
 }
 
 
@@ -29,37 +29,37 @@ def command(
         Path | None,
         typer.Option("--config", metavar="FILE.yaml", help="measure this run of archon sft, as archon plan writes it"),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(metavar="N", help="tokens of a step, over all ranks (8192)")] = None,
+    tokens: Annotated[int | None, typer.Option(metavar="N", help="tokens per step over all ranks (8192)")] = None,
     seq: Annotated[str, typer.Option(metavar="N,…", help="tokens of each document")] = "",
     lengths: Annotated[
         list[str] | None,
         typer.Option(metavar="SHAPE", help="ragged documents: 700,90,13, uniform:N or lognormal:N; may be repeated"),
     ] = None,
-    micro_batch: Annotated[str, typer.Option(metavar="N,…", help="most tokens of a micro-batch (16384)")] = "",
+    micro_batch: Annotated[str, typer.Option(metavar="N,…", help="maximum tokens per micro-batch (16384)")] = "",
     recompute: Annotated[
         str, typer.Option(metavar="POLICY,…", help="none | full | selective | 'selective N' | 'memory_budget X' (none)")
     ] = "",
     compile: Annotated[str, typer.Option(metavar="BOOL,…", help="torch.compile each block: false | true (false)")] = "",
     dtype: Annotated[str, typer.Option(metavar="DTYPE,…", help="float32 | bfloat16 | float64 (float32)")] = "",
     steps: Annotated[int, typer.Option(metavar="N", help="timed steps")] = 5,
-    warmup: Annotated[int, typer.Option(metavar="N", help="steps before them, at least 2")] = 2,
+    warmup: Annotated[int, typer.Option(metavar="N", help="untimed steps first, at least 2")] = 2,
     device: Annotated[str | None, typer.Option(help="auto | cpu | cuda (auto)")] = None,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="threads of a process; the cores shared out when left out")
+        int | None, typer.Option(metavar="N", help="threads per process; default: the cores divided by the processes")
     ] = None,
     peak_flops: Annotated[
-        float | None, typer.Option(metavar="TFLOP/S", help="peak of a device; known parts and CPUs need none")
+        float | None, typer.Option(metavar="TFLOP/S", help="peak of a device; not needed for known GPUs and CPUs")
     ] = None,
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="what a point may take")] = 600.0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="random weights in place of the checkpoint's")] = False,
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="time limit of a point")] = 600.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="random weights instead of the checkpoint's")] = False,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="further field of the engine's config")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="set a field of the engine's config")
     ] = None,
     record: Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the record")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE.json", help="write a Chrome trace of a step")] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A.json B.json", help="two records side by side"),
+        typer.Option(metavar="A.json B.json", help="compare two records"),
     ] = None,
 ) -> None:
     from archon.schema.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What `--dry-run` checks: everything that can be refused before weights are read, in the order a run would meet it."""
+"""The checks of `--dry-run`: everything that can be refused before weights are read, in the order of a run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
 
 
 def check_bootstrap(config: BootstrapConfig) -> list[str]:
-    """Check the making of a checkpoint by itself, as `check_rl` does a run."""
+    """Check a bootstrap that is run alone, as `check_rl` checks a run."""
     from archon.rl.bootstrap import bootstrap_engine
     from archon.rl.rewards import get_reward_fn
 
@@ -171,7 +171,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
     if config.path not in made and not config.init_from_scratch:
         with HFCheckpoint(config.path):
             pass  # its files are checked when they are opened
-    # A dry run by itself speaks for the run of all ranks; among others it must be one of so many.
+    # A dry run in one process checks for all ranks; under torchrun their number must be the layout's.
     alone = started_processes() == 1
     if not alone:
         require_processes(layout.world_size)
@@ -184,7 +184,7 @@ def check_model(name: str, config: EngineConfig, made: Mapping[str, str], total_
 
 
 def check_tokenizer(path: str, made: Mapping[str, str]) -> tuple[Any, str]:
-    """The tokenizer, and what to say of it."""
+    """Returns the tokenizer and a line that describes it."""
     from archon.checkpoint.hf_io import load_tokenizer
 
     tokenizer = load_tokenizer(made.get(path, path))

@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a typed configuration, and from a type to its table of fields."""
+"""Loads a typed configuration from a YAML file and dotted overrides, and lists its fields for `--help`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def load_config(
     overrides: Sequence[str],
     translate: Callable[[dict[str, Any], str], dict[str, Any]] | None = None,
 ) -> Config:
-    """Read `file`, lay `key=value` overrides over it, resolve `${…}` and check the result against `schema`.
+    """Read `file`, apply `key=value` overrides, resolve `${…}` and validate the result against `schema`.
 
-    `translate` is given all keys and values, and the name for messages, and returns those of `schema`.
+    `translate` maps all keys and values, given a name for messages, to those of `schema`.
 
     `${oc.env:NAME}` is an environment variable and `${now:%Y%m%d-%H%M%S}` the local time. Raises `ConfigError` with one
     line for YAML that cannot be read, an override that is not `key=value`, an interpolation that leads nowhere, an
@@ -67,7 +67,7 @@ def _anchor_paths(
 
 
 def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns what `load_config` checks: the values of `file` beneath those of `overrides`.
+    """Returns the values of `file` merged with `overrides`, unvalidated.
 
     Args:
         choices: dotted keys of fields that choose a method; one that `file` gives by its name alone is a section with
@@ -93,7 +93,7 @@ def read_values(file: Path | None, overrides: Sequence[str], choices: Sequence[s
 
 
 def _read_overrides(overrides: Sequence[str]) -> DictConfig:
-    """`key=value` each, later ones laid over earlier ones."""
+    """Returns the `key=value` overrides merged; later ones win."""
     read = OmegaConf.create({})
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -136,7 +136,7 @@ def _require_same_kinds(under: DictConfig, over: DictConfig, source: str) -> Non
 
 
 def _source(file: Path | None) -> str:
-    """Its name in messages."""
+    """Returns the name for messages."""
     return str(file) if file else "config"
 
 
@@ -165,12 +165,12 @@ def _read(file: Path | None) -> DictConfig:
 
 
 def _reason(error: Exception) -> str:
-    """What Python says, without its advice to programmers."""
+    """Returns Python's message without its advice to programmers."""
     return str(error).splitlines()[0].partition(";")[0]
 
 
 def _first_line(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the excerpt."""
+    """Returns the problem and its position without the excerpt."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return f"{problem} in line {mark.line + 1}, column {mark.column + 1}" if mark else problem
@@ -227,7 +227,7 @@ def leaves(schema: type[BaseModel]) -> list[str]:
 
 
 def _fields(schema: type[BaseModel], parent: BaseModel | None, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Dotted key, field and default (`PydanticUndefined` when required), depth first.
+    """Yields dotted key, field and default (`PydanticUndefined` when required), depth first.
 
     `parent` is the default of what holds the fields: its values come before those of its class.
     """
@@ -241,7 +241,7 @@ def _fields(schema: type[BaseModel], parent: BaseModel | None, prefix: str) -> I
 
 
 def _settings(methods: Alternatives, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yields what each method can be given beside `kind`, with the names of those it is for."""
+    """Yields each method's settings other than `kind`, with the methods they belong to."""
     for settings, kinds in methods.items():
         for name, field in settings.model_fields.items():
             if name != "kind":
@@ -257,7 +257,7 @@ def _alternatives(field: FieldInfo) -> Alternatives | None:
 
 
 def _nested(field: FieldInfo) -> type[BaseModel] | None:
-    """The model a field holds, alone or as `Model | None`."""
+    """Returns the model class of a field typed `Model` or `Model | None`."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -290,7 +290,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """`, > 0, <= 1` from the constraints of a field."""
+    """Returns a field's constraints as text: `, > 0, <= 1`."""
     signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
     found = [
         f"{sign} {getattr(constraint, name):g}"

@@ -1,4 +1,4 @@
-"""How many leaves the configuration of each training command has, as its `--help` shows them:
+"""Counts the leaves of each training command's configuration, as its `--help` shows them:
 
     python -m archon.cli.config_leaves
 

@@ -1,4 +1,4 @@
-"""`archon doctor PATH --layout …`: what a layout does to a model, on ranks that exist or on one that does not."""
+"""`archon doctor PATH --layout …`: checks a layout on real ranks, or simulates one rank of any layout."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 SETTINGS: dict[str, Any] = {
     "name": "doctor",
     "help": "Check a layout: groups, placements, copies, memory.\n\n"
-    "Under torchrun every rank builds its share, takes a step and compares. With --rank this process alone predicts "
-    "what that rank of the layout would hold and send, of any size.",
+    "Under torchrun every rank builds its shards, runs a training step and compares copies. With --rank this process "
+    "alone predicts what that rank of a layout of any size would hold and send.",
 }
 
 GIB = 2**30
@@ -25,11 +25,13 @@ GIB = 2**30
 def command(
     path: Annotated[Path, typer.Argument(help="checkpoint folder, or one that holds only config.json")],
     layout: Annotated[str, typer.Option(metavar="LAYOUT", help="such as d4t2")] = "d1",
-    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="predict this rank, without others")] = None,
-    tokens: Annotated[int, typer.Option(min=1, max=2**30, help="tokens of a micro-batch")] = 4096,
-    micro_batches: Annotated[int, typer.Option(min=1, max=2**16, help="micro-batches of the step")] = 1,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="predict this rank without running the others")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=2**30, help="tokens per micro-batch")] = 4096,
+    micro_batches: Annotated[int, typer.Option(min=1, max=2**16, help="micro-batches per step")] = 1,
     dtype: Annotated[str, typer.Option(help="compute dtype: float32 | bfloat16 | float64")] = "bfloat16",
-    fresh: Annotated[bool, typer.Option("--fresh", help="fresh weights in place of the checkpoint's")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="initialize weights instead of loading them")] = False,
     stall_seconds: Annotated[
         float | None, typer.Option(min=0.001, help="write every rank's stacks if the step takes longer")
     ] = None,
@@ -65,7 +67,7 @@ def command(
 
 
 def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[str]:
-    """Every check, on every rank; rank 0 prints what it finds. Returns what is wrong."""
+    """Runs every check on every rank; rank 0 prints the findings. Returns the errors found."""
     from archon.doctor.checks import inconsistencies, memory, placements, self_test
     from archon.engine.dry_run import documents
     from archon.engine.loss import CrossEntropyLoss, loss_token_count
@@ -92,7 +94,7 @@ def examine(engine: ArchonEngine, tokens: int, micro_batches: int = 1) -> list[s
 
 
 def describe_meshes(engine: ArchonEngine) -> list[str]:
-    """Each way the ranks are arranged, and the groups rank 0 belongs to."""
+    """Returns lines with the meshes of the layout and the process groups of rank 0."""
     import torch.distributed as dist
 
     from archon.parallel.collectives import layout_groups
@@ -115,7 +117,7 @@ def describe_placement(of: ParameterPlacement) -> str:
 
 
 def describe_rank(of: RankReport, layout: str) -> list[str]:
-    """The findings as lines of text."""
+    """Returns the report as lines of text."""
     from archon.parallel.layout import parse_layout
 
     layers = ", ".join(f"{first} to {end - 1}" for first, end in of.stages)

@@ -1,4 +1,4 @@
-"""`archon inspect PATH`: family, parameters, FLOPs, memory, and what archon would refuse."""
+"""`archon inspect PATH`: prints family, parameters, FLOPs, memory, and config fields that archon refuses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import typer
 if TYPE_CHECKING:
     from archon.planner.inspection import Inspection
 
-SETTINGS: dict[str, Any] = {
-    "name": "inspect",
-    "help": "Family, parameters, FLOPs, memory, refused fields.",
-}
+SETTINGS: dict[str, Any] = {"name": "inspect", "help": "Show family, parameters, FLOPs, memory and refused fields."}
 
 GIB = 2**30
 
@@ -35,7 +32,7 @@ def command(
 
 
 def describe(found: Inspection) -> list[str]:
-    """The findings as lines of text."""
+    """Returns the inspection as lines of text."""
     lines = [f"{found.path.resolve().name}", f"  family       {found.family or 'none'} (model_type {found.model_type})"]
     if found.args is not None:
         a = found.args
@@ -75,6 +72,6 @@ def _memory(found: Inspection) -> list[str]:
 
 
 def _gflop(flops: float) -> str:
-    """Two decimals below ten, one above, as these figures are published."""
+    """Returns GFLOP with two decimals below ten and one above."""
     number = flops / 1e9
     return f"{number:.2f}" if number < 10 else f"{number:.1f}"

@@ -1,10 +1,10 @@
-"""`archon models`: the families and the Hugging Face model types they serve."""
+"""`archon models`: lists the supported Hugging Face model types."""
 
 from __future__ import annotations
 
 from typing import Any
 
-SETTINGS: dict[str, Any] = {"name": "models", "help": "List the model types and the families behind."}
+SETTINGS: dict[str, Any] = {"name": "models", "help": "List supported model types and their model classes."}
 
 
 def command() -> None:

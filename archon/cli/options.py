@@ -10,6 +10,6 @@ import typer
 CheckpointFolder = Annotated[Path, typer.Argument(help="checkpoint folder")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE.yaml", help="configuration file")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="values laid over the file, keys dotted")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="override values of the file; keys are dotted")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="print the resolved configuration, check it, and stop")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print and check the resolved configuration, then exit")]

@@ -1,4 +1,4 @@
-"""`archon plan MODEL --gpus N`: the fastest layouts that fit, and why the others lost."""
+"""`archon plan MODEL --gpus N`: prints the fastest layouts that fit, and why others are slower or refused."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ import typer
 
 from archon.schema.config import require_folder
 
-SETTINGS: dict[str, Any] = {
-    "name": "plan",
-    "help": "The fastest layouts that fit so many GPUs.",
-}
+SETTINGS: dict[str, Any] = {"name": "plan", "help": "Find the fastest layouts that fit a number of GPUs."}
 
 
 def command(
     model: Annotated[Path | None, typer.Argument(help="checkpoint folder, or one that holds only config.json")] = None,
-    gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, max=2**20, help="GPUs in all")] = 8,
-    gpu: Annotated[str, typer.Option("--gpu", help="a100-80gb | h100-80gb | h200 | a FILE.yaml of your own")] = (
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, max=2**20, help="total number of GPUs")] = 8,
+    gpu: Annotated[str, typer.Option("--gpu", help="a100-80gb | h100-80gb | h200 | your own FILE.yaml")] = (
         "h100-80gb"
     ),
     tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", min=1, max=2**50, help="tokens of an optimizer step")
+        int, typer.Option("--tokens", metavar="N", min=1, max=2**50, help="tokens per optimizer step")
     ] = 1 << 20,
-    seq: Annotated[int, typer.Option("--seq", metavar="N", min=2, max=2**40, help="tokens of a document")] = 4096,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option("--dtype", help="of the computation")] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="the plan as JSON")] = False,
+    seq: Annotated[int, typer.Option("--seq", metavar="N", min=2, max=2**40, help="tokens per document")] = 4096,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option("--dtype", help="compute dtype")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="write the best one's configuration here")
+        Path | None, typer.Option("--output", metavar="FILE", help="write the best layout's configuration here")
     ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
             "--calibrate",
             metavar="FILE",
-            help="measure this machine, write FILE for --gpu, and leave; under torchrun also its links",
+            help="measure this machine, write FILE for --gpu, and exit; under torchrun also its links",
         ),
     ] = None,
 ) -> None:

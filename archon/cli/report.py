@@ -1,4 +1,4 @@
-"""`archon report`: a run's curves as PNG and its page, optionally served on loopback while the run goes on."""
+"""`archon report`: writes a run's HTML page and PNG curves, or serves the page on loopback during the run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     "name": "report",
-    "help": "Write a run's report.html and curves as PNG.\n\nThe page holds curves and sampled trajectories; that of a "
-    "record of `archon bench` throughput and memory by layout, and a step of every rank.",
+    "help": "Write a run's report.html and curves as PNG.\n\nThe page shows curves and sampled trajectories; for a "
+    "record of `archon bench`, throughput and memory by layout, and a step of every rank.",
 }
 
 
 def command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of the run, or a record of archon bench")],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="where to write; RUN_DIR/report when left out")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="where to write; default RUN_DIR/report")] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="of a record: also the profiled steps as a Chrome trace")
+        Path | None,
+        typer.Option(metavar="FILE.json", help="for a record: also write the profiled steps as a Chrome trace"),
     ] = None,
     serve: Annotated[
         int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="serve the page at 127.0.0.1:PORT, made anew on each load"),
+        typer.Option(metavar="PORT", min=0, max=65535, help="serve the page at 127.0.0.1:PORT, updated on each load"),
     ] = None,
 ) -> None:
     from archon.schema.errors import ConfigError
@@ -55,13 +54,12 @@ def command(
         return
     from archon.report import write_report
 
-    written = write_report(run_dir, out)
-    for path in written:
+    for path in write_report(run_dir, out):
         print(path)
 
 
 def report_to(runner: Runner) -> None:
-    """Write the report of the run that just ended, its curves where matplotlib is installed, and say where it is."""
+    """Write the report of the run that just ended, its curves where matplotlib is installed, and log its path."""
     from archon.report import write_report
 
     if runner.directory.metrics.stat().st_size > 0:
