@@ -23,7 +23,7 @@ help:
 	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
 	@echo "make test-mutants  planted mistakes: does a test notice each of them, with the record"
-	@echo "make lint       ruff, mypy, import directions, spelling"
+	@echo "make lint       ruff, mypy, import directions, spelling, dead code"
 	@echo "make bench      the benchmarks side by side with their peers, with their records"
 
 setup:
@@ -77,6 +77,7 @@ lint: setup
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/codespell
+	.venv/bin/vulture
 
 format: setup
 	.venv/bin/ruff check --fix .

@@ -24,7 +24,7 @@ WRITTEN_BY_GIT = re.compile(r"(Merge|Revert|fixup!|squash!|amend!) ?\S")
 
 
 def problem(message: str) -> str | None:
-    """What is wrong with a commit message, in one line, or None."""
+    """Returns what is wrong with a commit message, in one line; None where nothing is."""
     lines = [line for line in message.splitlines() if not line.startswith("#")]
     while lines and not lines[0].strip():
         lines.pop(0)

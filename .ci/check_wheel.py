@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def expected_files() -> set[str]:
-    """Every file git would publish under archon/ and the rooms it links to, by its place in the wheel."""
+    """Returns every file git would publish under archon/ and the rooms it links to, by its place in the wheel."""
     found = {"archon/py.typed"}
     for folder, place in {
         "archon": "archon",

@@ -69,7 +69,7 @@ _COMMON = {
 
 
 def shape(name: str) -> dict[str, Any]:
-    """All fields of the config that differ from transformers' defaults."""
+    """Returns all fields of the config that differ from transformers' defaults."""
     return {**_COMMON, **SHAPES[name]}
 
 
@@ -104,15 +104,3 @@ def make_checkpoint(
     # A shard is closed before the tensor that would overflow it, so aim a little above an equal share.
     model.save_pretrained(folder, max_shard_size=int(size / shards * 1.05) if shards > 1 else size + 1)
     return folder
-
-
-def parameters_of(config: dict[str, Any]) -> int:
-    """Parameters of a Qwen3, or of a Qwen3-MoE all of whose layers have experts."""
-    dim, head_dim = config["hidden_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    attention = 2 * dim * head_dim * (heads + kv_heads) + 2 * head_dim
-    network = 3 * dim * config["intermediate_size"]
-    if experts := config.get("num_experts", 0):
-        network = experts * (3 * dim * config["moe_intermediate_size"] + dim)
-    embeddings = (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * dim
-    return embeddings + config["num_hidden_layers"] * (attention + network + 2 * dim) + dim

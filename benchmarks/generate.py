@@ -164,7 +164,7 @@ def continuous(side: str, prompts: Sequence[list[int]], options: dict[str, Any])
 
 
 def measure(case: str, options: dict[str, Any], rounds: int, keep: bool) -> None:
-    """One case: the same tokens from every side first, then time."""
+    """Measures one case: checks that every side generates the same tokens, then times them."""
     total = sum(options["lengths"])
     what = f"{len(options['lengths'])} prompts, {total} new tokens, {options['dtype']}"
     say(f"generate.{case}: {options['model']}, {what}")

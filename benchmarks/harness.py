@@ -174,7 +174,7 @@ class Sides:
             worker.close()
 
     def facts(self, name: str) -> dict[str, Any]:
-        """What a side that runs said of itself."""
+        """Returns what a running side reported about itself."""
         facts = self.workers[name].facts
         assert facts is not None
         return facts
@@ -333,13 +333,13 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], aim: str | None = None
 
 
 def meets(value: float, aim: str) -> bool:
-    """Whether a ratio meets an aim written as `>= 1.05` or `<= 0.4`."""
+    """Returns whether a ratio meets an aim written as `>= 1.05` or `<= 0.4`."""
     sign, bound = aim.split()
     return value >= float(bound) if sign == ">=" else value <= float(bound)
 
 
 def new_record(benchmark: str, case: str, threads: int, layout: str = "one process") -> Record:
-    """A record of this command on this machine, still without numbers."""
+    """Returns a record of this command on this machine, still without numbers."""
     command = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
     return Record(
         benchmark=benchmark,
@@ -372,7 +372,7 @@ def finish(record: Record, keep: bool) -> None:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """An argument parser with what every benchmark takes."""
+    """Returns an argument parser with what every benchmark takes."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--threads", type=int, default=2, help="threads of each side (default 2)")
     made.add_argument("--rounds", type=int, default=5, help="timed runs of each side, alternating (default 5)")

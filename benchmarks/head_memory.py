@@ -60,7 +60,7 @@ def archon_head(dim: int, vocab: int) -> Any:
 
 
 def archon_sum(head: Any, hidden: Any, labels: Any) -> Any:
-    """The fused loss: weights known beforehand, so that the forward can make the gradient at once."""
+    """Runs the fused loss with weights known in advance, so that the forward computes the gradient too."""
     import torch
 
     return head(hidden, labels, entropy=False, weights=torch.full_like(hidden[:, 0], 1 / len(labels))).loss
@@ -72,12 +72,12 @@ def archon_per_token(head: Any, hidden: Any, labels: Any) -> Any:
 
 
 def archon_with_entropy(head: Any, hidden: Any, labels: Any) -> Any:
-    """The same with entropies [T], which no gradient reaches here."""
+    """Runs the same with entropies [T], without gradient."""
     return -head(hidden, labels).logprobs.mean()
 
 
 def logits_loss(head: Any, hidden: Any, labels: Any) -> Any:
-    """What Qwen3ForCausalLM does after its body: logits [1, T, V], and transformers' loss of them."""
+    """Computes what Qwen3ForCausalLM does after its body: logits [1, T, V] and transformers' loss."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     logits = head(hidden[None])

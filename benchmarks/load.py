@@ -79,7 +79,7 @@ def load_dcp(options: dict[str, Any]) -> Any:
 
 
 def load_nothing(options: dict[str, Any]) -> Any:
-    """The same model allocated, each page of it provided by as many threads as archon reads with."""
+    """Allocates the same model and touches each page, with as many threads as archon reads with."""
     from archon.checkpoint.hf_reader import READERS
     from archon.checkpoint.tensor_reader import prefault
 
@@ -104,7 +104,7 @@ def allocated(options: dict[str, Any]) -> Any:
 
 
 def bits(model: Any) -> Iterator[Any]:
-    """Every parameter's memory as integers."""
+    """Returns every parameter's memory as integers."""
     import torch
 
     for parameter in model.parameters():
@@ -149,7 +149,7 @@ def digest(tensor: Any) -> str:
 
 
 def measure(dtype: str, options: dict[str, Any], rounds: int, keep: bool) -> None:
-    """One dtype: equal weights first, then anonymous memory, then time."""
+    """Measures one dtype: checks for equal weights, then measures anonymous memory and time."""
     say(f"load.{dtype}: {options['model']} in {options['shards']} shards")
     record = harness.new_record("load", dtype, options["threads"])
     record.setup = {

@@ -27,7 +27,7 @@ from archon.checkpoint.megatron.sharding import MegatronLayout, RankCoordinates,
 
 
 def hf_tensors(path: str) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, by Hugging Face name."""
+    """Returns every tensor of a checkpoint, by Hugging Face name."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
@@ -37,7 +37,7 @@ def hf_tensors(path: str) -> dict[str, Tensor]:
 
 
 def hf_config(path: str) -> dict[str, Any]:
-    """The checkpoint's config.json."""
+    """Returns the checkpoint's config.json."""
     return json.loads((Path(path) / "config.json").read_text())
 
 
@@ -67,7 +67,7 @@ def fsdp2_model(path: str) -> Any:
 
 
 def mean_of_ranks(value: Tensor) -> float:
-    """The mean of the ranks' numbers [], where there are several."""
+    """Returns the mean of the ranks' numbers [], where there are several."""
     if not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
         return float(value)
     torch.distributed.all_reduce(value)
@@ -75,7 +75,7 @@ def mean_of_ranks(value: Tensor) -> float:
 
 
 def whole_number(value: Tensor) -> float:
-    """A number [] that may be spread over ranks."""
+    """Returns a number [] that may be spread over ranks."""
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
@@ -147,7 +147,9 @@ def megatron_model(path: str) -> nn.Module:
 
 
 def megatron_on_a_cpu() -> None:
-    """It asks CUDA for the device to allocate on, for the random state of dropout (which is 0 here) and, in a pipeline,
+    """Lets megatron-core run on a CPU.
+
+    It asks CUDA for the device to allocate on, for the random state of dropout (which is 0 here) and, in a pipeline,
     for the last stage's copy of a tied embedding; all are answered for the CPU. Without Transformer Engine its router
     looks for a name that nothing defines.
     """
@@ -162,7 +164,7 @@ def megatron_on_a_cpu() -> None:
 
 
 def megatron_rank(path: str, layout: MegatronLayout, rank: RankCoordinates) -> nn.Module:
-    """The GPTModel of one rank, of a vocabulary padded no further than tp asks, with the weights of a checkpoint.
+    """Returns the GPTModel of one rank, its vocabulary padded only as tp needs, with the weights of a checkpoint.
 
     Megatron's parallel state must be that of `layout` and `rank`.
     """
@@ -230,7 +232,7 @@ MODELS: dict[str, tuple[Callable[[str], nn.Module], str]] = {
 
 
 def peer_model(side: str, path: str) -> nn.Module:
-    """The model of a side; ModuleNotFoundError, which says how to install it, where the peer is not installed."""
+    """Returns the model of a side. Raises ModuleNotFoundError, with the install command, where the peer is missing."""
     make, installation = MODELS[side]
     try:
         return make(path)

@@ -64,7 +64,7 @@ FIGURES = [
     Figure("Megatron-Bridge", "Qwen3-30B-A3B", 16, 4096, 13011, "mock data"),
     Figure(
         *("Megatron-Bridge", "Qwen3-30B-A3B", 16, 4096, 8655, "natural routing"),
-        missed="the planner takes every expert to be chosen equally often; the same source has mock data beside it",
+        missed="the planner takes every expert to be chosen equally often; the same source has mock data next to it",
     ),
     Figure("transformers v5", "Qwen3-30B-A3B", 8, 4096, 3075, missed=UNFUSED),
     Figure(
@@ -92,7 +92,7 @@ class Unpredicted:
     unpredicted: str
 
 
-READING = "reading a checkpoint is no training step; benchmarks.load times it beside others on one machine"
+READING = "reading a checkpoint is no training step; benchmarks.load times it next to others on one machine"
 UNPREDICTED = [
     Unpredicted(
         *("torchtitan", "Llama-3.1-8B", "8,532 tok/s of a GPU, compiled and in FP8"),
@@ -104,7 +104,7 @@ UNPREDICTED = [
 
 
 def arguments(model: str) -> BaseModelArgs:
-    """A model's sizes; a Llama's in the class of the family nearest to it."""
+    """Returns a model's sizes; a Llama's in the class of the family nearest to it."""
     hf_config = read_hf_config(CONFIGS / model)
     if hf_config["model_type"] != "llama":
         return get_model_spec(hf_config["model_type"]).model_args_class.from_hf_config(hf_config)
@@ -138,7 +138,7 @@ def predicted(figure: Figure) -> tuple[float, str]:
 
 
 def records() -> list[dict[str, Any]]:
-    """Each figure with its prediction, then those without."""
+    """Returns each figure with its prediction, then those without."""
     found = []
     for figure in FIGURES:
         rate, how = predicted(figure)
@@ -148,7 +148,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """Returns the rows as Markdown."""
     lines = [
         "# The planner against published figures",
         "",
@@ -182,7 +182,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def lines(rows: list[dict[str, Any]]) -> str:
-    """The rows as the record."""
+    """Returns the rows as the record."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 

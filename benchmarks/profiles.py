@@ -19,7 +19,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def kind_of(name: str) -> str:
-    """The kind of what the profiler calls `name`; whatever is not an operator is outside of them."""
+    """Returns the kind of the profiler event `name`; "outside" for anything but an operator."""
     for kind, parts in KINDS.items():
         if any(part in name for part in parts):
             return kind
@@ -29,7 +29,7 @@ def kind_of(name: str) -> str:
 def operator_seconds(step: Callable[[], Any]) -> dict[str, float]:
     """Seconds of one call of `step` on a CPU by kind; they add up to the call under the profiler.
 
-    The thread that trains is looked at: a collective is what it spends starting it and waiting for it. What lies
+    The thread that trains is looked at: a collective is what it spends starting it and waiting for it. What is
     between operators (Python, autograd's own work) is `outside operators`.
     """
     from torch.profiler import ProfilerActivity, profile, record_function

@@ -47,7 +47,7 @@ pip install -e '.[bench]'
 pip install --no-deps torchtitan==0.3.0    # its pins are older than transformers 5 needs
 python -m benchmarks                       # everything (about 80 minutes on 2 cores), or one of:
 {chr(10).join(f"python -m benchmarks.{name}" for name in TITLES)}
-python -m benchmarks.peers                 # a training step beside every peer: the even batches alone
+python -m benchmarks.peers                 # a training step alongside every peer: the even batches alone
 ```
 """
 
@@ -75,13 +75,13 @@ def aim(value: Ratio) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
 def memory(value: Spread) -> str:
-    """The memory of a side, by kind, in gigabytes."""
+    """Returns the memory of a side, by kind, in gigabytes."""
     names = {"rss_peak": "RSS", "rss_above_start": "grew by", "allocated": "allocated", "reserved": "reserved"}
     return ", ".join(f"{names.get(kind, kind)} {size / 1e9:.2f} GB" for kind, size in value.memory_bytes.items())
 
@@ -96,7 +96,7 @@ def profile_table(record: Record) -> str:
 
 
 def section(record: Record) -> str:
-    """One record in full."""
+    """Returns one record in full."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     gpus = "".join(f", {gpu}" for gpu in record.machine.gpus)
     how = f"{record.threads} threads, {record.layout}"
@@ -141,7 +141,7 @@ def lines(records: Sequence[Record]) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """One line for each ratio that has an aim."""
+    """Returns one line for each ratio that has an aim."""
     rows = [
         [TITLES.get(record.benchmark, record.benchmark), record.case, name, ratio(value), aim(value)]
         for record in records
@@ -154,7 +154,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def readme(records: Sequence[Record]) -> str:
-    """The whole of benchmarks/README.md."""
+    """Returns the whole of benchmarks/README.md."""
     parts = [INTRODUCTION.rstrip(), "## Summary", summary(records)]
     for name, title in TITLES.items():
         of_this = [record for record in records if record.benchmark == name]
@@ -178,7 +178,7 @@ def with_summary(text: str, records: Sequence[Record]) -> str:
 
 
 def wanted(records: Sequence[Record]) -> dict[Path, str]:
-    """What each file should say."""
+    """Returns the expected text of each file."""
     files = {HERE / "README.md": readme(records)}
     top = HERE.parent / "README.md"
     if top.exists():

@@ -16,7 +16,7 @@ Table = tuple[str, str, Sequence[str], list[list[str]]]
 
 
 def run_tables(folder: Path = RECORDS) -> Iterator[Table]:
-    """Those of which there are records."""
+    """Returns the tables for which there are records."""
     for name, (title, how, head, rows) in _TABLES.items():
         path = folder / f"{name}.jsonl"
         if path.exists():

@@ -38,7 +38,7 @@ COMPILED = "torchinductor_"
 
 
 def soak(folder: Path, seconds: float) -> dict[str, Any]:
-    """Run, watch, interrupt; gives back what came of it."""
+    """Run, watch, interrupt; returns what came of it."""
     run_dir, temporary = folder / "run", folder / "tmp"
     temporary.mkdir()
     process = subprocess.Popen(

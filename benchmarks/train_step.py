@@ -48,7 +48,7 @@ Step = Callable[[], dict[str, float]]
 
 
 def documents(options: dict[str, Any]) -> list[Any]:
-    """The batch, the same for every side: one int64 tensor a document; of several ranks, this one's documents."""
+    """Returns the batch, equal for every side: an int64 tensor per document; of several ranks, this one's documents."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -71,7 +71,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
 
 
 def archon_engine(options: dict[str, Any], compiled: bool = False) -> Any:
-    """The engine of archon's side, initialised."""
+    """Returns the engine of archon's side, initialized."""
     from archon import ArchonEngine, EngineConfig
 
     betas = ADAMW["betas"]
@@ -109,7 +109,7 @@ def archon_step(side: str, options: dict[str, Any]) -> Step:
 
 
 def peer_step(side: str, options: dict[str, Any]) -> Step:
-    """A peer's forward with what every side shares around it: fused AdamW and clipping to norm 1."""
+    """Returns a peer's forward with what every side shares around it: fused AdamW and clipping to norm 1."""
     import torch
 
     from archon.engine.optim import gradient_norm
@@ -162,8 +162,10 @@ def autocast_each(parts: Iterator[Any], autocast: Any) -> Iterator[Any]:
 def measure(
     case: str, options: dict[str, Any], aims: dict[str, str], rounds: int, keep: bool, profile: bool = False
 ) -> Record:
-    """One CPU case: check that losses and gradient norms agree, then time. Archon and the peers against which it
-    misses an aim (with `profile`, all) are profiled at the end."""
+    """Measures one CPU case: checks that losses and gradient norms agree, then times every side.
+
+    Archon and the peers against which it misses an aim (with `profile`, all) are profiled at the end.
+    """
     tokens, dtype, ranks = sum(options["lengths"]), options["dtype"], options.get("ranks", 1)
     say(f"train_step.{case}: {options['model']}, {len(options['lengths'])} documents, {tokens} tokens, {dtype}")
     layout = "one process" if ranks == 1 else f"shared by {ranks} ranks on gloo, the weights sharded"

@@ -20,7 +20,7 @@ CompileChoice = bool | Literal["auto"]
 
 
 def compile_enabled(choice: CompileChoice, device_type: str) -> bool:
-    """Whether blocks are compiled: `auto` compiles on a GPU, but not on a CPU, where it takes longer than it saves."""
+    """Returns whether blocks are compiled: `auto` compiles on a GPU only; on a CPU it takes longer than it saves."""
     return device_type == "cuda" if choice == "auto" else choice
 
 

@@ -130,7 +130,7 @@ class SequenceShare:
         return selected[self._own].nonzero().squeeze(1)
 
     def positions(self, positions: Tensor) -> Tensor:
-        """As `take`, with padding as one more document."""
+        """Same as `take`, with padding as one more document."""
         if self.plan.padding:
             extra = torch.arange(self.plan.padding, dtype=positions.dtype, device=positions.device)
             positions = torch.cat((positions, extra))

@@ -1,7 +1,7 @@
 """The control plane: how ranks exchange numbers and texts, and learn whether work succeeded on every rank.
 
 Data is sent as bytes, never pickled. Each purpose has a CPU group of its own, so that a thread can write a checkpoint
-with the other ranks while training goes on.
+with the other ranks while training continues.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _is_collective_error(error: BaseException) -> bool:
-    """Whether gloo or NCCL raised it: one of their classes, or a RuntimeError that names its source."""
+    """Returns whether gloo or NCCL raised it: one of their classes, or a RuntimeError that names its source."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
     text = str(error).lower()
@@ -146,7 +146,7 @@ def _is_collective_error(error: BaseException) -> bool:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Returns whether a process runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

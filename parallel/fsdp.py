@@ -80,7 +80,7 @@ def _expert_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `apply_fsdp` was applied to the model or to a part of it such as a pipeline stage."""
+    """Returns whether `apply_fsdp` was applied to the model or to a part of it such as a pipeline stage."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 

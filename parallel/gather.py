@@ -44,7 +44,7 @@ def staged_tensors(
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[Named]:
-    """As `whole_tensors`, for a model whose layers are on the ranks of `stages`: the holder of each broadcasts it.
+    """Same as `whole_tensors`, for a model whose layers are on the ranks of `stages`: the holder of each broadcasts it.
 
     Args:
         own: the tensors of which this rank holds a part.

@@ -94,7 +94,7 @@ def let_workers_finish(limit_s: float = 5.0) -> None:
 
 
 def _is_worker_busy() -> bool:
-    """Whether a worker thread is running or runnable; False on a system without /proc."""
+    """Returns whether a worker thread is running or runnable; False on a system without /proc."""
     for task in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = task.read_text().partition("(")[2].rpartition(")")

@@ -24,7 +24,7 @@ def require_parts(area: str, parts: Iterable[str]) -> None:
 
 
 def has_part(name: str) -> bool:
-    """Whether a dotted name of a module or attribute exists."""
+    """Returns whether a dotted name of a module or attribute exists."""
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):

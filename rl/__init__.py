@@ -32,9 +32,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "get_torl_data_sft_dataset",
         ),
         "archon.generation": ("InProcessEngine",),
+        "compat.trinity.experience": ("EID", "Experience"),
         "compat.trinity.workflow": (
             *("REWARD_FUNCTIONS", "WORKFLOWS", "RewardFn", "Workflow"),
-            *("EID", "Experience", "FormatConfig", "GenerationConfig", "Task"),
+            *("FormatConfig", "GenerationConfig", "Task"),
         ),
         "compat.trinity.model": ("ModelWrapper",),
         "compat.trinity.builtin": ("MathWorkflow", "ReActWorkflow", "SimpleWorkflow", "TextEnv", "TextEnvWorkflow"),

@@ -51,7 +51,7 @@ class Episode:
         return not (len(rewards) > 0 and bool(rewards.max() > rewards.min()))
 
     def is_trainable(self, zero_variance_groups: ZeroVarianceGroups) -> bool:
-        """Whether the group is part of the training batch."""
+        """Returns whether the group is part of the training batch."""
         return bool(self.trajectories) and (zero_variance_groups == "keep" or not self.zero_variance)
 
 
@@ -71,7 +71,7 @@ def error_kind(error: BaseException) -> str:
 
 
 def is_one_line(error: BaseException) -> bool:
-    """Whether the message needs no traceback, as it names a user's mistake. A reward that raised needs its own."""
+    """Returns whether the message names a user's mistake and needs no traceback. A reward that raised needs its own."""
     if isinstance(error, RemoteError):
         return error.one_line
     return isinstance(error, UserError) and not isinstance(error, RewardRaised)

@@ -78,7 +78,7 @@ class RolloutBatch:
         return bool(self.prompts)
 
     def is_on_policy(self, version: int) -> bool:
-        """Whether all tokens of known version were sampled with the weights of `version`."""
+        """Returns whether all tokens of known version were sampled with the weights of `version`."""
         versions = self.trajectories["versions"]
         return bool(((versions < 0) | (versions == version)).all())
 

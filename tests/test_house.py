@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -67,6 +68,28 @@ def test_no_import_circle_is_left_in_the_product_or_the_benchmarks():
 
 def test_archon_holds_rooms_only():
     assert sorted(path.name for path in (ROOT / "archon").glob("*.py")) == ["__init__.py", "__main__.py"]
+
+
+# How a description of a function does not begin: with a question or a fragment instead of what it does or returns.
+FRAGMENT = re.compile(
+    r"(A|All|An|Anything|As|At|By|Each|Every|Everything|For|From|How|If|In|It|Its|No|Nothing|Of|On|One|So|That|The|These"
+    r"|This|Those|To|Two|What|When|Where|Whether|Which|Why|With)\b"
+)
+
+
+def test_functions_are_described_by_sentences():
+    found = []
+    for path in tracked_files():
+        if path.suffix != ".py" or path.relative_to(ROOT).parts[0] == "tests":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            properties = [ast.unparse(decorator) for decorator in node.decorator_list]
+            text = ast.get_docstring(node)
+            if text and FRAGMENT.match(text) and not any("property" in name for name in properties):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {text.splitlines()[0]}")
+    assert found == []
 
 
 def test_no_package_registry_is_named():

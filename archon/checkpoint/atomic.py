@@ -1,6 +1,6 @@
 """Atomic writes of folders and files, and the named points at which a test may kill a save.
 
-A folder is written beside its destination under a temporary name, every file and folder is synced, and one rename
+A folder is written next to its destination under a temporary name, every file and folder is synced, and one rename
 makes it visible. The temporary folder is locked while its writer runs, so that the next save can tell the leftovers of
 a killed writer, which it removes, from the folder of a running one.
 """
@@ -88,7 +88,7 @@ def write_errors(target: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Yield a locked temporary folder beside `target`, to be renamed or published within the block, else removed.
+    """Yield a locked temporary folder next to `target`, to be renamed or published within the block, else removed.
 
     Leftovers of killed writers of the same target are removed first.
     """

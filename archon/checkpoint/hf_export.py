@@ -80,7 +80,7 @@ def save_hf(
         dtype: dtype to convert the weights to; by default each keeps its own.
         max_shard_bytes: bytes of data in a shard; a larger tensor gets a shard of its own.
 
-    Everything is written and synced in a hidden folder beside `path`, which one rename (or exchange, where there is an
+    Everything is written and synced in a hidden folder next to `path`, which one rename (or exchange, where there is an
     earlier export) makes visible: a kill at any moment leaves either the earlier export or the new one.
 
     Raises CheckpointError, leaving `path` untouched, unless the names and shapes are exactly those of the config and

@@ -58,7 +58,7 @@ def load_config(
 def _anchor_paths(
     schema: type[StrictModel], values: dict[str, Any], file: Path | None, overrides: Sequence[str]
 ) -> None:
-    """Make the paths absolute that are relative to the `file` they stand in, or to here in an override."""
+    """Make the paths absolute that are relative to the `file` they are in, or to here in an override."""
     overridden = {override.partition("=")[0].rpartition(".")[2] for override in overrides}
     for name, field in schema.model_fields.items():
         if RELATIVE_TO_CONFIG in field.metadata and isinstance(values.get(name), str):
@@ -198,7 +198,7 @@ def schema_of(path: str) -> type[StrictModel]:
 
 
 def config_command(schema: str) -> type[TyperCommand]:
-    """A command class whose `--help` ends with every field of `schema` ("module:Class"), imported only then."""
+    """Returns a command class whose `--help` ends with every field of `schema` ("module:Class", imported only then)."""
 
     class ConfigCommand(TyperCommand):
         def get_help(self, ctx: Any) -> str:

@@ -110,7 +110,7 @@ def describe_meshes(engine: ArchonEngine) -> list[str]:
 
 
 def describe_placement(of: ParameterPlacement) -> str:
-    """One line: name, how many, whole and local shape, where it lies, and what FSDP makes of it."""
+    """Returns a line: name, count, global and local shape, placement, and how FSDP shards it."""
     note = "" if of.sharded else ", not sharded by FSDP"
     note += ", uneven" if of.uneven else ""
     return f"  {of.name} × {of.count}: {list(of.shape)} as {list(of.local)} ({', '.join(of.places) or 'whole'}{note})"

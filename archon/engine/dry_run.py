@@ -171,7 +171,7 @@ class FakeExecution(CollectiveRecorder):
 
 
 def _is_real(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a factory function makes a real tensor: on the meta device, which takes no memory, and of integers."""
+    """Returns whether a factory function makes a real tensor: of integers, or on the meta device (no memory)."""
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     if device is not None and device.type == "meta":
         return True

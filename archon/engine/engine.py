@@ -250,7 +250,7 @@ class ArchonEngine:
     def forward_with_entropy(
         self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As `forward_batch`, and the entropy (nats) of the distribution each token was drawn from."""
+        """Same as `forward_batch`, and the entropy (nats) of the distribution each token was drawn from."""
         if self.config.is_critic:
             raise ConfigError("a critic has no entropy; call forward_batch")
         logprobs, entropy = self._score(batch, temperature, entropy=True, only_trained=only_trained)

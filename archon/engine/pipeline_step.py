@@ -46,14 +46,14 @@ class PipelineRunner:
         self._tied_ranks = _tied_group(model, self.ranks, device)
 
     def accumulate(self, parts: Sequence[PackedBatch], loss: BatchLoss, reduce_every: bool) -> MetricSums:
-        """As `MicroBatchRunner.accumulate`; the sums are empty except on the last stage's ranks."""
+        """Same as `MicroBatchRunner.accumulate`; the sums are empty except on the last stage's ranks."""
         sums, fuse = MetricSums(self.device), self.model.plan.schedule not in SPLIT_BACKWARD
         self._run(self.pipeline.backward, parts, lambda runner, mb: runner.loss(mb, loss, sums, fuse=fuse))
         self._reduce_tied()
         return sums
 
     def evaluate(self, parts: Sequence[PackedBatch], loss: BatchLoss) -> MetricSums:
-        """As `MicroBatchRunner.evaluate`; the sums are empty except on the last stage's ranks."""
+        """Same as `MicroBatchRunner.evaluate`; the sums are empty except on the last stage's ranks."""
         sums = MetricSums(self.device)
         self._run(self.pipeline.forward, parts, lambda runner, mb: runner.loss(mb, loss, sums))
         return sums
@@ -61,7 +61,7 @@ class PipelineRunner:
     def scores(
         self, parts: Sequence[PackedBatch], temperature: float, entropy: bool, only_trained: bool
     ) -> list[list[Tensor]]:
-        """As `MicroBatchRunner.scores`, on every rank."""
+        """Same as `MicroBatchRunner.scores`, on every rank."""
         results: list[list[Tensor]] = []
 
         def finish(runner: MicroBatchRunner, mb: PackedBatch) -> Tensor:
@@ -84,7 +84,7 @@ class PipelineRunner:
         return results
 
     def read(self, sums: MetricSums, replicated: Mapping[str, Tensor], **scalars: Tensor) -> dict[str, float]:
-        """As `MetricSums.read`; the last stage's ranks broadcast the result or their error."""
+        """Same as `MetricSums.read`; the last stage's ranks broadcast the result or their error."""
         values: Any = None
         error: RuntimeError | None = None
         if self.is_last:

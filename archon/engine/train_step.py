@@ -325,7 +325,7 @@ class MicroBatchRunner:
             return [self.score(mb.to(self.device), temperature, entropy, only_trained) for mb in parts]
 
     def score(self, mb: PackedBatch, temperature: float, entropy: bool, only_trained: bool) -> list[Tensor]:
-        """As `scores`, for one micro-batch that is on the device."""
+        """Same as `scores`, for one micro-batch that is on the device."""
         if self.is_critic:
             return [_tensor(self.call(mb))]
         labels = mb.scored_labels() if only_trained else mb.labels

@@ -196,7 +196,7 @@ class InProcessEngine:
         return self._fingerprint
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Returns the answer to a request. Cancelling the caller aborts the request."""
+        """Returns the answer to a request. Canceling the caller aborts the request."""
         self._check_usable()
         loop = asyncio.get_running_loop()
         if self._loop is not loop and self._is_running():

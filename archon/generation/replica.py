@@ -94,7 +94,7 @@ def build_replica(
 
 
 def _pack_linears(replica: nn.Module) -> None:
-    """On a CPU, pack weights in the memory layout of oneDNN's kernels, which makes a decoding step 1.5 times as fast.
+    """Pack weights on a CPU in the memory layout of oneDNN's kernels, which makes a decoding step 1.5 times as fast.
 
     Packed weights are copies, so this must be called again after every change of a weight. (Tensor versions cannot
     detect a change: fused optimizers do not increment them.)

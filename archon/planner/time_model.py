@@ -55,7 +55,7 @@ class StepTime:
     host: float = 0.0
     """Time of the host that the device does not hide."""
     bubble: float = 0.0
-    optimiser: float = 0.0
+    optimizer: float = 0.0
 
     @property
     def total(self) -> float:
@@ -158,7 +158,7 @@ class TimeModel:
             bubble = max(0.0, each * ((plan.pp - 1) / len(plan.stages_of(0)) - n * (slowdown - 1)))
             parts["stages"] = n * self._transfers(config, layout, plan, tokens)
         parts["fsdp"] = self._fsdp(config, layout, plan, counts, n, each * n)
-        parts["optimiser"] = OPTIMIZER_PASSES * (counts.own * max(4, WIDTHS[config.dtype])) / self._memory
+        parts["optimizer"] = OPTIMIZER_PASSES * (counts.own * max(4, WIDTHS[config.dtype])) / self._memory
         return StepTime(**{name: seconds * slowdown for name, seconds in parts.items()} | {"bubble": bubble})
 
     def _count_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:

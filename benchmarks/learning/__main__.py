@@ -54,12 +54,12 @@ class Task:
 
 
 def preferred_of(run_dir: Path) -> list[float]:
-    """The held-out reward of the checkpoints that a run on pairs begins and ends with."""
+    """Returns the held-out reward of the checkpoints that a run on pairs begins and ends with."""
     return [preferred_by(run_dir / name) for name in ("start", "export")]
 
 
 def preferred_by(checkpoint: Path) -> float:
-    """The share of held-out prompts whose sampled answer is the one that is preferred."""
+    """Returns the share of held-out prompts whose sampled answer is the one that is preferred."""
     from archon.cli.config import load_config
     from archon.rl.config import RLConfig
     from archon.rl.trainer import RLTrainer
@@ -111,7 +111,7 @@ TASKS = {
 
 
 def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bool) -> dict[str, Any]:
-    """One run, from nothing to its export, and what it came to."""
+    """Runs a task once, from nothing to its export, and returns the result."""
     run_dir = folder / "run"
     started = time.monotonic()
     code = subprocess.run(

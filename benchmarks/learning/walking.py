@@ -23,7 +23,7 @@ class Walking:
         return str(task["prompt"])
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """What is no move leads nowhere; nor does one beyond the ends."""
+        """Applies a move. Invalid moves and moves beyond the ends do nothing."""
         self._at = min(max(self._at + MOVES.get(action, 0), 0), len(LETTERS) - 1)
         there = self._at == self._to
         return f"{LETTERS[self._at]}>{LETTERS[self._to]}", float(there), there, {}
@@ -42,7 +42,7 @@ def rows(split: str) -> list[dict[str, Any]]:
 
 
 def _walk(task: dict[str, str], rng: random.Random) -> list[dict[str, str]]:
-    """The player: a step that leads nearest a third of the time, and else any."""
+    """Returns the next step of a player who takes the best step a third of the time, else a random one."""
     env = Walking()
     messages = [{"role": "user", "content": env.reset(task)}]
     while len(messages) < 2 * STEPS:

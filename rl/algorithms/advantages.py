@@ -236,7 +236,7 @@ class ReinforcePPSettings(AdvantageSettings):
 
 @ADVANTAGES.register("reinforce_pp")
 def reinforce_pp(inputs: AdvantageInputs, settings: ReinforcePPSettings) -> Tensor:
-    """The rewards to go from each token, normalized over the batch (REINFORCE++, arXiv 2501.03262)."""
+    """Returns the rewards to go from each token, normalized over the batch (REINFORCE++, arXiv 2501.03262)."""
     to_go = inputs.token_totals.flip(1).cumsum(1).flip(1) * inputs.loss_mask
     return batch_normalized(to_go, inputs.loss_mask, settings.eps)
 

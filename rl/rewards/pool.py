@@ -267,7 +267,7 @@ class WorkerPool:
                 break
             call = self._queue.popleft()
             if call.future.cancelled():
-                continue  # its caller was cancelled
+                continue  # its caller was canceled
             if not worker.calls:
                 worker.deadline = time.monotonic() + self.timeout_seconds
             worker.calls.append(call)

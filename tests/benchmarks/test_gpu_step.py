@@ -11,8 +11,9 @@ import pytest
 from archon.bench.origin import spread
 from archon.planner.hardware import read_hardware
 from benchmarks import gpu_step, harness, readme, step_check, train_step
-from benchmarks.checkpoints import make_checkpoint, parameters_of, shape
+from benchmarks.checkpoints import make_checkpoint, shape
 from benchmarks.peer_models import hf_tensors
+from tests.benchmarks.parameter_counts import parameters_of
 
 
 def options_of(checkpoint: Path, model: str, lengths: list[int], recompute: str = "none") -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import generate, head_memory, load, step_check, time_to_reward, train_step
-from benchmarks.checkpoints import SHAPES, make_checkpoint, parameters_of, shape
+from benchmarks.checkpoints import SHAPES, make_checkpoint, shape
 from benchmarks.harness import BenchmarkError, check_close, check_same
 from benchmarks.peer_models import hf_tensors
+from tests.benchmarks.parameter_counts import parameters_of
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def test_a_bootstrap_that_says_nowhere_and_one_that_is_not_there(archon, sft_ove
             "bootstrap.warmup.total_steps=3",
             "bootstrap: its keys (warmup) belong in a separate file: bootstrap: FILE.yaml",
         ),
-        ("ref.optimiser.lr=1", "ref: unknown key 'optimiser', did you mean 'optimizer'?"),
+        ("ref.optimizers.lr=1", "ref: unknown key 'optimzer', did you mean 'optimizer'?"),
     ],
 )
 def test_an_old_key_is_one_line_that_names_the_new_one(archon, rl_overrides, old, new):

@@ -92,8 +92,8 @@ def test_what_is_measured_of_a_plan_is_what_it_runs(archon, checkpoint, tmp_path
 def test_a_plan_is_measured_and_options_beside_it_win(archon, checkpoint, tmp_path):
     file, written = tmp_path / "run.yaml", tmp_path / "record.json"
     assert archon("plan", checkpoint, *PLANNED, "--output", file).code == 0
-    beside = ("--recompute", "none,selective 2", "--dtype", "float32", "--device", "cpu", "--steps", 1)
-    done = archon("bench", "--config", file, *beside, "--record", written)
+    options = ("--recompute", "none,selective 2", "--dtype", "float32", "--device", "cpu", "--steps", 1)
+    done = archon("bench", "--config", file, *options, "--record", written)
     assert done.code == 0, done.err
     layout = yaml.safe_load(file.read_text())["model"]["layout"]
     points = [row.point for row in read_record(written).rows]

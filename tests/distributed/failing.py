@@ -21,7 +21,7 @@ def go_wrong(how: str) -> None:
     if how == "raise":
         raise ArithmeticError("this rank has had enough")
     if how == "mistake":
-        raise DatasetError("row 7 is not a row; mend it")
+        raise DatasetError("row 7 is not a row; fix it")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "hang":

@@ -68,7 +68,7 @@ def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path) -> None:
 def test_a_mistake_is_one_line_once(tmp_path: Path) -> None:
     code, output = fail(tmp_path, "mistake")
     assert code == 1
-    assert output.count("archon: row 7 is not a row; mend it\n") == 1
+    assert output.count("archon: row 7 is not a row; fix it\n") == 1
     assert "DatasetError" not in output
     assert "exitcode  : 2" in output
 

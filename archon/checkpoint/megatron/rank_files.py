@@ -206,7 +206,7 @@ def _rank_names(path: Path) -> list[str]:
                 fail(
                     path / name / pickled[0],
                     "it is pickled; unpickling can run arbitrary code, so archon reads only safetensors: write the "
-                    f"rank's state dict to {RANK_FILE} beside it, by safetensors.torch.save_file",
+                    f"rank's state dict to {RANK_FILE} next to it, by safetensors.torch.save_file",
                 )
             fail(path / name, f"it holds no {RANK_FILE}")
     return names

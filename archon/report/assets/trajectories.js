@@ -1,4 +1,4 @@
-// The viewer of sampled trajectories: a list to search, filter and sort, and beside it the group of the chosen one.
+// The viewer of sampled trajectories: a list to search, filter and sort, and next to it the group of the chosen one.
 
 // Lower ends of the classes of a token's logprob; they stand for p = 0.9, 0.5, 0.2, 0.05 and 0.01.
 const LOGPROB_CLASSES = [-0.105, -0.693, -1.609, -2.996, -4.605];

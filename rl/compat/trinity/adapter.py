@@ -16,11 +16,11 @@ from torch import Tensor
 from archon.generation.record import TokenRecord
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.compat.trinity import builtin  # noqa: F401 (registers the built-in workflows)
+from archon.rl.compat.trinity.experience import Experience
 from archon.rl.compat.trinity.model import ModelWrapper
 from archon.rl.compat.trinity.workflow import (
     REWARD_FUNCTIONS,
     WORKFLOWS,
-    Experience,
     FormatConfig,
     GenerationConfig,
     RewardFn,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol, get_type_hints
 
-from archon.rl.compat.trinity.workflow import WORKFLOWS, Experience, Task, Workflow, parse_workflow_args
+from archon.rl.compat.trinity.experience import Experience
+from archon.rl.compat.trinity.workflow import WORKFLOWS, Task, Workflow, parse_workflow_args
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward, RewardFailure, RewardRaised, as_reward
 from archon.rl.workflows.base import kept_samples

@@ -16,7 +16,7 @@ from archon.data.encoding import encode_prompt, next_turn_ids, plain_prompt
 from archon.generation.record import TokenRecord, UnusableAnswerError, check_answer
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
-from archon.rl.compat.trinity.workflow import Experience
+from archon.rl.compat.trinity.experience import Experience
 from archon.rl.episode_context import workflow_context
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor
-
 from archon.rl.algorithms.registry import Registry
+from archon.rl.compat.trinity.experience import Experience
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
 
@@ -70,55 +68,6 @@ class Task:
     def truth(self) -> Any:
         """Returns the gold answer; None where the row has no such column."""
         return self.raw_task.get(self.format_args.response_key)
-
-
-@dataclass
-class EID:
-    """The origin of an experience. A workflow may set it; archon does not read it."""
-
-    batch: int = 0
-    task: int = 0
-    run: int = 0
-    step: int = 0
-
-
-@dataclass(kw_only=True, eq=False)
-class Experience:
-    """One trajectory of L tokens, the first P of which are the prompt.
-
-    Attributes:
-        tokens: int [L], prompt and answer.
-        prompt_length: P, from 1 to L − 1.
-        reward: of the whole trajectory.
-        logprobs: float [L − P] of the tokens after the prompt; None: those the model recorded for the same tokens.
-        action_mask: int or bool [L − P], 1 at generated tokens that are trained; None: all ones.
-        metrics: numbers for the run's log.
-
-    Lists become tensors. Experiences are checked when the workflow returns them.
-    """
-
-    tokens: Tensor
-    prompt_length: int = 1
-    reward: float | None = None
-    logprobs: Tensor | None = None
-    action_mask: Tensor | None = None
-    info: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    response_text: str | None = None
-    prompt_text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    truncate_status: str | None = None
-    eid: EID = field(default_factory=EID)
-
-    def __post_init__(self) -> None:
-        self.info, self.metrics = self.info or {}, self.metrics or {}
-        for name in ("tokens", "logprobs", "action_mask"):
-            value = getattr(self, name)
-            if isinstance(value, list | tuple):
-                try:
-                    setattr(self, name, torch.tensor(value))
-                except (TypeError, ValueError):
-                    pass  # not numbers, or ragged: reported when the workflow returns it
 
 
 class ModuleRegistry(Registry[T]):
