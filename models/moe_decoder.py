@@ -22,7 +22,8 @@ class MoEModelArgs(BaseModelArgs):
         n_experts, n_experts_per_token: experts in a layer, and experts chosen per token.
         moe_hidden_dim: inner width of one expert; `hidden_dim` is that of the dense layers.
         norm_topk_prob: divide the chosen experts' weights by their sum.
-        balance_by_bias: balance the experts' load by a bias per layer, which Hugging Face checkpoints cannot store.
+        balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, which these families' checkpoints
+            cannot store.
 
     Raises ConfigError for values that contradict each other.
     """
@@ -75,7 +76,7 @@ class MoEModelArgs(BaseModelArgs):
 
 
 class MoEDecoder(BaseArchonModel):
-    """A decoder with `MoEModelArgs`, whose `is_sparse` tells the layers with experts."""
+    """A decoder with `MoEModelArgs`; `args.is_sparse(layer)` says whether a layer is an MoE layer."""
 
     args: MoEModelArgs
     shared_hidden_dim: ClassVar[int] = 0

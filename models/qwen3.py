@@ -37,7 +37,7 @@ class Qwen3Model(BaseArchonModel):
 
 
 class Qwen3StateDictAdapter(BaseStateDictAdapter):
-    """The common names of dense decoders, and the norms of queries and keys."""
+    """Maps the common names of dense decoders, and the norms of queries and keys."""
 
     model_class = Qwen3Model
     from_hf_map = DENSE_HF_MAP | QK_NORM_HF_MAP

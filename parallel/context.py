@@ -74,12 +74,12 @@ def zigzag_plan(lengths: tuple[int, ...], cp: int, divisor: int, min_tokens: int
     return ContextPlan((*lengths, padding) if padding else lengths, padding, tuple(map(tuple, chunks)))
 
 
-def ulysses_repeat(heads: int, key_heads: int, cp: int) -> int:
+def ulysses_repeat(heads: int, kv_heads: int, cp: int) -> int:
     """Returns how often each key head is repeated so that `cp` divides the key heads. Raises LayoutError where `cp`
     does not divide the heads."""
     if heads % cp == 0:
-        for repeat in range(1, heads // key_heads + 1):
-            if key_heads * repeat % cp == 0 and heads % (key_heads * repeat) == 0:
+        for repeat in range(1, heads // kv_heads + 1):
+            if kv_heads * repeat % cp == 0 and heads % (kv_heads * repeat) == 0:
                 return repeat
     raise LayoutError(
         f"Ulysses splits heads over ranks, and cp = {cp} does not divide the {heads} heads of a rank; "

@@ -64,7 +64,7 @@ class ModelSizes:
     """The sizes of a model that a layout divides; `hidden` are the widths of dense networks and shared experts."""
 
     heads: int
-    key_heads: int
+    kv_heads: int
     vocab: int
     layers: int
     hidden: tuple[int, ...] = ()

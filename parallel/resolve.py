@@ -1,4 +1,4 @@
-"""From a layout string to a layout that a model can be trained in, and the rules that a layout must keep.
+"""Parses a layout string and validates it against the sizes of a model and the configuration.
 
 Needs no weights and no process group.
 """
@@ -39,12 +39,12 @@ class ResolvedLayout:
 def resolve_layout(
     config: EngineConfig, sizes: ModelSizes, device_type: str = "cpu", *, supports_gathered: bool = True
 ) -> ResolvedLayout:
-    """Returns `config.layout` for a model of `sizes`, before any process group is made.
+    """Returns `config.layout` for a model of `sizes`, before any process group is created.
 
     `supports_gathered` says whether the attention backend can attend to keys gathered from other ranks.
 
     Raises LayoutError, with the nearest layouts that the model fits, for a string that cannot be read and for sizes
-    that a degree does not divide; ConfigError for options that the layout or one another excludes.
+    that a degree does not divide; ConfigError for options that are incompatible with the layout or with each other.
     """
     layout = parse_layout(config.layout)
 
@@ -57,7 +57,7 @@ def resolve_layout(
             f"layout {layout}: {rule}; nearest layouts that this model fits: {', '.join(map(str, near)) or 'none'}"
         )
     dims = layout.dims(device_type)
-    kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, sizes.heads, sizes.key_heads)
+    kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, sizes.heads, sizes.kv_heads)
     check_config(config, dims, sizes.experts > 0, kind, supports_gathered)
     if dims.cp_enabled and config.context_parallel == "auto":
         logger.info("context parallelism over %d ranks: %s", layout.cp, kind)
@@ -78,8 +78,8 @@ def violation(
     tp, ep, etp = layout.tp, layout.ep, layout.etp
     if sizes.heads % tp:
         return f"tp = {tp} does not divide the {sizes.heads} attention heads"
-    if sizes.key_heads % tp and tp % sizes.key_heads:
-        return f"tp = {tp} neither divides the {sizes.key_heads} key heads nor is a multiple of them"
+    if sizes.kv_heads % tp and tp % sizes.kv_heads:
+        return f"tp = {tp} neither divides the {sizes.kv_heads} KV heads nor is a multiple of them"
     if sizes.vocab % tp:
         return f"tp = {tp} does not divide the vocabulary of {sizes.vocab}"
     for hidden in sizes.hidden:
@@ -92,7 +92,7 @@ def violation(
     if sizes.expert_hidden % etp:
         return f"etp = {etp} does not divide the {sizes.expert_hidden} hidden features of an expert"
     try:
-        context_parallel_kind(context_parallel, layout.cp, tp, sizes.heads, sizes.key_heads)
+        context_parallel_kind(context_parallel, layout.cp, tp, sizes.heads, sizes.kv_heads)
         if layout.pp > 1:
             plan_stages(pipeline or PipelineConfig(), layout.pp, sizes.layers)
     except LayoutError as error:
@@ -100,13 +100,15 @@ def violation(
     return None
 
 
-def context_parallel_kind(kind: str, cp: int, tp: int, heads: int, key_heads: int) -> ContextParallelKind:
-    """Returns the kind that a configured one resolves to: for `auto`, Ulysses where the `cp` ranks can divide a rank's
-    heads, else all-gather. Raises LayoutError where Ulysses is requested and impossible."""
+def context_parallel_kind(kind: str, cp: int, tp: int, heads: int, kv_heads: int) -> ContextParallelKind:
+    """Resolves `auto`: Ulysses where the `cp` ranks can divide a rank's heads, else all-gather.
+
+    Raises LayoutError where Ulysses is requested and impossible.
+    """
     if kind == "allgather" or cp == 1:
         return "allgather"
     try:
-        ulysses_repeat(heads // tp, max(1, key_heads // tp), cp)
+        ulysses_repeat(heads // tp, max(1, kv_heads // tp), cp)
     except LayoutError:
         if kind == "ulysses":
             raise
@@ -134,7 +136,7 @@ def check_config(
     context_parallel: ContextParallelKind,
     supports_gathered: bool,
 ) -> None:
-    """Raises ConfigError for options of the engine that the layout, the model or one another excludes."""
+    """Raises ConfigError for engine options that are incompatible with the layout, the model or each other."""
     check_options(dims, config.cpu_offload, config.activation_checkpoint, config.compile)
     if config.router_aux_loss_coef and not has_experts:
         raise ConfigError(

@@ -79,7 +79,7 @@ class RLTrainer(BaseTrainer):
         return self.run(self.config.actor, self.opened(workflow, eval_workflow))
 
     def before_first_step(self) -> dict[str, float]:
-        """Returns the record of step 0, or of a resumed step whose evaluation a signal interrupted."""
+        """Runs the initial evaluation, or the one that a signal interrupted before a resume. Returns its metrics."""
         assert self.runner is not None
         metrics, record = self.runner.directory.metrics, dict[str, float]()
         if self.step:
@@ -280,7 +280,7 @@ class RLTrainer(BaseTrainer):
             seed=config.seed,
             version=self.engine.version,
             dtype=getattr(torch, config.actor.dtype),
-            # A copy where the weights are updated during sampling.
+            # Asynchronous rollout needs a copy, since training updates the weights during sampling.
             weights="snapshot" if config.rollout.max_staleness else "auto",
             **config.generator.model_dump(exclude={"memory_gib"}),
         )

@@ -1,9 +1,10 @@
 """Losses of the engine and the sums that losses need. Pure functions of tensors.
 
-A loss function takes the model's outputs for a micro-batch, in the alignment of `archon.engine.batch` (index t is about
-predicting token t + 1), and returns the *sum* over its unit, never a mean; its weight function counts those units. The
-engine divides the sum over all micro-batches by the count over all micro-batches, so that neither padding, nor packing,
-nor the number of micro-batches changes a gradient.
+A loss function takes the model's outputs for a micro-batch, in the alignment of `archon.engine.batch` (index t holds
+the values for predicting token t + 1; they are 0 at masked tokens), and returns the *sum* over units (tokens or
+sequences), never a mean; its weight function counts those units. The engine divides the sum over all micro-batches by
+the count over all micro-batches, so that neither padding, nor packing, nor the number of micro-batches changes a
+gradient. The names of the metrics are the same for every micro-batch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ LossWeightFn = Callable[[PackedBatch], Tensor]
 
 @runtime_checkable
 class WeightedTokenLoss(Protocol):
-    """A loss Σ -w_t log p_t with weights known before the forward: the head fuses it and keeps no log p."""
+    """A loss Σ -w_t log p_t with weights known before the forward: head and loss run in one fused, chunked pass.
+
+    `metrics` receives detached logprobs.
+    """
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]: ...
 

@@ -239,14 +239,14 @@ class TimeModel:
         self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: int
     ) -> float:
         args, link = self.args, Link(self.hardware, layout.cp, layout.tp)
-        heads, key_heads = args.n_heads // layout.tp, max(1, args.n_kv_heads // layout.tp)
+        heads, kv_heads = args.n_heads // layout.tp, max(1, args.n_kv_heads // layout.tp)
         row = 2 * layers * shard.tokens * args.head_dim * shard.bytes
         kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, args.n_heads, args.n_kv_heads)
         if kind == "allgather":
             # One all-gather of keys and values, and one reduce-scatter of their gradients.
-            return link.seconds(2 * row * layout.cp * key_heads, 2 * layers)
+            return link.seconds(2 * row * layout.cp * kv_heads, 2 * layers)
         # All-to-alls of queries, keys, values and results, and their gradients.
-        return link.exchange(row * 2 * (heads + max(key_heads, layout.cp)), 8 * layers)
+        return link.exchange(row * 2 * (heads + max(kv_heads, layout.cp)), 8 * layers)
 
     def _expert_parallel(self, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers) -> float:
         sparse = sum(times for (active, total, _), times in layers if active != total)

@@ -99,7 +99,7 @@ class CountBody(protocol.Conversation):
     @classmethod
     def _last_is_users(cls, messages: list[AnthropicMessage]) -> list[AnthropicMessage]:
         if messages[-1].role != "user":
-            raise ValueError("the last message is the assistant's; an answer cannot be begun for the model here")
+            raise ValueError("the last message must be the user's; prefilling the assistant's answer is not supported")
         return messages
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ class Message(protocol.ResponseModel):
     usage: MessageUsage
 
 
-class MessagesApi(protocol.Api):
+class MessagesApi(protocol.ProtocolHandler):
     """`POST /v1/messages`."""
 
     id_prefix = "msg_"

@@ -184,7 +184,7 @@ class ChatCompletion(protocol.ResponseModel):
     prompt_token_ids: list[protocol.Count] | None = optional()
 
 
-class _Completions(protocol.Api):
+class _Completions(protocol.ProtocolHandler):
     """What both completion endpoints share: streams of chunks that end with `[DONE]`."""
 
     object_name: ClassVar[str]

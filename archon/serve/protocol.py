@@ -52,7 +52,7 @@ class ResponseModel(BaseModel):
 
 
 class RequestModel(StrictModel):
-    """A JSON object that a client sends, without type coercion: "5" is not a number, and 5 not a text."""
+    """A JSON object that a client sends, without type coercion: "5" is not a number, and 5 is not a string."""
 
     model_config = ConfigDict(strict=True)
 
@@ -109,7 +109,7 @@ class Conversation(RequestModel):
 
 
 class TextPart(RequestModel):
-    """A part of a content. The optional fields are those of an answer that is sent back; they have no effect."""
+    """A text content part. Clients that send back an earlier response include the optional fields; they are ignored."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -186,8 +186,8 @@ class Choice:
         return "tool_calls" if self.calls and reason == "stop" else reason
 
 
-class Api(ABC):
-    """One call of one protocol: reads its body, and formats its answers as a whole or as a stream of events.
+class ProtocolHandler(ABC):
+    """Handles one request of a protocol: parses its body, samples, and formats a response or a stream of events.
 
     A stream is what `on_start`, `on_delta` (more of an answer), `on_choice` (an answer is finished) and `on_end` (all
     are) return, or `on_error` if it fails.

@@ -155,7 +155,7 @@ class OpenAIResponse(protocol.ResponseModel):
     usage: ResponseUsage | None = None
 
 
-class ResponsesApi(protocol.Api):
+class ResponsesApi(protocol.ProtocolHandler):
     """`POST /v1/responses`."""
 
     id_prefix = "resp_"

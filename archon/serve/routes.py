@@ -22,7 +22,7 @@ from archon.serve.answer_text import Delta, load_json
 from archon.serve.anthropic_api import CountBody, Message, MessagesApi, MessagesBody
 from archon.serve.error_responses import AnthropicError, OpenAIError, error_body, error_response
 from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion, Completion, CompletionApi, CompletionBody
-from archon.serve.protocol import Api, Choice, Count, Integer, RequestModel, ResponseModel
+from archon.serve.protocol import Choice, Count, Integer, ProtocolHandler, RequestModel, ResponseModel
 from archon.serve.responses_api import OpenAIResponse, ResponsesApi, ResponsesBody
 from archon.serve.service import Service
 from archon.serve.sessions import Caller, ExportStyle, Session
@@ -152,7 +152,7 @@ ServiceOf = Annotated[Service, Depends(_service)]
 Stack = Annotated[AsyncExitStack, Depends(_exit_stack)]
 
 
-async def _answer(request: Request, api_class: type[Api], body: Any, stack: AsyncExitStack) -> Any:
+async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any, stack: AsyncExitStack) -> Any:
     service = await _service(request)
     api = api_class(body, request.state.caller, service.tokenizer, service.model)
     items = await stack.enter_async_context(aclosing(api.generate()))
@@ -194,7 +194,7 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    request: Request, api: Api, first: Delta | Choice, items: AsyncGenerator[Delta | Choice, None]
+    request: Request, api: ProtocolHandler, first: Delta | Choice, items: AsyncGenerator[Delta | Choice, None]
 ) -> AsyncIterator[bytes]:
     """Yields the server-sent events of an answer."""
     choices: list[Choice] = []

@@ -89,7 +89,7 @@ def published(model: str) -> int:
     return next(int(count) for name, _, count in rows if name == model)
 
 
-def share(name: str, shape: tuple[int, ...], dims: ArchonParallelDims, key_heads: int) -> tuple[int, int, int, int]:
+def share(name: str, shape: tuple[int, ...], dims: ArchonParallelDims, kv_heads: int) -> tuple[int, int, int, int]:
     """Rows and elements a row left to FSDP after tensor and expert parallelism, ranks that FSDP cuts them over, and
     ranks that hold the same."""
     rows, row = shape[0], prod(shape[1:])
@@ -99,7 +99,7 @@ def share(name: str, shape: tuple[int, ...], dims: ArchonParallelDims, key_heads
             return shape[1], own * shape[2], ways, 1
         return own, row, ways, 1
     ways = dims.dp_shard * dims.cp
-    whole = len(shape) == 1 or "router" in name or (("wk." in name or "wv." in name) and key_heads < dims.tp)
+    whole = len(shape) == 1 or "router" in name or (("wk." in name or "wv." in name) and kv_heads < dims.tp)
     if whole:
         return rows, row, ways, dims.tp
     if "wo." in name or ".w2." in name:

@@ -13,8 +13,8 @@ from archon.parallel.resolve import resolve_layout
 from archon.schema.config import EngineConfig, PipelineConfig
 from archon.schema.errors import LayoutError
 
-DENSE = ModelSizes(heads=8, key_heads=4, vocab=104, layers=4, hidden=(72,))
-MOE = ModelSizes(heads=8, key_heads=4, vocab=104, layers=4, hidden=(72, 40), experts=6, expert_hidden=9)
+DENSE = ModelSizes(heads=8, kv_heads=4, vocab=104, layers=4, hidden=(72,))
+MOE = ModelSizes(heads=8, kv_heads=4, vocab=104, layers=4, hidden=(72, 40), experts=6, expert_hidden=9)
 
 
 def config(layout: str, **options: Any) -> EngineConfig:
@@ -30,7 +30,7 @@ def config(layout: str, **options: Any) -> EngineConfig:
             "t4",
             ModelSizes(12, 6, 104, 4, (72,)),
             {},
-            "tp = 4 neither divides the 6 key heads nor is a multiple of them",
+            "tp = 4 neither divides the 6 KV heads nor is a multiple of them",
         ),
         ("t8", ModelSizes(8, 4, 100, 4, (72,)), {}, "tp = 8 does not divide the vocabulary of 100"),
         ("t8", ModelSizes(8, 4, 104, 4, (60,)), {}, "tp = 8 does not divide the 60 hidden features"),

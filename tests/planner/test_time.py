@@ -85,11 +85,11 @@ def test_context_ranks_swap_heads_or_gather_keys() -> None:
     )
     layers, passes = DENSE["num_hidden_layers"], 2 * SEQ * DOCUMENTS // 1024  # micro-batches, forward and backward
     head = 1024 * DENSE["head_dim"] * 4 / (1e9 * wire.link_efficiency)  # of the whole pack
-    heads, key_heads = DENSE["num_attention_heads"], DENSE["num_key_value_heads"]
+    heads, kv_heads = DENSE["num_attention_heads"], DENSE["num_key_value_heads"]
     gathered = step("c4", wire, context="allgather").context_parallel
-    assert gathered == pytest.approx(passes * layers * 2 * key_heads * head * 3 / 4)
+    assert gathered == pytest.approx(passes * layers * 2 * kv_heads * head * 3 / 4)
     swapped = step("c4", wire, context="ulysses").context_parallel
-    assert swapped == pytest.approx(passes * layers * 2 * (heads + key_heads) * head / 4 * 3 / 4)
+    assert swapped == pytest.approx(passes * layers * 2 * (heads + kv_heads) * head / 4 * 3 / 4)
     assert step("c4", wire).context_parallel == swapped
 
 

@@ -149,7 +149,7 @@ def test_a_judge_that_gives_no_verdict_costs_the_sample(speaker: Any, monkeypatc
 
 def names_of_archon() -> list[str]:
     """What is between backticks in the second column of the tables of names."""
-    moving = re.findall(r"^## Moving over from .*?(?=^## )", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    moving = re.findall(r"^## Migrating from .*?(?=^## )", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(moving) == 2
     rows = [line.split("|")[2] for section in moving for line in section.splitlines() if line.startswith("| ")]
     return [name for row in rows[1:] for name in re.findall(r"`([^`]+)`", row)]
