@@ -52,6 +52,8 @@ def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str,
             raise ConfigError(
                 f"workflow class {found.__qualname__} has no argument {name!r}{nearest(name, list(accepted))}"
             )
+    if "gconfig" in further and not isinstance(further["gconfig"], type(arguments.get("gconfig"))):
+        raise ConfigError(f"workflow_args.gconfig: got {further['gconfig']!r}; set the run's `gconfig` instead")
     given |= further
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = {name for name, p in accepted.items() if p.default is p.empty and p.kind not in variable}

@@ -100,7 +100,7 @@ def test_a_bootstrap_that_says_nowhere_and_one_that_is_not_there(archon, sft_ove
             "bootstrap.warmup.total_steps=3",
             "bootstrap: its keys (warmup) belong in a separate file: bootstrap: FILE.yaml",
         ),
-        ("ref.optimizers.lr=1", "ref: unknown key 'optimzer', did you mean 'optimizer'?"),
+        ("ref.optimizers.lr=1", "ref: unknown key 'optimizers', did you mean 'optimizer'?"),
     ],
 )
 def test_an_old_key_is_one_line_that_names_the_new_one(archon, rl_overrides, old, new):
@@ -279,13 +279,14 @@ def test_value_of_the_wrong_type(archon, sft_overrides):
         ("gconfig.n_samples=9223372036854775807", "input should be less than or equal to 1048576"),
         ("reward=..", "unknown reward '..'; expected one of"),
         ("workflow=..", "workflow '..' cannot be imported (the path is relative)"),
+        ("workflow_args.gconfig=1", "workflow_args.gconfig: got 1; set the run's `gconfig` instead"),
         ("gconfig.temperature=1e-30", "gconfig.temperature: got 1e-30, input should be greater than or equal to 0.001"),
         ("algorithm.preset=[1]", "algorithm.preset: got [1], input should be a valid string"),
         ("algorithm.preset=null", "algorithm.preset: got None, input should be a valid string"),
         ("evaluation.well_formed=(", "well_formed: '(' is not a regular expression: missing )"),
     ],
 )
-def test_value_that_no_run_could_honour(archon, rl_overrides, override, complaint):
+def test_value_that_no_run_could_honor(archon, rl_overrides, override, complaint):
     assert complaint in archon("rl", *rl_overrides, override).complaint
 
 
