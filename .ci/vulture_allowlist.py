@@ -67,6 +67,7 @@ _.seq_len_divisor
 _.stat_scope
 _.to_hf
 _.ttft
+_.verify_gold
 _.decode_tokens
 _.duplicate_tokens
 _.shared_prompts

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from archon.generation.seeds import derive_seed
 from archon.rl.clients import aiohttp_session, http_client, loop_client
@@ -118,8 +118,12 @@ class EpisodeEngine:
         self._requests = 0
         self.responses: list[ModelResponse] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    def get_version(self) -> int:
+        return self._engine.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Answers one request; raises the error of `check` for parameters that it refuses."""
@@ -133,3 +137,15 @@ class EpisodeEngine:
         response = await self._engine.agenerate(req)
         self.responses.append(response)
         return response
+
+    def pause(self) -> None:
+        self._engine.pause()
+
+    def resume(self) -> None:
+        self._engine.resume()
+
+    def abort(self, rid: str | None = None) -> int:
+        return self._engine.abort(rid)
+
+    def update_weights(self, meta: object, *, version: int | None = None) -> None:
+        self._engine.update_weights(meta, version=version)

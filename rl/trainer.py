@@ -22,7 +22,7 @@ from archon.rl.evaluation import evaluate, evaluation_workflows
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
 from archon.rl.prompts import Prompt, PromptStream
-from archon.rl.rewards import AsyncRewardWrapper, verify_gold
+from archon.rl.rewards import AsyncRewardWrapper, averify_gold
 from archon.rl.rollout import Rollout, RolloutBatch
 from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
 from archon.rl.update import PolicyUpdate
@@ -231,7 +231,7 @@ class RLTrainer(BaseTrainer):
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
         if config.rollout.gold_checked != 0 and ControlPlane.of_run().is_main:
             for checked in filter(None, (rows, held_out)):
-                self._await(verify_gold(reward, checked, config.rollout.gold_checked))
+                self._await(averify_gold(reward, checked, config.rollout.gold_checked))
 
     def _open_models(self) -> None:
         config, resolved = self.config, self.config.resolve()

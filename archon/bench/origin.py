@@ -65,7 +65,7 @@ def spread(values: Sequence[float], unit: str, runs: Sequence[Mapping[str, Any]]
 
 
 def max_by_name(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Returns the maximum of by_name name's values."""
+    """Returns the maximum of each name's values."""
     peaks: dict[str, int] = {}
     for by_name in sizes:
         for name, size in by_name.items():

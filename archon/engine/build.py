@@ -119,7 +119,7 @@ def resolve_device(name: str) -> torch.device:
     """Returns the named device; `auto` is a GPU if there is one. Raises ConfigError for an unknown or missing one."""
     if name == "auto":
         return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
-    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+    if re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", name) is None:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -257,4 +257,9 @@ class Runner:
 def versions() -> dict[str, str]:
     """Returns the versions of archon, Python, the platform and `PACKAGES_RECORDED`."""
     found = {"archon": archon.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    return found | {package: importlib.metadata.version(package) for package in PACKAGES_RECORDED}
+    for package in PACKAGES_RECORDED:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # a source or vendored build
+            found[package] = "not installed"
+    return found

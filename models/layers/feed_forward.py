@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -16,16 +17,29 @@ from archon.schema.errors import ConfigError
 
 Activation = Callable[[Tensor], Tensor]
 
-_GELU_TANH = partial(F.gelu, approximate="tanh")
+
+def _gelu_new(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+# Functions, not lambdas: a module can be pickled. `gelu_new` rounds after each operation, as transformers does.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
-    "gelu_new": _GELU_TANH,
-    "gelu_pytorch_tanh": _GELU_TANH,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_new": _gelu_new,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
     "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": _relu_squared,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }

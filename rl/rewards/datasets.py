@@ -51,7 +51,7 @@ def gsm8k_reward(
     `answer` is the gold answer as gsm8k has it (a solution that ends in `#### x`), or the bare number. Raises
     `RewardError` where it is not a number: a defect of the data is not a reward of 0.
     """
-    return _number_reward("gsm8k", completions, answer, form="gsm8k")
+    return _number_reward("gsm8k", completions, gold_answer(str(answer))[0], form="gsm8k")
 
 
 def clevr_count_70k_reward(
@@ -61,7 +61,7 @@ def clevr_count_70k_reward(
 
     Raises `RewardError` where the gold answer is not a number.
     """
-    return _number_reward("clevr_count_70k", completions, answer, form="brackets")
+    return _number_reward("clevr_count_70k", completions, str(answer), form="brackets")
 
 
 def geometry3k_reward(
@@ -80,9 +80,8 @@ def geometry3k_reward(
 
 
 def _number_reward(dataset: str, completions: str, answer: str, form: str) -> float:
-    text, _ = gold_answer(str(answer))
-    gold = parse_number(text)
+    gold = parse_number(answer)
     if gold is None:
-        raise RewardError(f"{dataset}'s gold answer must be a number, got {text!r}")
+        raise RewardError(f"{dataset}'s gold answer must be a number, got {answer!r}")
     stated = extract_answer(completions, form=form)
     return float(stated is not None and parse_number(stated) == gold)

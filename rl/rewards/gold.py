@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from archon.rl.rewards.async_wrapper import AsyncRewardWrapper
@@ -12,7 +12,16 @@ from archon.rl.rewards.result import RewardFailure
 from archon.schema.errors import RewardError
 
 
-async def verify_gold(reward: AsyncRewardWrapper, rows: Sequence[Mapping[str, Any]], n: int | None = 64) -> int:
+def verify_gold(
+    reward: AsyncRewardWrapper | Callable[..., Any] | str, rows: Sequence[Mapping[str, Any]], n: int | None = 64
+) -> int:
+    """Runs `averify_gold` outside an event loop."""
+    return asyncio.run(averify_gold(reward, rows, n))
+
+
+async def averify_gold(
+    reward: AsyncRewardWrapper | Callable[..., Any] | str, rows: Sequence[Mapping[str, Any]], n: int | None = 64
+) -> int:
     r"""Scores the gold answers of `n` rows (None: all), evenly spaced, and returns how many were checked.
 
     The completion is the gold answer in the dataset's own form, then as `\boxed{…}`; one of the two must score at least
@@ -22,6 +31,9 @@ async def verify_gold(reward: AsyncRewardWrapper, rows: Sequence[Mapping[str, An
         RewardError: a row without an `answer`, a gold answer that scores less, or a reward that fails on it; the
             message names the row.
     """
+    if not isinstance(reward, AsyncRewardWrapper):
+        with AsyncRewardWrapper(reward) as wrapper:
+            return await averify_gold(wrapper, rows, n)
     count = len(rows) if n is None else min(n, len(rows))
     indices = [index * len(rows) // count for index in range(count)]
     await asyncio.gather(*(_check(reward, index, rows[index]) for index in indices))

@@ -257,6 +257,8 @@ def test_hf_weights_are_every_parameter_by_its_hugging_face_name(tmp_path: Path)
     ("config", "error", "message"),
     [
         ({"device": "tpu"}, ConfigError, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        ({"device": "cuda:99999999999999999999"}, ConfigError, "device must be auto, cpu, cuda or cuda:N, got 'cuda:9"),
+        ({"device": "cuda:\u0663"}, ConfigError, "device must be auto, cpu, cuda or cuda:N, got"),
         ({"device": "mps"}, ConfigError, "device must be auto, cpu, cuda or cuda:N, got 'mps'"),
         ({"device": "cuda:97"}, ConfigError, "'cuda:97' was requested, but PyTorch sees"),
         ({"layout": "d2c2"}, LayoutError, "the layout needs 4 processes, but 1 are running"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from transformers.activations import ACT2FN
@@ -89,6 +91,14 @@ def test_compiled_code_takes_the_plain_twins(monkeypatch: pytest.MonkeyPatch) ->
 def test_activations_are_those_transformers_has_by_the_name(name: str) -> None:
     x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
     assert relative(ACTIVATIONS[name](x), ACT2FN[name](x)) <= FORMULA_FP64
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_round_as_transformers_does_and_can_be_pickled(name: str) -> None:
+    """Modules may be saved whole or sent to another process; in bfloat16 an equal formula may still round otherwise."""
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    restored = pickle.loads(pickle.dumps(ACTIVATIONS[name]))  # noqa: S301 (its own bytes)
+    assert torch.equal(restored(x), ACT2FN[name](x))
 
 
 def test_an_unknown_activation_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import time
 import traceback
@@ -18,7 +19,7 @@ from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
 from archon.rl import RLVRWorkflow, RolloutWorkflow
 from archon.rl.algorithms.advantages import Groups
-from archon.rl.episode_context import workflow_context
+from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.logprob_check import check_recomputable
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout, WorkflowError, WorkflowRefusedError
@@ -395,3 +396,11 @@ def test_context_tells_evaluation_from_training(engine: InProcessEngine, rlvr: R
     for is_eval, scope in ((False, "rollout"), (True, "eval")):
         episode = asyncio.run(Rollout(engine, Tells(rlvr)).run(prompts(1), is_eval=is_eval))[0]
         assert episode.context.numbers == {scope: [float(is_eval)]}
+
+
+def test_the_engine_of_an_episode_is_an_inference_engine_and_can_be_copied(engine: InProcessEngine) -> None:
+    """Members are attributes of the class: `isinstance` with a protocol looks them up without calling `__getattr__`."""
+    own = EpisodeEngine(engine, EpisodeContext())
+    assert isinstance(own, InferenceEngine) and copy.copy(own).version == engine.version
+    members = {name for name in vars(InferenceEngine) if not name.startswith("_")}
+    assert members <= set(dir(EpisodeEngine))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from archon.data import get_gsm8k_rl_dataset
-from archon.rl.rewards import AsyncRewardWrapper, get_reward_fn, gold_answer, verify_gold
+from archon.rl.rewards import AsyncRewardWrapper, averify_gold, get_reward_fn, gold_answer
 from archon.rl.rewards.datasets import gsm8k_reward, parse_number
 from archon.rl.rewards.math_verify import _parse, answers_equal, math_verify_reward
 from archon.schema.errors import RewardError
@@ -139,7 +139,7 @@ def test_math_verify_scores_outside_the_main_thread() -> None:
 async def test_all_1319_gold_answers_of_gsm8k_score_one(name: str, data_dir: Path) -> None:
     rows = get_gsm8k_rl_dataset("test", data_dir / "gsm8k")
     with AsyncRewardWrapper(name) as reward:
-        assert await verify_gold(reward, rows, None) == 1319
+        assert await averify_gold(reward, rows, None) == 1319
     for row in rows:
         solution, number = row["answer"], gold_answer(row["answer"])[0]
         assert get_reward_fn(name)("", solution, [], [], answer=solution) == 1.0
