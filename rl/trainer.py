@@ -28,6 +28,7 @@ from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record,
 from archon.rl.update import PolicyUpdate
 from archon.rl.weight_sync import in_process, weights_of
 from archon.rl.workflows import RolloutWorkflow, resolve_workflow
+from archon.training.batch_sharding import require_documents
 from archon.training.loop import (
     BaseTrainer,
     long_lived_objects_frozen,
@@ -37,7 +38,6 @@ from archon.training.loop import (
 )
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
-from archon.training.sharding import require_documents
 
 Result = TypeVar("Result")
 

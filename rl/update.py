@@ -17,7 +17,7 @@ from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import M2POLoss, second_moment_mask
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.logprob_check import mean_logprob_difference
-from archon.training.sharding import score_sharded, shard_batch
+from archon.training.batch_sharding import score_sharded, shard_batch
 
 Batch = dict[str, Tensor]
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")

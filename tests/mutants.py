@@ -58,7 +58,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "Ulysses repeats the row of key heads, not each key head",
-        "models/attention/context.py",
+        "models/attention/context_parallel.py",
         "k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)",
         "k, v = k.repeat(1, repeat, 1), v.repeat(1, repeat, 1)",
         (f"{MATRIX}[few_kv-c4-float64-context_parallel=ulysses]",),
@@ -953,7 +953,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a stand-in for a missing document is trained on",
-        "archon/training/sharding.py",
+        "archon/training/batch_sharding.py",
         '    spare["loss_mask"].zero_()\n',
         "",
         ("tests/rl/test_sharding.py",),

@@ -38,7 +38,7 @@ def check_rl(config: RLConfig) -> list[str]:
     from archon.parallel.layout import parse_layout
     from archon.rl.rewards import get_reward_fn
     from archon.rl.workflows import resolve_workflow
-    from archon.training.sharding import require_documents
+    from archon.training.batch_sharding import require_documents
     from archon.training.sinks import require_sinks
 
     check_run_dir(config.run_dir, resume=config.resume)
@@ -79,7 +79,7 @@ def check_preference(config: PreferenceConfig) -> list[str]:
 def check_sft(config: SFTConfig, kind: DatasetKind = "sft") -> list[str]:
     """Check an SFT run, as `check_rl` does."""
     from archon.parallel.layout import parse_layout
-    from archon.training.sharding import require_documents
+    from archon.training.batch_sharding import require_documents
     from archon.training.sinks import require_sinks
 
     check_run_dir(config.run_dir, resume=config.resume)

@@ -14,7 +14,7 @@ from torch import Tensor
 from archon.engine.batch import PackedBatch, pack, split, to_device_async
 from archon.engine.loss import LossFn, LossWeightFn, Metrics, WeightedTokenLoss
 from archon.engine.router_balance import RouterLoad
-from archon.models.attention.context import ContextParallelAttention, GatheredAttention, UlyssesAttention
+from archon.models.attention.context_parallel import ContextParallelAttention, GatheredAttention, UlyssesAttention
 from archon.models.attention.meta import AttentionMeta, PackedAttention, PrefixAttention
 from archon.models.attention.prefix import shared_prefixes
 from archon.models.base import BaseArchonModel

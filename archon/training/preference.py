@@ -19,10 +19,10 @@ from torch import Tensor
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import Metrics, document_sums
+from archon.training.batch_sharding import score_sharded, shard_batch
 from archon.training.config import PreferenceConfig
 from archon.training.loop import timed
 from archon.training.sft import SFTTrainer, padded_batch
-from archon.training.sharding import score_sharded, shard_batch
 
 Batch = dict[str, Tensor]
 

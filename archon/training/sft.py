@@ -17,10 +17,10 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import ConfigError
+from archon.training.batch_sharding import require_documents, shard_indices
 from archon.training.config import SFTConfig
 from archon.training.loop import BaseTrainer, require_same_rows, timed
 from archon.training.runner import Runner
-from archon.training.sharding import require_documents, shard_indices
 
 
 def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

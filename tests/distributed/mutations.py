@@ -218,7 +218,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "gradients of keys from other ranks' queries lost",
-        lambda case: mock.patch("archon.models.attention.context.all_gather", comm.all_gather_replicated),
+        lambda case: mock.patch("archon.models.attention.context_parallel.all_gather", comm.all_gather_replicated),
         "dense-c2-float64-context_parallel=allgather",
         "grad.layers.0.attention.wk.weight",
     ),

@@ -11,7 +11,7 @@ from archon.rl.episode_context import EpisodeContext
 from archon.rl.prompts import Prompt
 from archon.rl.rewards.result import RewardRaised
 from archon.schema.errors import ConfigError, RolloutError
-from archon.training.sharding import require_documents, shard_batch, shard_indices
+from archon.training.batch_sharding import require_documents, shard_batch, shard_indices
 
 
 def batch(n: int) -> dict[str, torch.Tensor]:
