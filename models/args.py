@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
-from archon.models.hf_config import DENSE_FIELDS, Field, read_config
+from archon.models.hf_config import Field, WindowPolicy, read_config
 from archon.models.layers.feed_forward import get_activation
 from archon.models.layers.rope import RopeConfig
 from archon.parallel.layout import ModelSizes
@@ -60,7 +60,9 @@ class BaseModelArgs:
     attn_type: str = "auto"
 
     model_types: ClassVar[frozenset[str]] = frozenset()
-    hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS
+    hf_fields: ClassVar[dict[str, Field]]
+    hf_windows: ClassVar[WindowPolicy]
+    hf_must_be: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         self.n_kv_heads = self.n_kv_heads or self.n_heads
@@ -117,7 +119,7 @@ class BaseModelArgs:
                 close = difflib.get_close_matches(name, names, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
-        args = read_config(hf_config, cls.hf_fields, cls.model_types)
+        args = read_config(hf_config, cls.hf_fields, cls.model_types, cls.hf_windows, cls.hf_must_be)
         if "sliding_window" in kwargs:
             # It applies to the layers that have a window in the config, or to all layers if none has.
             windows, window = args["layer_windows"], kwargs["sliding_window"]

@@ -7,7 +7,7 @@ errors of 0.3 % to 145 %); here an unknown field raises ConfigError.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,8 +24,8 @@ class Field:
     Attributes:
         native: the name in `BaseModelArgs`; empty for a field that is checked but has no effect here.
         kind: `int`, `float` (an integer is accepted), `bool`, `str`, or `list` for a list of nonnegative integers.
-        default: Hugging Face's default; REQUIRED for a field without one.
-        optional: whether null is accepted (and read as the default).
+        default: the default of the family's config class in transformers; REQUIRED for a field without one.
+        null: what null stands for, which need not be the default; REQUIRED for a field that null is rejected for.
         minimum: the smallest integer accepted; floats must not be negative.
         maximum: the largest integer accepted; PyTorch counts the bytes of a tensor in 64 bits.
     """
@@ -33,7 +33,7 @@ class Field:
     native: str
     kind: type
     default: Any = REQUIRED
-    optional: bool = False
+    null: Any = REQUIRED
     minimum: int = 1
     maximum: int = 2**40
 
@@ -41,27 +41,58 @@ class Field:
 # No real model has more layers, and lists with one entry per layer would fill the memory.
 MAX_LAYERS = 10_000
 
-# Fields that all dense decoders of Llama's architecture share.
-DENSE_FIELDS: dict[str, Field] = {
-    "hidden_size": Field("dim", int),
-    "num_hidden_layers": Field("n_layers", int, maximum=MAX_LAYERS),
-    "num_attention_heads": Field("n_heads", int),
-    "num_key_value_heads": Field("n_kv_heads", int, 0, optional=True),
-    "intermediate_size": Field("hidden_dim", int),
-    "vocab_size": Field("vocab_size", int),
-    "rms_norm_eps": Field("norm_eps", float, 1e-6),
-    "max_position_embeddings": Field("max_seq_len", int, 32768, maximum=2**63 - 1),
-    "hidden_act": Field("hidden_act", str, "silu"),
-    "tie_word_embeddings": Field("tie_word_embeddings", bool, False),
-    "initializer_range": Field("initializer_range", float, 0.02),
-    "pad_token_id": Field("pad_token_id", int, None, optional=True, minimum=0),
-}
+
+def dense_fields(
+    *,
+    num_key_value_heads: int,
+    max_position_embeddings: int,
+    rms_norm_eps: float = 1e-6,
+    hidden_act: str = "silu",
+    tie_word_embeddings: bool = False,
+    pad_token_id: int | None = None,
+) -> dict[str, Field]:
+    """Returns the fields that all dense decoders of Llama's architecture share, with a family's own defaults.
+
+    `num_key_value_heads` is that of a config that lacks the field; 0 and null stand for as many as attention heads.
+    """
+    return {
+        "hidden_size": Field("dim", int),
+        "num_hidden_layers": Field("n_layers", int, maximum=MAX_LAYERS),
+        "num_attention_heads": Field("n_heads", int),
+        "num_key_value_heads": Field("n_kv_heads", int, num_key_value_heads, null=0),
+        "intermediate_size": Field("hidden_dim", int),
+        "vocab_size": Field("vocab_size", int),
+        "rms_norm_eps": Field("norm_eps", float, rms_norm_eps),
+        "max_position_embeddings": Field("max_seq_len", int, max_position_embeddings, maximum=2**63 - 1),
+        "hidden_act": Field("hidden_act", str, hidden_act),
+        "tie_word_embeddings": Field("tie_word_embeddings", bool, tie_word_embeddings),
+        "initializer_range": Field("initializer_range", float, 0.02),
+        "pad_token_id": Field("pad_token_id", int, pad_token_id, null=None, minimum=0),
+    }
+
+
+Windows = tuple[int | None, tuple[int | None, ...]]
+"""The sliding window in tokens, and that of each layer; None for full attention."""
+
+
+@dataclass(frozen=True)
+class WindowPolicy:
+    """How a family's config says which layers have a sliding window.
+
+    Attributes:
+        fields: the config fields that `read` reads; a family's other window fields are unknown, so rejected.
+        read: from the config and the number of layers to `Windows`.
+    """
+
+    fields: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], int], Windows]
+
 
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-_WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-# Fields that change the computation unless they have this value.
-_MUST_BE: dict[str, Any] = {
+# Fields that change the computation unless they have this value. A family overrides them by a field of its own, or in
+# its `hf_must_be`.
+MUST_BE: dict[str, Any] = {
     "attention_dropout": 0.0,
     "partial_rotary_factor": 1.0,
     "use_mrope": False,
@@ -148,8 +179,20 @@ def check_kind(name: str, value: Any, kind: type) -> Any:
     reject_field(name, value, f"expected {'a number' if kind is float else 'type ' + kind.__name__}")
 
 
-def read_config(hf_config: Any, fields: Mapping[str, Field], model_types: frozenset[str]) -> dict[str, Any]:
+def read_config(
+    hf_config: Any,
+    fields: Mapping[str, Field],
+    model_types: frozenset[str],
+    windows: WindowPolicy,
+    must_be: Mapping[str, Any],
+) -> dict[str, Any]:
     """Returns the arguments of a model, by native name, from a config of one of `model_types`.
+
+    Args:
+        hf_config: object or dictionary.
+        fields: those that become arguments, by name.
+        windows: how the config says which layers have a sliding window.
+        must_be: further fields, which change the computation unless they have this value (or null, or are missing).
 
     Raises ConfigError, naming field and value, for anything unsupported.
     """
@@ -157,18 +200,19 @@ def read_config(hf_config: Any, fields: Mapping[str, Field], model_types: frozen
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in model_types:
         reject_field("model_type", model_type, f"expected {' or '.join(sorted(model_types))} in this family")
-    known = {*fields, *_ROPE_FIELDS, *_WINDOW_FIELDS, *_MUST_BE, *NO_EFFECT}
+    must_be = {name: value for name, value in (MUST_BE | dict(must_be)).items() if name not in fields}
+    known = {*fields, *_ROPE_FIELDS, *windows.fields, *must_be, *NO_EFFECT}
     for name, value in config.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "remove it if it has no effect"
             reject_field(name, value, f"archon does not know this field; {hint}")
-        if name in _MUST_BE and value is not None and value != _MUST_BE[name]:
-            reject_field(name, value, f"archon supports only {_MUST_BE[name]!r}")
+        if name in must_be and value is not None and value != must_be[name]:
+            reject_field(name, value, f"archon supports only {must_be[name]!r}")
     args = {field.native: _read_field(config, name, field) for name, field in fields.items()}
     args.pop("", None)
     args["rope_theta"], args["rope_scaling"] = _read_rope(config, args["max_seq_len"])
-    args["sliding_window"], args["layer_windows"] = _read_windows(config, args["n_layers"])
+    args["sliding_window"], args["layer_windows"] = windows.read(config, args["n_layers"])
     return args
 
 
@@ -176,8 +220,10 @@ def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
     value = config.get(name, field.default)
     if value is REQUIRED:
         raise ConfigError(f"config field {name!r} is missing; a {config['model_type']} config must give it")
-    if name not in config or (value is None and field.optional):
+    if name not in config:
         return field.default
+    if value is None and field.null is not REQUIRED:
+        return field.null
     value = check_kind(name, value, field.kind)
     if field.kind is list and any(type(item) is not int or item < 0 for item in value):
         reject_field(name, value, "expected a list of integers, none negative")
@@ -242,14 +288,18 @@ def _rope_value(name: str, value: Any, kind: type) -> Any:
     return tuple(check_kind(name, item, float) for item in value)
 
 
-def _read_windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None, tuple[int | None, ...]]:
+def _read_window(config: Mapping[str, Any], default: int | None) -> int | None:
+    window = config.get("sliding_window", default)
+    if window is not None and check_kind("sliding_window", window, int) < 1:
+        reject_field("sliding_window", window, "expected at least 1, or null")
+    return window
+
+
+def _read_switched_window(config: Mapping[str, Any], n_layers: int) -> Windows:
     """Returns the window, and each layer's: by `layer_types`, else that of layers from `max_window_layers` on."""
-    window = config.get("sliding_window", 4096)
-    window = None if window is None else check_kind("sliding_window", window, int)
+    window = _read_window(config, 4096)
     if not check_kind("use_sliding_window", config.get("use_sliding_window") or False, bool):
         window = None
-    if window is not None and window < 1:
-        reject_field("sliding_window", window, "expected at least 1, or null")
     layer_types = config.get("layer_types")
     if layer_types is None:
         first = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
@@ -265,3 +315,23 @@ def _read_windows(config: Mapping[str, Any], n_layers: int) -> tuple[int | None,
             "layer_types", layer_types, "it has sliding layers, but use_sliding_window or sliding_window is off"
         )
     return window, tuple(window if slide else None for slide in slides)
+
+
+def uniform_window(default: int | None) -> WindowPolicy:
+    """Returns the policy of families whose `sliding_window` applies to every layer; null switches it off."""
+
+    def read(config: Mapping[str, Any], n_layers: int) -> Windows:
+        window = _read_window(config, default)
+        return window, (window,) * n_layers
+
+    return WindowPolicy(("sliding_window",), read)
+
+
+NO_WINDOWS = WindowPolicy((), lambda _, n_layers: (None, (None,) * n_layers))
+"""The policy of families without sliding windows."""
+
+SWITCHED_WINDOW = WindowPolicy(
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), _read_switched_window
+)
+"""Qwen's policy: `use_sliding_window` switches the window on, in the layers that `layer_types` or `max_window_layers`
+names."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import DENSE_FIELDS, Field
+from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, dense_fields
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 from archon.models.state_dict import BaseStateDictAdapter
@@ -20,8 +20,11 @@ class Qwen2ModelArgs(BaseModelArgs):
     attention_bias: bool = True
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen2"})
-    # transformers' Qwen2 uses `head_dim`, which its config class does not declare.
-    hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS | {"head_dim": Field("head_dim", int, 0, optional=True)}
+    hf_fields: ClassVar[dict[str, Field]] = dense_fields(num_key_value_heads=32, max_position_embeddings=32768) | {
+        # transformers' Qwen2 uses `head_dim`, which its config class does not declare.
+        "head_dim": Field("head_dim", int, 0, null=0),
+    }
+    hf_windows: ClassVar[WindowPolicy] = SWITCHED_WINDOW
 
 
 class Qwen2Model(BaseArchonModel):

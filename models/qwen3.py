@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import DENSE_FIELDS, Field
+from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, dense_fields
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 from archon.models.state_dict import DENSE_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
@@ -20,7 +20,8 @@ class Qwen3ModelArgs(BaseModelArgs):
     qk_norm: bool = True
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen3"})
-    hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS | {
+    hf_windows: ClassVar[WindowPolicy] = SWITCHED_WINDOW
+    hf_fields: ClassVar[dict[str, Field]] = dense_fields(num_key_value_heads=32, max_position_embeddings=32768) | {
         "head_dim": Field("head_dim", int, 128),
         "attention_bias": Field("attention_bias", bool, False),
     }

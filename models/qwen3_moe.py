@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from archon.models.base import BaseModelArgs
-from archon.models.hf_config import DENSE_FIELDS, Field
+from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, dense_fields
 from archon.models.moe_decoder import MoEDecoder, MoEModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
@@ -30,15 +30,16 @@ class Qwen3MoEModelArgs(MoEModelArgs):
     qk_norm: bool = True
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_moe"})
-    hf_fields: ClassVar[dict[str, Field]] = DENSE_FIELDS | {
-        "head_dim": Field("head_dim", int, 0, optional=True),
+    hf_windows: ClassVar[WindowPolicy] = SWITCHED_WINDOW
+    hf_fields: ClassVar[dict[str, Field]] = dense_fields(num_key_value_heads=4, max_position_embeddings=32768) | {
+        "head_dim": Field("head_dim", int, 0, null=0),
         "attention_bias": Field("attention_bias", bool, False),
         "num_experts": Field("n_experts", int, 128, minimum=0),
         "num_experts_per_tok": Field("n_experts_per_token", int, 8),
         "moe_intermediate_size": Field("moe_hidden_dim", int, 768),
         "norm_topk_prob": Field("norm_topk_prob", bool, False),
         "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
-        "mlp_only_layers": Field("mlp_only_layers", list, (), optional=True),
+        "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
         "router_aux_loss_coef": Field("", float, 0.001),
     }
 

@@ -93,9 +93,10 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Returns x [N, in] times the transpose of its expert's matrix in weight [E, out, in]: [N, out].
 
     The first counts[0] rows belong to expert 0, and so on. Uses `grouped_mm`, which needs no host synchronization on
-    the counts; a loop in float64, which it does not support, and for no rows.
+    the counts; a loop for what it does not support: float64, no rows, and rows that are no multiple of 16 bytes.
     """
-    if x.dtype == torch.float64 or x.shape[0] == 0:
+    unaligned = any(width * x.element_size() % 16 for width in weight.shape[1:])
+    if x.dtype == torch.float64 or x.shape[0] == 0 or unaligned:
         parts = x.split(counts.tolist())
         return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(parts, weight.unbind(), strict=True)])
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))

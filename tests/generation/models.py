@@ -16,7 +16,6 @@ from tests.models.reference import HF_CLASSES, checkpoint_tensors, hf_model
 VOCAB = 67
 # Where families differ: the fields each adds.
 _OWN: dict[str, dict[str, Any]] = {
-    "qwen2": {},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {
         "head_dim": 8,
@@ -49,7 +48,7 @@ def _pair(
             "eos_token_id": None,
             "pad_token_id": None,
         }
-        | _OWN[family]
+        | _OWN.get(family, {})
         | {key: list(value) if isinstance(value, tuple) else value for key, value in options}
     )
     with torch.random.fork_rng():

@@ -21,6 +21,9 @@ from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32, GEN
 RAGGED = prompts(1, 2, 3, 4, 5, 8, 9, 17, 33)
 
 FAMILIES = {
+    "llama": ("llama", {"attention_bias": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 6}),
     "qwen3": ("qwen3", {}),
     "qwen3-window": (
         "qwen3",
@@ -47,7 +50,7 @@ def test_greedy_tokens_equal_transformers_generate(name: str, page_size: int) ->
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_first_step_ratio_is_one(family: str, temperature: float) -> None:
     """The trainer's forward gives every generated token the logprob it was sampled with."""
     model = make_model(family=family)

@@ -1,4 +1,4 @@
-"""Random small Qwen2, Qwen3 and Qwen3-MoE configurations, and transformers run on packed documents one at a time."""
+"""Random small configurations of every family, and transformers run on packed documents one at a time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -21,6 +25,8 @@ from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 ACTIVATIONS = ("silu", "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
 HF_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -48,17 +54,21 @@ def random_rope(rng: random.Random, kind: str, head_dim: int) -> dict[str, Any]:
     return rope
 
 
-def random_config(seed: int) -> Any:
-    """A transformers config; the seed walks through families and RoPE kinds, the rest is drawn."""
+def random_config(seed: int, family: str | None = None) -> Any:
+    """A transformers config. The seed walks through RoPE kinds, and Qwen's families where none is given; the rest is
+    drawn."""
     rng = random.Random(seed)
-    family, kind = ("qwen2", "qwen3")[seed % 2], ROPE_KINDS[(seed // 2) % len(ROPE_KINDS)]
-    if seed >= FIRST_MOE_SEED:
-        family, kind = "qwen3_moe", ROPE_KINDS[seed % len(ROPE_KINDS)]
+    if family is not None or seed >= FIRST_MOE_SEED:
+        family, kind = family or "qwen3_moe", ROPE_KINDS[seed % len(ROPE_KINDS)]
+    else:
+        family, kind = ("qwen2", "qwen3")[seed % 2], ROPE_KINDS[(seed // 2) % len(ROPE_KINDS)]
     kv_heads = rng.choice([1, 2, 3])
     heads = kv_heads * rng.choice([1, 2, 3, 4])
     head_dim = rng.choice([4, 6, 8, 16])
     layers = rng.choice([2, 3])
     dim = rng.choice([heads * head_dim, 24, 40])
+    if family == "llama":  # whose config class wants a multiple of the heads
+        dim = heads * rng.choice([head_dim, 6])
     fields: dict[str, Any] = {
         "hidden_size": dim,
         "num_hidden_layers": layers,
@@ -76,9 +86,11 @@ def random_config(seed: int) -> Any:
         # whose gradient cancels puts transformers itself 3e-5 away from its own float64 value.
         "initializer_range": 0.13,
     }
-    if family != "qwen2":
+    if family not in ("qwen2", "mistral"):
         fields["attention_bias"] = rng.random() < 0.5
-    if rng.random() < 0.5:
+    if family == "mistral":
+        fields["sliding_window"] = rng.choice([None, 2, 5, 11])
+    elif family != "llama" and rng.random() < 0.5:
         fields |= {"use_sliding_window": True, "sliding_window": rng.choice([2, 5, 11])}
         windows = [
             {"max_window_layers": 1},

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, Qwen2Config, Qwen3Config
 
 from archon.models import RopeConfig, get_model_spec
 from archon.models.hf_config import NO_EFFECT
@@ -15,14 +15,15 @@ from archon.models.qwen2 import Qwen2ModelArgs
 from archon.models.qwen3 import Qwen3ModelArgs
 from archon.models.qwen3_moe import Qwen3MoEModelArgs
 from archon.schema.errors import ConfigError, UserError
+from tests.models.reference import HF_CLASSES
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
 PARAMETERS = {
     row[0]: row[1:] for row in (line.split("\t") for line in (CONFIGS / "PARAMETERS.tsv").read_text().splitlines())
 }
-DENSE = [name for name, (model_type, _) in PARAMETERS.items() if model_type in ("qwen2", "qwen3")]
+DENSE = [name for name, (model_type, _) in PARAMETERS.items() if model_type in ("qwen2", "qwen3", "llama", "mistral")]
 MIXED = [name for name, (model_type, _) in PARAMETERS.items() if model_type == "qwen3_moe"]
-QWEN = DENSE + MIXED
+PUBLISHED = DENSE + MIXED
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -45,12 +46,12 @@ def small(**changes: Any) -> dict[str, Any]:
     return SMALL | changes
 
 
-def test_all_qwen_configs_are_there() -> None:
-    assert len(DENSE) == 10
+def test_all_configs_of_supported_families_are_there() -> None:
+    assert len(DENSE) == 15
     assert MIXED == ["Qwen3-30B-A3B", "Qwen3-235B-A22B"]
 
 
-@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_give_published_parameter_counts(name: str) -> None:
     config, (model_type, count) = read(name), PARAMETERS[name]
     adapter = get_model_spec(model_type).state_dict_adapter_class(config)
@@ -63,7 +64,7 @@ def test_published_configs_give_published_parameter_counts(name: str) -> None:
     assert total == int(count)
 
 
-@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_config_object_and_its_dictionary_read_alike(name: str) -> None:
     args_class = get_model_spec(PARAMETERS[name][0]).model_args_class
     from_file = args_class.from_hf_config(read(name))
@@ -77,14 +78,12 @@ def test_another_familys_config_is_refused(name: str) -> None:
         Qwen3ModelArgs.from_hf_config(read(name))
 
 
-@pytest.mark.parametrize("config", [Qwen2Config(), Qwen3Config(), Qwen3MoeConfig()], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", [configs() for configs, _ in HF_CLASSES.values()], ids=lambda c: c.model_type)
 def test_defaults_are_those_of_transformers(config: Any) -> None:
     sizes = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     args_class = get_model_spec(config.model_type).model_args_class
     bare = {name: getattr(config, name) for name in sizes}
-    assert args_class.from_hf_config(
-        bare | {"num_key_value_heads": config.num_key_value_heads}
-    ) == args_class.from_hf_config(config)
+    assert args_class.from_hf_config(bare) == args_class.from_hf_config(config)
 
 
 def test_fields_are_mapped() -> None:

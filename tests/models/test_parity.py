@@ -24,8 +24,11 @@ MOE_SEEDS = range(FIRST_MOE_SEED, FIRST_MOE_SEED + 18)
 SEEDS = [*range(48), *MOE_SEEDS]
 
 
-def check(seed: int, dtype: torch.dtype, tolerance: float) -> None:
-    config = random_config(seed)
+DENSE_FAMILIES = ("llama", "mistral")
+
+
+def check(seed: int, dtype: torch.dtype, tolerance: float, family: str | None = None) -> None:
+    config = random_config(seed, family)
     reference, model, adapter = build_pair(config, attention="eager" if seed % 3 else "sdpa", seed=seed, dtype=dtype)
     lengths = random_lengths(seed)
     tokens, positions, cu_seqlens, max_seqlen = pack(lengths, config.vocab_size, seed)
@@ -48,6 +51,12 @@ def check(seed: int, dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_logits_and_every_gradient_equal_transformers(seed: int) -> None:
     check(seed, torch.float32, PARITY_FP32)
+
+
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("seed", range(18))
+def test_every_dense_family_computes_what_transformers_does(family: str, seed: int) -> None:
+    check(seed, torch.float32, PARITY_FP32, family)
 
 
 @pytest.mark.parametrize("seed", MOE_SEEDS)
@@ -84,6 +93,25 @@ def test_the_configurations_cover_what_they_claim() -> None:
         lambda c: c.hidden_act != "silu",
     ):
         assert sum(map(feature, configs)) >= 5
+
+
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+def test_the_configurations_of_a_family_cover_its_features(family: str) -> None:
+    configs = [random_config(seed, family) for seed in range(18)]
+    assert Counter(c.rope_parameters["rope_type"] for c in configs) == dict.fromkeys(ROPE_KINDS, 3)
+    features = [
+        lambda c: c.tie_word_embeddings,
+        lambda c: not c.tie_word_embeddings,
+        lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,
+        lambda c: 1 < c.num_key_value_heads < c.num_attention_heads,
+        lambda c: c.hidden_act != "silu",
+    ]
+    own = {
+        "llama": [lambda c: c.attention_bias, lambda c: not c.attention_bias],
+        "mistral": [lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None],
+    }
+    for feature in features + own[family]:
+        assert sum(map(bool, map(feature, configs))) >= 3
 
 
 def test_the_mixtures_of_experts_cover_what_they_claim() -> None:

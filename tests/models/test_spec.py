@@ -32,7 +32,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> spec._Registry:
 
 
 def test_families_are_known_by_their_model_types() -> None:
-    assert {"qwen2", "qwen3"} <= get_supported_model_types()
+    assert {"llama", "mistral", "qwen2", "qwen3"} <= get_supported_model_types()
     assert get_model_spec("qwen3") is SPEC
     assert is_supported_model("qwen2")
     assert not is_supported_model("gpt2")
@@ -55,7 +55,9 @@ def test_a_thread_that_asks_while_another_reads_the_families_waits(
 
 @pytest.mark.usefixtures("registry")
 def test_an_unknown_model_names_what_is_available() -> None:
-    with pytest.raises(UnknownModelError, match=r"'gpt2' is not supported; .* are qwen2, qwen3, qwen3_moe ") as error:
+    with pytest.raises(
+        UnknownModelError, match=f"'gpt2' is not supported; .* are {', '.join(spec.FAMILIES)} "
+    ) as error:
         get_model_spec("gpt2")
     assert isinstance(error.value, KeyError)
     assert isinstance(error.value, ValueError)

@@ -13,7 +13,7 @@ from archon.models import BaseArchonModel, BaseModelArgs, BaseStateDictAdapter, 
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from archon.schema.errors import CheckpointError
 from tests.models.reference import FIRST_MOE_SEED, HF_CLASSES, build_pair, checkpoint_tensors, random_config
-from tests.models.test_hf_config import QWEN, read
+from tests.models.test_hf_config import PUBLISHED, read
 
 SEEDS = [*range(12), *range(FIRST_MOE_SEED, FIRST_MOE_SEED + 6)]
 TIED, UNTIED = (
@@ -52,7 +52,7 @@ def test_more_than_ten_experts_keep_their_numbers_in_whatever_order_they_come() 
             assert torch.equal(matrix, state[f"model.layers.0.mlp.experts.{expert}.{theirs}.weight"]), expert
 
 
-@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_the_parameters_transformers_has(name: str) -> None:
     config = read(name)
     config_class, model_class = HF_CLASSES[config["model_type"]]
