@@ -63,7 +63,7 @@ def tracked_files():
 def test_no_import_circle_is_left_in_the_product_or_the_benchmarks():
     imports = grimp.build_graph("archon", "benchmarks")
     order = TopologicalSorter({m: imports.find_modules_directly_imported_by(m) for m in imports.modules})
-    order.prepare()  # raises CycleError, which names the circle
+    assert set(order.static_order()) == imports.modules  # a circle is a CycleError that names it
 
 
 def test_archon_holds_rooms_only():

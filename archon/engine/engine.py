@@ -250,7 +250,7 @@ class ArchonEngine:
     def forward_with_entropy(
         self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Same as `forward_batch`, and the entropy (nats) of the distribution each token was drawn from."""
+        """Returns what `forward_batch` does, and the entropy (nats) of the distribution of each token."""
         if self.config.is_critic:
             raise ConfigError("a critic has no entropy; call forward_batch")
         logprobs, entropy = self._score(batch, temperature, entropy=True, only_trained=only_trained)
