@@ -8,8 +8,11 @@ from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
 from archon.models.hf_config import Field, WindowPolicy, read_config
-from archon.models.layers.feed_forward import get_activation
-from archon.models.layers.rope import RopeConfig
+from archon.models.layers.attention import AttentionLayer
+from archon.models.layers.feed_forward import DenseLayer, get_activation
+from archon.models.layers.norm import NormSpec
+from archon.models.layers.rope import RopeConfig, RopeSpec
+from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec, NormPlacement
 from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
 
@@ -29,6 +32,14 @@ class BaseModelArgs:
         sliding_window: each token sees itself and the window - 1 tokens before it, where `layer_windows` says so.
         layer_windows: the window of each layer, None for full attention; empty means `sliding_window` in all.
         pad_token_id: the embedding row that gets no gradient from lookups, as in transformers; None for none.
+        rotary_dim: features of a head that RoPE rotates; 0 means head_dim.
+        rope_interleaved: RoPE rotates pairs of adjacent features.
+        norm_offset: what checkpoints leave out of the norms' factors: 1 where they store the factor - 1.
+        norm_placement: see `archon.models.layers.spec.NormPlacement`.
+        attention_scale: factor on attention scores; None means head_dim^(-1/2).
+        embedding_multiplier: factor on token embeddings.
+        residual_multiplier: factor on what each part of a layer adds to the residual stream.
+        logits_divisor: divides the logits.
         initializer_range: standard deviation of newly initialized matrices.
         is_critic: has a value head `score` in place of the language-model head.
         attn_type: the attention backend, `auto` or a registered name.
@@ -55,6 +66,14 @@ class BaseModelArgs:
     layer_windows: tuple[int | None, ...] = ()
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
+    rotary_dim: int = 0
+    rope_interleaved: bool = False
+    norm_offset: float = 0.0
+    norm_placement: NormPlacement = "before"
+    attention_scale: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     initializer_range: float = 0.02
     is_critic: bool = False
     attn_type: str = "auto"
@@ -67,15 +86,18 @@ class BaseModelArgs:
     def __post_init__(self) -> None:
         self.n_kv_heads = self.n_kv_heads or self.n_heads
         self.head_dim = self.head_dim or self.dim // max(self.n_heads, 1)
+        self.rotary_dim = self.rotary_dim or self.head_dim
         self.layer_windows = tuple(self.layer_windows) or (self.sliding_window,) * self.n_layers
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(f"n_kv_heads is {self.n_kv_heads}; expected a divisor of n_heads {self.n_heads}")
-        if self.head_dim % 2:
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            name = "head_dim" if self.rotary_dim == self.head_dim else "rotary_dim"
             raise ConfigError(
-                f"head_dim is {self.head_dim}; expected an even number, since RoPE rotates pairs of features"
+                f"{name} is {self.rotary_dim}; expected an even number of at most head_dim {self.head_dim}, since RoPE "
+                "rotates pairs of features"
             )
         get_activation(self.hidden_act)  # raises for an unknown name, as the next line does
         candidates(self.attn_type)
@@ -87,20 +109,75 @@ class BaseModelArgs:
             raise ConfigError(f"pad_token_id is {self.pad_token_id}; expected a token below {self.vocab_size}, or null")
         for name in ("short_factor", "long_factor"):
             divisors = getattr(self.rope_scaling, name)
-            if divisors is not None and len(divisors) != self.head_dim // 2:
+            if divisors is not None and len(divisors) != self.rotary_dim // 2:
                 raise ConfigError(
-                    f"RoPE {name} has {len(divisors)} entries; expected {self.head_dim // 2}, half of head_dim"
+                    f"RoPE {name} has {len(divisors)} entries; expected {self.rotary_dim // 2}, half of the rotated "
+                    "features"
                 )
+
+    @property
+    def norm(self) -> NormSpec:
+        """The norms of the residual stream."""
+        return NormSpec(self.norm_eps, self.norm_offset)
+
+    def rope(self, layer: int) -> RopeSpec | None:
+        """Returns the rotation of a layer (from 0); None for a layer without positions."""
+        return RopeSpec(self.rotary_dim, self.rope_theta, self.rope_scaling, self.max_seq_len, self.rope_interleaved)
+
+    def mixer(self, layer: int) -> MixerSpec:
+        """Returns what mixes tokens in a layer (from 0)."""
+        return AttentionLayer(
+            self.n_heads,
+            self.n_kv_heads,
+            self.head_dim,
+            rope=self.rope(layer),
+            scale=self.attention_scale,
+            window=self.layer_windows[layer],
+            bias=self.attention_bias,
+            out_bias=self.attention_out_bias,
+            qk_norm=self.norm if self.qk_norm else None,
+        )
+
+    def feed_forward(self, layer: int) -> FeedForwardSpec:
+        """Returns the feed-forward network of a layer (from 0)."""
+        return DenseLayer(self.hidden_dim, self.hidden_act)
+
+    def layer(self, layer: int) -> LayerSpec:
+        """Returns what a layer (from 0) is; a family overrides this, or the methods that it calls."""
+        return LayerSpec(
+            self.mixer(layer), self.feed_forward(layer), self.norm, self.norm_placement, self.residual_multiplier
+        )
+
+    @property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """All layers, in order."""
+        return tuple(self.layer(layer) for layer in range(self.n_layers))
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The distinct rotations of the layers."""
+        mixers = (spec.mixer for spec in self.layer_specs)
+        return tuple(dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None))
+
+    @property
+    def rope_depends_on_length(self) -> bool:
+        """Whether a rotation depends on the document's length, see `RopeConfig.depends_on_length`."""
+        return any(rope.scaling.depends_on_length for rope in self.ropes)
 
     @property
     def sizes(self) -> ModelSizes:
         """The sizes that a parallel layout divides."""
-        return ModelSizes(self.n_heads, self.n_kv_heads, self.vocab_size, self.n_layers, (self.hidden_dim,))
-
-    def feed_forward_parameters(self, layer: int) -> tuple[int, int]:
-        """Returns (active, all) matrix parameters of a layer's feed-forward network; active ones are used per token."""
-        count = 3 * self.dim * self.hidden_dim
-        return count, count
+        networks = {spec.feed_forward for spec in self.layer_specs}
+        sparse = [network for network in networks if network.n_experts]
+        return ModelSizes(
+            self.n_heads,
+            self.n_kv_heads,
+            self.vocab_size,
+            self.n_layers,
+            tuple(sorted({width for network in networks for width in network.hidden_dims})),
+            experts=max((network.n_experts for network in sparse), default=0),
+            expert_hidden=max((network.expert_dim for network in sparse), default=0),
+        )
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:

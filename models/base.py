@@ -13,51 +13,51 @@ from archon.models.args import BaseModelArgs
 from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.registry import saved_ops
 from archon.models.head import LMHead, TokenScores, WeightedLoss
-from archon.models.layers.attention import Attention
-from archon.models.layers.feed_forward import FeedForward
 from archon.models.layers.linear import Embedding, Linear
-from archon.models.layers.moe import GroupedExperts, MoE, Router, RouterStats
+from archon.models.layers.moe import GroupedExperts, Router, RouterStats
 from archon.models.layers.norm import RMSNorm
-from archon.models.layers.rope import RotaryEmbedding
+from archon.models.layers.rope import RotaryEmbedding, Rotation
+from archon.models.layers.spec import LayerSpec
 from archon.parallel.comm import all_gather_replicated
 
 __all__ = ["BaseArchonModel", "BaseModelArgs", "TransformerBlock"]
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward network, or mixture of experts, each added to the residual stream."""
+    """A mixer and a feed-forward network, or mixture of experts, each normalized and added to the residual stream."""
 
-    def __init__(self, layer: int, args: BaseModelArgs, moe: MoE | None = None) -> None:
+    def __init__(self, layer: int, spec: LayerSpec, dim: int) -> None:
         super().__init__()
-        self.attention = Attention(
-            layer,
-            args.dim,
-            args.n_heads,
-            args.n_kv_heads,
-            args.head_dim,
-            bias=args.attention_bias,
-            out_bias=args.attention_out_bias,
-            qk_norm_eps=args.norm_eps if args.qk_norm else None,
-            window=args.layer_windows[layer],
-        )
-        if moe is None:
-            self.feed_forward = FeedForward(args.dim, args.hidden_dim, args.hidden_act)
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
-        self.moe = moe
+        self.mixer_name, self.residual_multiplier = spec.mixer.module_name, spec.residual_multiplier
+        self.moe: nn.Module | None = None
+        setattr(self, self.mixer_name, spec.mixer.build(layer, dim))
+        setattr(self, spec.feed_forward.module_name, spec.feed_forward.build(dim))
+        before, after = (spec.norm_placement in (place, "both") for place in ("before", "after"))
+        self.attention_norm = spec.norm.build(dim) if before else None
+        self.attention_post_norm = spec.norm.build(dim) if after else None
+        self.ffn_norm = spec.norm.build(dim) if before else None
+        self.ffn_post_norm = spec.norm.build(dim) if after else None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionMeta
+        self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta
     ) -> Tensor | tuple[Tensor, RouterStats]:
         """Returns [T, dim] for x [T, dim]; with experts also the router's statistics.
 
         They are returned, not stored, so that recomputation does not count them twice.
         """
-        x = x + self.attention(self.attention_norm(x), cos, sin, attention)
+        mixed = getattr(self, self.mixer_name)(_normed(self.attention_norm, x), rotation, attention)
+        x = self._add(x, _normed(self.attention_post_norm, mixed))
         if self.moe is None:
-            return x + self.feed_forward(self.ffn_norm(x))
-        out, stats = self.moe(self.ffn_norm(x), attention.valid_mask)
-        return x + out, stats
+            return self._add(x, _normed(self.ffn_post_norm, self.feed_forward(_normed(self.ffn_norm, x))))
+        out, stats = self.moe(_normed(self.ffn_norm, x), attention.valid_mask)
+        return self._add(x, _normed(self.ffn_post_norm, out)), stats
+
+    def _add(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + out if self.residual_multiplier == 1 else x + out * self.residual_multiplier
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class BaseArchonModel(nn.Module):
@@ -78,9 +78,10 @@ class BaseArchonModel(nn.Module):
         self.args = args
         self.model_class = type(self)
         self.tok_embeddings = Embedding(args.vocab_size, args.dim, padding_idx=args.pad_token_id)
-        self.rope = RotaryEmbedding(args.rope_scaling, args.rope_theta, args.head_dim, args.max_seq_len)
+        self.layer_specs = args.layer_specs
+        self.ropes = {spec: RotaryEmbedding(spec) for spec in args.ropes}
         self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})
-        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.norm = args.norm.build(args.dim)
         self.router_stats: list[RouterStats] = []
         self.output: LMHead | None = None
         self.score: Linear | None = None
@@ -91,8 +92,8 @@ class BaseArchonModel(nn.Module):
             self.tie_weights()
 
     def build_block(self, layer: int) -> nn.Module:
-        """Returns a layer; a family whose layers differ overrides this."""
-        return TransformerBlock(layer, self.args)
+        """Returns a layer, as `args.layer(layer)` says."""
+        return TransformerBlock(layer, self.layer_specs[layer], self.args.dim)
 
     def tie_weights(self) -> None:
         """Make `output.weight` and `tok_embeddings.weight` one parameter if the config ties them; idempotent."""
@@ -163,19 +164,28 @@ class BaseArchonModel(nn.Module):
 
         They are [T, dim], or [N, dim] at `attention.gather_index` [N].
         """
-        hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        hidden = tokens
+        if self.tok_embeddings is not None:
+            hidden = self.tok_embeddings(tokens)
+            if self.args.embedding_multiplier != 1:
+                # Rounded to the compute dtype first, as transformers does.
+                hidden = hidden * hidden.new_tensor(self.args.embedding_multiplier)
         attention.prepare(hidden)
-        lengths = attention.document_lengths(positions) if self.args.rope_scaling.depends_on_length else None
-        cos, sin = self.rope(positions, hidden.dtype, lengths)
+        lengths = attention.document_lengths(positions) if self.args.rope_depends_on_length else None
+        rotations = {spec: rope(positions, hidden.dtype, lengths) for spec, rope in self.ropes.items()}
         self.router_stats = []
-        for block in self.layers.values():
-            hidden = block(hidden, cos, sin, attention)
+        for layer, block in self.layers.items():
+            rope = self.layer_specs[int(layer)].mixer.rope
+            hidden = block(hidden, None if rope is None else rotations[rope], attention)
             if isinstance(hidden, tuple):
                 hidden, stats = hidden
                 self.router_stats.append(stats)
         if attention.gather_index is not None:
             hidden = hidden.index_select(0, attention.gather_index)
-        return hidden if self.norm is None else self.norm(hidden)
+        if self.norm is None:
+            return hidden
+        hidden = self.norm(hidden)
+        return hidden if self.args.logits_divisor == 1 else hidden / self.args.logits_divisor
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -193,13 +203,14 @@ class BaseArchonModel(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 yield f"{prefix}.bias", nn.init.zeros_
             if isinstance(module, RMSNorm):
-                yield f"{prefix}.weight", nn.init.ones_
+                yield f"{prefix}.weight", partial(nn.init.constant_, val=1.0 - module.offset)
             if isinstance(module, GroupedExperts):
                 yield from ((f"{prefix}.{name}", normal) for name, _ in module.named_parameters())
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Recompute on `device` what Hugging Face checkpoints lack: rotary frequencies, and balancing biases of 0."""
-        self.rope.init_buffers(device)
+        for rope in self.ropes.values():
+            rope.init_buffers(device)
         for module in self.modules():
             if isinstance(module, Router) and module.expert_bias is not None:
                 dtype = torch.promote_types(module.expert_bias.dtype, torch.float32)

@@ -8,6 +8,7 @@ appendix B]: `full` ignores causality, `causal` counts half. Recomputation is no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,23 +58,23 @@ class MatmulShape:
 
     Attributes:
         active, total: matrix-product parameters used per token, and all; they differ by the experts not chosen.
-        attention_width: heads × head_dim.
-        windows: each layer's window in tokens, None for full attention.
+        attention: of each layer with attention its width (heads × head_dim) and its window in tokens, None for full
+            attention.
     """
 
     active: int
     total: int
-    attention_width: int
-    windows: tuple[int | None, ...]
+    attention: tuple[tuple[int, int | None], ...]
 
     @classmethod
     def from_args(cls, args: BaseModelArgs) -> MatmulShape:
-        width = args.n_heads * args.head_dim
-        attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
-        always = args.n_layers * attention + args.dim * (1 if args.is_critic else args.vocab_size)
-        networks = [args.feed_forward_parameters(layer) for layer in range(args.n_layers)]
+        layers = args.layer_specs
+        always = sum(layer.mixer.parameters(args.dim) for layer in layers)
+        always += args.dim * (1 if args.is_critic else args.vocab_size)
+        networks = [layer.feed_forward.parameters(args.dim) for layer in layers]
         active, total = (always + sum(counts) for counts in zip(*networks, strict=True))
-        return cls(active, total, width, args.layer_windows)
+        mixers = (layer.mixer for layer in layers)
+        return cls(active, total, tuple((m.attention_width, m.window) for m in mixers if m.attention_width))
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> MatmulShape:
@@ -100,8 +101,8 @@ class MatmulShape:
             active += attention + layer_active
             total += attention + layer_total
         kinds = config.get("layer_types") or ["full_attention"] * n_layers
-        windows = tuple(config.get("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
-        return cls(active, total, heads * head_dim, windows)
+        windows = (config.get("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
+        return cls(active, total, tuple((heads * head_dim, window) for window in windows))
 
     def per_token(self, seq_len: int) -> Flops:
         """Returns FLOPs per token in documents of `seq_len` tokens."""
@@ -113,11 +114,11 @@ class MatmulShape:
         for length in lengths:
             full += 6 * self.active * length
             causal += 6 * self.active * length
-            for window in self.windows:
+            for (width, window), layers in Counter(self.attention).items():
                 span = min(length, window or length)
-                full += 12 * self.attention_width * length * span
+                full += layers * 12 * width * length * span
                 # Pairs below the diagonal and inside the window; half of length² where no window limits them.
-                causal += 12 * self.attention_width * (length * span - span * span / 2)
+                causal += layers * 12 * width * (length * span - span * span / 2)
         return Flops(full, causal)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from archon.models.base import BaseModelArgs
+from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, dense_fields
-from archon.models.moe_decoder import MoEDecoder, MoEModelArgs
+from archon.models.moe_args import MoEModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 from archon.models.state_dict import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
@@ -56,8 +56,8 @@ class Qwen3MoEModelArgs(MoEModelArgs):
         return layer not in self.mlp_only_layers and self.n_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
 
 
-class Qwen3MoEModel(MoEDecoder):
-    """See `MoEDecoder`; which layers are sparse is in `Qwen3MoEModelArgs`."""
+class Qwen3MoEModel(BaseArchonModel):
+    """See `BaseArchonModel`; which layers are sparse is in `Qwen3MoEModelArgs`."""
 
     args_class: ClassVar[type[BaseModelArgs]] = Qwen3MoEModelArgs
 

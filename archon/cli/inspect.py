@@ -39,7 +39,7 @@ def describe(found: Inspection) -> list[str]:
         lines += [
             f"  shape        {a.n_layers} layers of {a.dim}, feed-forward {a.hidden_dim}, vocabulary {a.vocab_size:,}",
             f"  attention    {a.n_heads} heads of {a.head_dim}, {a.n_kv_heads} key-value heads",
-            f"  positions    {a.max_seq_len:,} tokens, RoPE {a.rope_scaling.kind}, theta {a.rope_theta:g}"
+            f"  positions    {a.max_seq_len:,} tokens, RoPE {', '.join(_rope(rope) for rope in a.ropes) or 'none'}"
             + (f", sliding window {a.sliding_window}" if a.sliding_window else ""),
             f"  tied         {'yes' if a.tie_word_embeddings else 'no'}",
         ]
@@ -53,6 +53,10 @@ def describe(found: Inspection) -> list[str]:
     if found.parts:
         lines += ["", *_memory(found)]
     return lines
+
+
+def _rope(rope: RopeSpec) -> str:
+    return f"{rope.scaling.kind}, theta {rope.theta:g}"
 
 
 def _memory(found: Inspection) -> list[str]:

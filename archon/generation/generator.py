@@ -201,18 +201,19 @@ class Generator:
 
     def _check_rope(self, sequence: Sequence) -> None:
         """Raise RolloutError where a longer answer would change the RoPE frequencies of the keys already cached."""
-        rope = self.model.args.rope_scaling
-        if not rope.depends_on_length:
-            return
         longest = len(sequence.prompt) + sequence.limit
-        bound = rope.original_max_seq_len if rope.kind == "longrope" else self.model.args.max_seq_len
-        assert bound is not None
-        if longest <= bound or (rope.kind == "longrope" and len(sequence.prompt) > bound):
-            return
-        raise RolloutError(
-            f"request {sequence.request.rid}: prompt and answer may reach {longest} tokens; beyond {bound} the"
-            f" {rope.kind} RoPE of this model changes the keys already cached; set max_tokens to {bound}"
-        )
+        for rope in self.model.args.ropes:
+            scaling = rope.scaling
+            if not scaling.depends_on_length:
+                continue
+            bound = scaling.original_max_seq_len if scaling.kind == "longrope" else rope.max_seq_len
+            assert bound is not None
+            if longest <= bound or (scaling.kind == "longrope" and len(sequence.prompt) > bound):
+                continue
+            raise RolloutError(
+                f"request {sequence.request.rid}: prompt and answer may reach {longest} tokens; beyond {bound} the"
+                f" {scaling.kind} RoPE of this model changes the keys already cached; set max_tokens to {bound}"
+            )
 
     @torch.inference_mode()
     def step(self) -> None:

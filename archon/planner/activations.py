@@ -8,15 +8,20 @@ assuming that every expert is chosen equally often.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import singledispatch
 
 import torch
 
 from archon.models.args import BaseModelArgs
+from archon.models.layers.attention import AttentionLayer
+from archon.models.layers.feed_forward import DenseLayer
+from archon.models.layers.moe import ExpertsLayer
+from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec
 from archon.models.token_scores import tile_shape
 from archon.parallel.context import ulysses_repeat
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.resolve import context_parallel_kind
+from archon.schema.errors import ConfigError
 
 INT64 = 8
 
@@ -86,33 +91,42 @@ class MicroBatchShard:
         return max(self.bytes, 4)
 
 
-def block_activations(
-    args: BaseModelArgs, sparse: bool, shard: MicroBatchShard, context_parallel: str
-) -> BlockActivations:
-    """Returns the tensors of a dense layer, or of one with experts (`sparse`)."""
+def block_activations(dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str) -> BlockActivations:
+    """Returns the tensors of a layer in a model of width `dim`."""
     b, wide, rows = shard.bytes, shard.wide, shard.rows
-    hidden = rows * args.dim * b
+    hidden = rows * dim * b
     attention = [
         SavedTensor("input [r, dim]", hidden),
         SavedTensor("attention_norm: 1/rms [r]", rows * wide),
-        SavedTensor("normed [T, dim]", shard.tokens * args.dim * b),
-        *_attention(args, shard, context_parallel),
-        SavedTensor("wo's result [T, dim]", shard.tokens * args.dim * b, saved=False, is_op=True),
+        SavedTensor("normed [T, dim]", shard.tokens * dim * b),
+        *mixer_activations(layer.mixer, shard, context_parallel),
+        SavedTensor("wo's result [T, dim]", shard.tokens * dim * b, saved=False, is_op=True),
         SavedTensor("after attention [r, dim]", hidden),
         SavedTensor("ffn_norm: 1/rms [r]", rows * wide),
     ]
-    network, working = _experts(args, shard) if sparse else _dense(args, shard)
+    network, working = feed_forward_activations(layer.feed_forward, dim, shard)
     # The gradient of the block's output is alive at the same time as the network's working memory.
     return BlockActivations((*attention, *network), working + hidden)
 
 
-def _attention(args: BaseModelArgs, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+@singledispatch
+def mixer_activations(mixer: MixerSpec, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    """Returns the tensors of a mixer between its input and the result of its last product; one function for each type.
+
+    Raises ConfigError for a type without such a function; register one for a mixer of your own.
+    """
+    raise ConfigError(f"the planner cannot estimate a {type(mixer).__name__}: register it with mixer_activations")
+
+
+@mixer_activations.register
+def _attention(mixer: AttentionLayer, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
     layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
-    H, G, D = args.n_heads // layout.tp, max(1, args.n_kv_heads // layout.tp), args.head_dim
+    H, G, D = mixer.n_heads // layout.tp, max(1, mixer.n_kv_heads // layout.tp), mixer.head_dim
     q, k = T * H * D * b, T * G * D * b
-    kind = context_parallel_kind(context_parallel, layout.cp, layout.tp, args.n_heads, args.n_kv_heads)
-    projected = [SavedTensor("wq's, wk's results [T, H + G, D]", q + k, saved=args.qk_norm, is_op=True)]
-    if args.qk_norm:
+    kind = context_parallel_kind(context_parallel, layout.cp, layout.tp, mixer.n_heads, mixer.n_kv_heads)
+    normed = mixer.qk_norm is not None
+    projected = [SavedTensor("wq's, wk's results [T, H + G, D]", q + k, saved=normed, is_op=True)]
+    if normed:
         projected.append(SavedTensor("q_norm, k_norm: 1/rms [T, H + G]", T * (H + G) * wide))
     out = [
         SavedTensor("attention's result [T, H, D]", q, is_op=True),
@@ -142,9 +156,21 @@ def _attention(args: BaseModelArgs, shard: MicroBatchShard, context_parallel: st
     ]
 
 
-def _dense(args: BaseModelArgs, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
+@singledispatch
+def feed_forward_activations(
+    network: FeedForwardSpec, dim: int, shard: MicroBatchShard
+) -> tuple[list[SavedTensor], int]:
+    """Returns the tensors of a feed-forward network, and the peak of further bytes during its backward.
+
+    One function for each type; raises ConfigError for a type without one.
+    """
+    raise ConfigError(f"the planner cannot estimate a {type(network).__name__}: register it")
+
+
+@feed_forward_activations.register
+def _dense(network: DenseLayer, dim: int, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
     T, b = shard.tokens, shard.bytes
-    inner, outer = T * args.hidden_dim // shard.layout.tp * b, T * args.dim * b
+    inner, outer = T * network.hidden_dim // shard.layout.tp * b, T * dim * b
     tensors = [
         SavedTensor("normed [T, dim]", outer),
         SavedTensor("gate, up [T, 2 F]", 2 * inner, is_op=True),
@@ -156,17 +182,18 @@ def _dense(args: BaseModelArgs, shard: MicroBatchShard) -> tuple[list[SavedTenso
     return tensors, max(3 * inner, 2 * outer - inner)
 
 
-def _experts(args: Any, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
+@feed_forward_activations.register
+def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]:
     layout, rows, b, wide = shard.layout, shard.rows, shard.bytes, shard.wide
-    chosen, gathered = args.n_experts_per_token, rows * layout.etp
+    chosen, gathered = network.top_k, rows * layout.etp
     n = gathered * chosen
-    inner, outer = n * args.moe_hidden_dim // layout.etp * b, n * args.dim * b
+    inner, outer = n * network.hidden_dim // layout.etp * b, n * dim * b
     tensors = [
-        SavedTensor("normed [r, dim]", rows * args.dim * b),
-        SavedTensor("router's logits [r, E]", rows * args.n_experts * b, saved=False, is_op=True),
-        SavedTensor("probabilities [r, E]", rows * args.n_experts * wide),
+        SavedTensor("normed [r, dim]", rows * dim * b),
+        SavedTensor("router's logits [r, E]", rows * network.n_experts * b, saved=False, is_op=True),
+        SavedTensor("probabilities [r, E]", rows * network.n_experts * wide),
         SavedTensor("chosen experts [r, k]", rows * chosen * INT64),
-        SavedTensor("weights [r, k]", n * b + (rows * chosen * wide if args.norm_topk_prob else 0)),
+        SavedTensor("weights [r, k]", n * b + (rows * chosen * wide if network.normalize else 0)),
         SavedTensor("permutation and its inverse [n]", (4 if layout.ep > 1 else 2) * n * INT64),
         SavedTensor("rows in expert order [n, dim]", outer),
         SavedTensor("gate, up [n, 2 F]", 2 * inner, is_op=True),
@@ -175,7 +202,7 @@ def _experts(args: Any, shard: MicroBatchShard) -> tuple[list[SavedTensor], int]
         SavedTensor("results in token order [n, dim]", outer),
     ]
     if layout.etp > 1:
-        tensors.append(SavedTensor("gathered tokens [T, dim]", gathered * args.dim * b))
+        tensors.append(SavedTensor("gathered tokens [T, dim]", gathered * dim * b))
     # The forward holds the experts' results before and after the all-to-all; the backward as many gradients, or those
     # inside the experts, as in a dense network.
     working = max((2 if layout.ep > 1 else 1) * outer, 3 * inner - outer)

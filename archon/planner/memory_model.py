@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 
 from archon.models.args import BaseModelArgs
+from archon.models.layers.spec import LayerSpec
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan, plan_stages
 from archon.planner.activations import (
@@ -105,10 +106,9 @@ class MemoryModel:
 
     def __init__(self, args: BaseModelArgs, weights: ModelWeights, device_type: str = "cuda") -> None:
         self.args, self.weights, self.device_type = args, weights, device_type
-        self.block = lru_cache(maxsize=16384)(partial(block_activations, args))
-        sparse = [any(weight.role == "experts" for weight in layer) for layer in weights.distinct_layers]
-        self.sparse = [sparse[index] for index in weights.layers]
-        """By layer, whether it has experts; layers differ in nothing else."""
+        self.block = lru_cache(maxsize=16384)(partial(block_activations, args.dim))
+        self.layers = args.layer_specs
+        self.rotated_features = sum(rope.dim for rope in args.ropes)
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
         """Returns the pipeline stages of a layout; None without pipeline parallelism."""
@@ -193,13 +193,13 @@ class _Step:
     def saved(self, stage: int) -> int:
         """Returns the bytes that a stage saves for the backward of one micro-batch."""
         layers = enumerate(self._layers(stage), start=1)
-        counts = Counter((self.model.sparse[layer], self._mode(position)) for position, layer in layers)
+        counts = Counter((self.model.layers[layer], self._mode(position)) for position, layer in layers)
         total = 0
-        for (sparse, mode), count in counts.items():
-            block = self._block(sparse)
+        for (spec, mode), count in counts.items():
+            block = self._block(spec)
             total += count * {"none": block.saved, "full": block.input, "op": block.kept_by_op}[mode]
         # Cosines and sines [T, D / 2], and integers per token: ids, positions, labels, indices.
-        total += self.shard.tokens * (self.model.args.head_dim * self.shard.bytes + 64)
+        total += self.shard.tokens * (self.model.rotated_features * self.shard.bytes + 64)
         return total + (self.hidden_states if stage < self.n_stages - 1 else 0)
 
     def _layers(self, stage: int) -> range:
@@ -214,14 +214,14 @@ class _Step:
             return "op"
         return "full" if position % ac.selective == 0 else "none"
 
-    def _block(self, sparse: bool) -> BlockActivations:
-        return self.model.block(sparse, self.shard, self.config.context_parallel)
+    def _block(self, spec: LayerSpec) -> BlockActivations:
+        return self.model.block(spec, self.shard, self.config.context_parallel)
 
     def _backward_working(self) -> int:
         """Returns the peak bytes of a block's backward beyond its saved tensors: recomputed tensors and temporaries."""
         peak = 0
-        for sparse in set(self.model.sparse):
-            block = self._block(sparse)
+        for spec in set(self.model.layers):
+            block = self._block(spec)
             for mode in {self._mode(position) for position in range(1, self.model.args.n_layers + 1)}:
                 recomputed = {"none": 0, "full": block.saved - block.input, "op": block.recomputed_by_op}[mode]
                 peak = max(peak, recomputed + block.working)
@@ -281,7 +281,7 @@ class _Step:
         wide, unreduced = self.shard.wide, 0
         if self.sharded:
             unreduced = (self.rest + self.layer) * wide if self.accumulates else self.rest * (self.shard.bytes + wide)
-        input_bytes = self._block(self.model.sparse[0]).input
+        input_bytes = self._block(self.model.layers[0]).input
         return replace(
             self.base,
             gradients=self.gradient_shards,

@@ -111,8 +111,8 @@ class Link:
         return more + (hw.node_latency_s if self.in_node else hw.network_latency_s)
 
 
-Layers = tuple[tuple[tuple[int, int, float], int], ...]
-"""The layers of a stage: ((active parameters, all parameters, attention's FLOPs per token), number of such layers)."""
+Layers = tuple[tuple[int, int], ...]
+"""The layers of a stage: (index of a distinct layer, number of such layers)."""
 
 
 class TimeModel:
@@ -121,13 +121,10 @@ class TimeModel:
     def __init__(self, args: BaseModelArgs, hardware: Hardware, seq: int) -> None:
         self.args, self.hardware, self.seq = args, hardware, seq
         self.flops = MatmulShape.from_args(args).per_token(seq)
-        width = args.n_heads * args.head_dim
-        self._attention = args.dim * (2 * width + 2 * args.n_kv_heads * args.head_dim)
-        networks = [args.feed_forward_parameters(layer) for layer in range(args.n_layers)]
-        windows = (min(seq, window or seq) for window in args.layer_windows)
-        causal = [12 * width * (window - window * window / (2 * seq)) for window in windows]
-        self._layers = [(active, total, flops) for (active, total), flops in zip(networks, causal, strict=True)]
-        """By layer: active and all parameters of its feed-forward network, and attention's FLOPs per token."""
+        specs = args.layer_specs
+        self._distinct = list(dict.fromkeys(specs))
+        self._layers = [self._distinct.index(spec) for spec in specs]
+        """By layer, the index of its spec in `_distinct`."""
         self._stages: dict[object, StepTime] = {}
         self._distinct_ranks = lru_cache(maxsize=None)(self._count_ranks)
 
@@ -190,13 +187,17 @@ class TimeModel:
         peak = hw.flops(config.dtype) * hw.gemm_efficiency
         T, b, tp, count = shard.tokens, shard.bytes, layout.tp, sum(times for _, times in layers)
         products = attention = elementwise = 0.0
-        for (active, total, causal), times in layers:
-            dense = 6 * T * self._attention / tp / peak
+        for index, times in layers:
+            spec = self._distinct[index]
+            active, total = spec.feed_forward.parameters(args.dim)
+            span = min(self.seq, spec.mixer.window or self.seq)
+            causal = 12 * spec.mixer.attention_width * (span - span * span / (2 * self.seq))
+            dense = 6 * T * spec.mixer.parameters(args.dim) / tp / peak
             # Every product reads all of its weights: forward, and for the gradients of inputs and of weights.
-            own = total / (tp if total == active else layout.ep * layout.etp)
+            own = total / (layout.ep * layout.etp if spec.feed_forward.n_experts else tp)
             products += times * (dense + max(6 * T * active / tp / peak, 3 * own * b / self._memory))
             attention += times * T * causal / tp / (peak * ATTENTION_EFFICIENCY)
-            block = block_activations(args, active != total, shard, config.context_parallel)
+            block = block_activations(args.dim, spec, shard, config.context_parallel)
             elementwise += times * BLOCK_PASSES * block.saved / self._memory
         recompute = self._recompute(config, products, attention, elementwise)
         if last:
@@ -214,7 +215,7 @@ class TimeModel:
             elementwise,
             recompute,
             Link(hw, tp, 1).seconds(8 * count * hidden, 8 * count) * repeated,
-            self._context_parallel(config, layout, shard, count) * repeated,
+            self._context_parallel(config, layout, shard, layers) * repeated,
             self._expert_parallel(layout, shard, layers) * repeated,
             host=count * hw.layer_overhead_s * (1 + recomputed / 3) + last * hw.micro_batch_overhead_s,
         )
@@ -236,23 +237,27 @@ class TimeModel:
         return ((products + attention) / 3 + elementwise / 4) / _recompute_interval(ac)
 
     def _context_parallel(
-        self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: int
+        self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers
     ) -> float:
-        args, link = self.args, Link(self.hardware, layout.cp, layout.tp)
-        heads, kv_heads = args.n_heads // layout.tp, max(1, args.n_kv_heads // layout.tp)
-        row = 2 * layers * shard.tokens * args.head_dim * shard.bytes
-        kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, args.n_heads, args.n_kv_heads)
-        if kind == "allgather":
-            # One all-gather of keys and values, and one reduce-scatter of their gradients.
-            return link.seconds(2 * row * layout.cp * kv_heads, 2 * layers)
-        # All-to-alls of queries, keys, values and results, and their gradients.
-        return link.exchange(row * 2 * (heads + max(kv_heads, layout.cp)), 8 * layers)
+        link, seconds = Link(self.hardware, layout.cp, layout.tp), 0.0
+        for index, times in layers:
+            mixer = self._distinct[index].mixer
+            heads, kv_heads = (max(1, count // layout.tp) for count in mixer.heads)
+            row = 2 * times * shard.tokens * (mixer.attention_width // mixer.heads[0]) * shard.bytes
+            kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, *mixer.heads)
+            if kind == "allgather":
+                # One all-gather of keys and values, and one reduce-scatter of their gradients.
+                seconds += link.seconds(2 * row * layout.cp * kv_heads, 2 * times)
+            else:
+                # All-to-alls of queries, keys, values and results, and their gradients.
+                seconds += link.exchange(row * 2 * (heads + max(kv_heads, layout.cp)), 8 * times)
+        return seconds
 
     def _expert_parallel(self, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers) -> float:
-        sparse = sum(times for (active, total, _), times in layers if active != total)
-        chosen = getattr(self.args, "n_experts_per_token", 0)
-        rows = shard.rows * layout.etp * chosen
-        sent = 4 * sparse * rows * self.args.dim * shard.bytes
+        networks = [(self._distinct[index].feed_forward, times) for index, times in layers]
+        sparse = sum(times for network, times in networks if network.n_experts)
+        chosen = sum(times * network.n_active_experts for network, times in networks)
+        sent = 4 * chosen * shard.rows * layout.etp * self.args.dim * shard.bytes
         gathered = 4 * sparse * shard.rows * layout.etp * self.args.dim * shard.bytes
         inner = Link(self.hardware, layout.etp, 1).seconds(gathered, 4 * sparse)
         return inner + Link(self.hardware, layout.ep, layout.etp).exchange(sent, 6 * sparse)
@@ -273,7 +278,7 @@ class TimeModel:
         reduces = 1 if config.gradient_reduction == "per_step" else n
         pp, within = layout.pp, layout.ep * layout.etp
         blocks = self.args.n_layers / pp
-        sparse = sum(active != total for active, total, _ in self._layers) / pp
+        sparse = sum(self._distinct[index].feed_forward.n_experts > 0 for index in self._layers) / pp
         each, times = gathers * b + reduces * wide, gathers + reduces
         link = Link(self.hardware, layout.dp_shard * layout.cp, layout.tp)
         traffic = link.seconds((counts.gathered - counts.experts) * each, blocks * times)

@@ -2,14 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from archon.models.attention.meta import AttentionMeta
 from archon.models.attention.spec import AttentionSpec
 from archon.models.layers.fused import rotate
 from archon.models.layers.linear import Linear
-from archon.models.layers.norm import RMSNorm
+from archon.models.layers.norm import NormSpec
+from archon.models.layers.rope import RopeSpec, Rotation
+from archon.models.layers.spec import MixerSpec
 from archon.parallel.comm import Group, all_gather
+
+
+@dataclass(frozen=True)
+class AttentionLayer(MixerSpec):
+    """Attention of `n_heads` query heads and `n_kv_heads` key and value heads, each of `head_dim` features.
+
+    Attributes:
+        rope: None for a layer without positions.
+        scale: factor on the scores; None for head_dim^(-1/2).
+        window: each token sees itself and the window - 1 tokens before it; None for all.
+        bias, out_bias: biases on wq, wk, wv and on wo.
+        qk_norm: norms over each head's queries and keys; None for none.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None = None
+    scale: float | None = None
+    window: int | None = None
+    bias: bool = False
+    out_bias: bool = False
+    qk_norm: NormSpec | None = None
+
+    def build(self, layer: int, dim: int) -> Attention:
+        """See `MixerSpec.build`."""
+        return Attention(layer, dim, self)
+
+    def parameters(self, dim: int) -> int:
+        """See `MixerSpec.parameters`."""
+        return dim * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads)
+
+    @property
+    def attention_width(self) -> int:
+        return self.n_heads * self.head_dim
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.n_heads, self.n_kv_heads
+
+    @property
+    def cached_features(self) -> int:
+        return 2 * self.n_kv_heads * self.head_dim
 
 
 class Attention(nn.Module):
@@ -17,44 +64,34 @@ class Attention(nn.Module):
 
     Args:
         layer: index of the layer, which a cache needs.
-        bias, out_bias: biases on wq, wk, wv and on wo.
-        qk_norm_eps: epsilon of the RMS norms over each head's queries and keys; None for a model without them.
-        window: each token sees itself and the window - 1 tokens before it; None for all.
+        dim: width of the residual stream.
     """
 
     tp: Group | None = None
 
-    def __init__(
-        self,
-        layer: int,
-        dim: int,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
-        *,
-        bias: bool,
-        out_bias: bool,
-        qk_norm_eps: float | None,
-        window: int | None,
-    ) -> None:
+    def __init__(self, layer: int, dim: int, layer_spec: AttentionLayer) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, head_dim
-        self.spec = AttentionSpec(scale=head_dim**-0.5, window=window)
-        self.wq = Linear(dim, n_heads * head_dim, bias=bias, role="column", heads=n_heads)
-        self.wk = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column", heads=n_kv_heads)
-        self.wv = Linear(dim, n_kv_heads * head_dim, bias=bias, role="column", heads=n_kv_heads)
-        self.wo = Linear(n_heads * head_dim, dim, bias=out_bias, role="row")
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, role="head_norm")
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps, role="head_norm")
+        s, self.layer, self.head_dim = layer_spec, layer, layer_spec.head_dim
+        self.interleaved = s.rope is not None and s.rope.interleaved
+        self.spec = AttentionSpec(scale=s.head_dim**-0.5 if s.scale is None else s.scale, window=s.window)
+        self.wq = Linear(dim, s.n_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_heads)
+        self.wk = Linear(dim, s.n_kv_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_kv_heads)
+        self.wv = Linear(dim, s.n_kv_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_kv_heads)
+        self.wo = Linear(s.n_heads * s.head_dim, dim, bias=s.out_bias, role="row")
+        self.q_norm = None if s.qk_norm is None else s.qk_norm.build(s.head_dim, "head_norm")
+        self.k_norm = None if s.qk_norm is None else s.qk_norm.build(s.head_dim, "head_norm")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionMeta) -> Tensor:
-        """[T, dim] to [T, dim]; cos and sin [T, 1, head_dim / 2] come from `RotaryEmbedding`."""
+    def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:
+        """Returns [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
         # The head count is read off the tensor, since a sharded projection holds fewer heads.
         q_THK, k_TGK, v_TGK = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
-        q_THK, k_TGK = rotate(q_THK, cos, sin), rotate(k_TGK, cos, sin)
+        if rotation is not None:
+            q_THK, k_TGK = (rotate(x, rotation.cos, rotation.sin, self.interleaved) for x in (q_THK, k_TGK))
+            if rotation.query_scale is not None:
+                q_THK = q_THK * rotation.query_scale
         out_THK = attention.attend(self.layer, q_THK, k_TGK, v_TGK, self.spec)
         return self.wo(out_THK.flatten(-2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from archon.models.layers.fused import swiglu
 from archon.models.layers.linear import Linear
+from archon.models.layers.spec import FeedForwardSpec
 from archon.parallel.comm import Group, all_gather
 from archon.schema.errors import ConfigError
 
@@ -56,6 +58,27 @@ def get_activation(name: str) -> Activation:
 def gated(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """Returns act(gate) * up."""
     return swiglu(gate, up) if act is F.silu else act(gate) * up
+
+
+@dataclass(frozen=True)
+class DenseLayer(FeedForwardSpec):
+    """A gated network of inner width `hidden_dim`."""
+
+    hidden_dim: int
+    hidden_act: str = "silu"
+
+    def build(self, dim: int) -> FeedForward:
+        """See `FeedForwardSpec.build`."""
+        return FeedForward(dim, self.hidden_dim, self.hidden_act)
+
+    def parameters(self, dim: int) -> tuple[int, int]:
+        """See `FeedForwardSpec.parameters`."""
+        count = 3 * dim * self.hidden_dim
+        return count, count
+
+    @property
+    def hidden_dims(self) -> tuple[int, ...]:
+        return (self.hidden_dim,)
 
 
 class FeedForward(nn.Module):

@@ -14,20 +14,36 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns weight * x / sqrt(mean(x^2) + eps).
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Returns (offset + weight) * x / sqrt(mean(x^2) + eps).
 
-    Statistics are in at least float32; the normalized x is rounded to its dtype before it is multiplied by the weight.
+    Statistics are in at least float32. The normalized x is rounded to its dtype before it is multiplied by the weight,
+    as in Llama; with an offset, after it is multiplied by the sum, as in Gemma.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (normed * (offset + weight.to(wide.dtype))).to(x.dtype) if offset else weight * normed.to(x.dtype)
 
 
-def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x [T, H, d] with its pairs (x_i, x_{i + d/2}) rotated by the angles of cos and sin [T, 1, d/2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Returns x [T, H, d] with its first r features rotated in pairs by the angles of cos and sin [T, 1, r/2].
+
+    Pairs are (x_i, x_{i + r/2}), or (x_{2i}, x_{2i + 1}) if `interleaved`; the other d - r features stay as they are.
+    """
+    width = 2 * cos.shape[-1]
+    first, second = _pairs(x, width, interleaved)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return joined if width == x.shape[-1] else torch.cat((joined, x[..., width:]), dim=-1)
+
+
+def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Returns views of the first and second features of each pair among the first `width` features."""
+    rotated = x[..., :width]
+    if interleaved:
+        return rotated[..., 0::2], rotated[..., 1::2]
+    first, second = rotated.chunk(2, dim=-1)
+    return first, second
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -37,45 +53,53 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # The 2-norm reads x once and does not write its square to memory.
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
         out = wide * rstd
+        if offset:
+            return out.mul_(offset + weight.to(out.dtype)).to(x.dtype)
         return out.mul_(weight) if out.dtype == weight.dtype else out.to(x.dtype) * weight
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, rstd = ctx.saved_tensors
         wide, wide_weight, wide_grad = (t.to(rstd.dtype) for t in (x, weight, grad))
+        if ctx.offset:
+            wide_weight = wide_weight + ctx.offset
         dim = x.shape[-1]
         product = wide_grad * wide
         # With r = (mean x^2 + eps)^(-1/2) and y = x r w: dx = g w r - x r^3 <g w, x> / dim, and dw = sum of g x r.
         slope = (product @ wide_weight).unsqueeze(-1).mul_(rstd).mul_(rstd).mul_(rstd).div_(dim)
         weight_grad = (rstd.reshape(1, -1) @ product.reshape(-1, dim)).reshape(dim).to(weight.dtype)
         x_grad = torch.mul(wide_grad, wide_weight, out=product).mul_(rstd).addcmul_(wide, slope, value=-1)
-        return x_grad.to(x.dtype), weight_grad, None
+        return x_grad.to(x.dtype), weight_grad, None, None
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate_pairs(x, cos, sin, 1)
+        ctx.interleaved = interleaved
+        return _rotate_pairs(x, cos, sin, 1, interleaved)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate_pairs(grad, cos, sin, -1), None, None
+        return _rotate_pairs(grad, cos, sin, -1, ctx.interleaved), None, None, None
 
 
-def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, direction: int, interleaved: bool) -> Tensor:
+    out, width = torch.empty_like(x, memory_format=torch.contiguous_format), 2 * cos.shape[-1]
+    (x1, x2), (out1, out2) = _pairs(x, width, interleaved), _pairs(out, width, interleaved)
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-direction)
     torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=direction)
     return out
@@ -95,14 +119,15 @@ class _SwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * up, gate), up_grad
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """See `plain_rms_norm`; x [..., d], weight [d]."""
-    return plain_rms_norm(x, weight, eps) if torch.compiler.is_compiling() else _RMSNorm.apply(x, weight, eps)
+    norm = plain_rms_norm if torch.compiler.is_compiling() else _RMSNorm.apply
+    return norm(x, weight, eps, offset)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """See `plain_rotate`; cos and sin receive no gradient."""
-    return plain_rotate(x, cos, sin) if torch.compiler.is_compiling() else _Rotate.apply(x, cos, sin)
+    return (plain_rotate if torch.compiler.is_compiling() else _Rotate.apply)(x, cos, sin, interleaved)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

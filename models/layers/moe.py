@@ -9,7 +9,8 @@ with p = softmax of the router's logits, optionally divided by its sum over the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from archon.models.layers.feed_forward import FeedForward, gated, get_activation
 from archon.models.layers.linear import Linear, Role
+from archon.models.layers.spec import FeedForwardSpec
 from archon.parallel.comm import Group, all_gather, all_reduce, all_reduce_replicated, local, reduce_scatter
 from archon.parallel.expert import ExpertParallel
 
@@ -102,12 +104,49 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
 
 
+@dataclass(frozen=True)
+class ExpertsLayer(FeedForwardSpec):
+    """A mixture of `n_experts` gated networks of inner width `hidden_dim`, of which each token uses `top_k`.
+
+    Attributes:
+        normalize: divide the chosen experts' weights by their sum.
+        balance: keep a balancing bias, see `Router`.
+        shared_hidden_dim: inner width of the shared experts, which process every token; 0 for none.
+    """
+
+    module_name: ClassVar[str] = "moe"
+    n_experts: int
+    top_k: int
+    hidden_dim: int
+    hidden_act: str = "silu"
+    normalize: bool = False
+    balance: bool = False
+    shared_hidden_dim: int = 0
+
+    def build(self, dim: int) -> MoE:
+        """See `FeedForwardSpec.build`."""
+        return MoE(dim, self)
+
+    def parameters(self, dim: int) -> tuple[int, int]:
+        """See `FeedForwardSpec.parameters`; the router, the shared and the chosen experts are active."""
+        expert, always = 3 * dim * self.hidden_dim, dim * self.n_experts + 3 * dim * self.shared_hidden_dim
+        return always + self.top_k * expert, always + self.n_experts * expert
+
+    @property
+    def hidden_dims(self) -> tuple[int, ...]:
+        return (self.shared_hidden_dim,) if self.shared_hidden_dim else ()
+
+    @property
+    def n_active_experts(self) -> int:
+        return self.top_k
+
+    @property
+    def expert_dim(self) -> int:
+        return self.hidden_dim
+
+
 class MoE(nn.Module):
     """Router and experts, and optionally shared experts that process every token.
-
-    Args:
-        shared_hidden_dim: inner width of the shared experts' network; 0 for none.
-        balance: keep a balancing bias, see `Router`.
 
     `etp` are the ranks that shard each expert's hidden features; tokens are gathered over them.
     """
@@ -115,22 +154,12 @@ class MoE(nn.Module):
     ep: ExpertParallel | None = None
     etp: Group | None = None
 
-    def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        hidden_act: str,
-        *,
-        n_experts: int,
-        top_k: int,
-        normalize: bool,
-        shared_hidden_dim: int = 0,
-        balance: bool = False,
-    ) -> None:
+    def __init__(self, dim: int, spec: ExpertsLayer) -> None:
         super().__init__()
-        self.router = Router(dim, n_experts, top_k, normalize=normalize, balance=balance)
-        self.experts = GroupedExperts(n_experts, dim, hidden_dim, hidden_act)
-        self.shared_experts = FeedForward(dim, shared_hidden_dim, hidden_act) if shared_hidden_dim else None
+        self.router = Router(dim, spec.n_experts, spec.top_k, normalize=spec.normalize, balance=spec.balance)
+        self.experts = GroupedExperts(spec.n_experts, dim, spec.hidden_dim, spec.hidden_act)
+        shared = spec.shared_hidden_dim
+        self.shared_experts = FeedForward(dim, shared, spec.hidden_act) if shared else None
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """Returns [T, dim] for x [T, dim], and the router's statistics over `valid_mask` (bool [T])."""

@@ -8,8 +8,8 @@ Everything after them runs in `promote_types(dtype, float32)`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,41 @@ class RopeConfig:
     def depends_on_length(self) -> bool:
         """Whether the frequencies depend on the document's length, so that cached keys become invalid as it grows."""
         return self.kind in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """The rotation of a layer's queries and keys.
+
+    Attributes:
+        dim: the features of a head that are rotated, from the first one; an even number.
+        theta: base of the frequencies theta^(-2i/dim).
+        max_seq_len: `max_position_embeddings`, which some kinds of scaling use.
+        interleaved: pairs are (x_{2i}, x_{2i + 1}) in place of (x_i, x_{i + dim/2}).
+        query_beta, query_period: queries at position p are multiplied by 1 + query_beta * log(1 + p // query_period)
+            (Llama 4, Ministral 3); None for none.
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    scaling: RopeConfig = field(default_factory=RopeConfig)
+    max_seq_len: int = 32768
+    interleaved: bool = False
+    query_beta: float | None = None
+    query_period: int | None = None
+
+
+class Rotation(NamedTuple):
+    """The rotation of every token of a forward.
+
+    Attributes:
+        cos, sin: [T, 1, dim / 2], of the angles of each token.
+        query_scale: [T, 1, 1], factor on the queries; None for none.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_scale: Tensor | None = None
 
 
 def _exponents(head_dim: int) -> Tensor:
@@ -126,15 +161,16 @@ def _longrope(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int)
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes cos and sin of every token's angles, once per forward for all layers.
+    """Computes the rotation of every token, once per forward for all layers of a `RopeSpec`.
 
     The frequencies are attributes and not buffers, because `to(bfloat16)`, `to_empty` and sharding must not change
     them.
     """
 
-    def __init__(self, config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> None:
+    def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
-        self.config, self.theta, self.head_dim, self.max_seq_len = config, theta, head_dim, max_seq_len
+        self.spec, self.config, self.theta = spec, spec.scaling, spec.theta
+        self.head_dim, self.max_seq_len = spec.dim, spec.max_seq_len
         self.init_buffers(torch.device("cpu"))
 
     def init_buffers(self, device: torch.device | str) -> None:
@@ -175,8 +211,8 @@ class RotaryEmbedding(nn.Module):
         return torch.stack(rows)[row_T]
 
     @torch.no_grad()
-    def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, each [T, 1, head_dim / 2] in `dtype`, computed in at least float32.
+    def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rotation:
+        """Returns the rotation of every token, in `dtype`, computed in at least float32.
 
         Args:
             positions: int [T], position of each token in its document.
@@ -192,4 +228,8 @@ class RotaryEmbedding(nn.Module):
         angles = positions.unsqueeze(-1).to(wide) * inv_freq.to(wide)
         cos = angles.cos() * self.attention_factor
         sin = angles.sin() * self.attention_factor
-        return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+        query_scale = None
+        if self.spec.query_beta is not None and self.spec.query_period is not None:
+            periods = torch.floor(positions.to(wide) / self.spec.query_period)
+            query_scale = (1 + self.spec.query_beta * torch.log1p(periods)).to(dtype).view(-1, 1, 1)
+        return Rotation(cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1), query_scale)

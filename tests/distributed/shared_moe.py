@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from archon.models import is_supported_model, register_model_spec
@@ -10,7 +10,6 @@ from archon.models.args import BaseModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
 from archon.models.spec import ModelSpec
-from archon.parallel.layout import ModelSizes
 
 MODEL_TYPE = "archon_test_shared_moe"
 SHARED_HIDDEN = 40
@@ -20,20 +19,15 @@ SHARED_HIDDEN = 40
 class SharedMoEArgs(Qwen3MoEModelArgs):
     """As Qwen3-MoE's."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({MODEL_TYPE})
+    shared_hidden_dim: int = SHARED_HIDDEN
 
-    @property
-    def sizes(self) -> ModelSizes:
-        sizes = super().sizes
-        return replace(sizes, hidden=(*sizes.hidden, SHARED_HIDDEN))
+    model_types: ClassVar[frozenset[str]] = frozenset({MODEL_TYPE})
 
 
 class SharedMoEModel(Qwen3MoEModel):
     """Every sparse layer has one shared network besides its experts."""
 
     args_class: ClassVar[type[BaseModelArgs]] = SharedMoEArgs
-
-    shared_hidden_dim: ClassVar[int] = SHARED_HIDDEN
 
 
 class SharedMoEAdapter(Qwen3MoEStateDictAdapter):

@@ -75,22 +75,23 @@ def test_dense_layers_of_a_mixture_are_counted_as_dense() -> None:
 
 
 def test_packed_documents_pay_attention_by_the_square_of_their_length() -> None:
-    shape = MatmulShape(active=1000, total=1000, attention_width=8, windows=(None, None))
+    shape = MatmulShape(active=1000, total=1000, attention=((8, None), (8, None)))
     full, causal = shape.packed([3, 5])
     assert full == 6 * 1000 * 8 + 2 * 12 * 8 * (9 + 25)
     assert causal == 6 * 1000 * 8 + 2 * 12 * 8 * (9 + 25) / 2
 
 
 def test_a_sliding_window_bounds_attention() -> None:
-    windowed = MatmulShape(active=0, total=0, attention_width=1, windows=(4,))
-    whole = MatmulShape(active=0, total=0, attention_width=1, windows=(None,))
+    windowed = MatmulShape(active=0, total=0, attention=((1, 4),))
+    whole = MatmulShape(active=0, total=0, attention=((1, None),))
     assert windowed.packed([4]) == whole.packed([4])
     assert windowed.packed([10]) == Flops(12 * 10 * 4, 12 * (10 * 4 - 8))
     config = config_of("Qwen3-0.6B") | {
         "layer_types": ["sliding_attention", "full_attention"] * 14,
         "sliding_window": 512,
     }
-    assert MatmulShape.from_hf_config(config).windows == (512, None) * 14
+    attention = MatmulShape.from_hf_config(config).attention
+    assert tuple(window for _, window in attention) == (512, None) * 14
 
 
 def test_mfu_is_the_share_of_the_peak() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.meta import PackedAttention
-from archon.models.layers.moe import MoE, Router
+from archon.models.layers.moe import ExpertsLayer, MoE, Router
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs
 from tests.models.reference import pack
 from tests.tolerances import FORMULA_FP64
@@ -102,7 +102,7 @@ def test_padding_is_left_out_of_the_counts_wherever_it_stands_among_documents_of
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts(normalize: bool) -> None:
-    module = MoE(DIM, 8, "silu", n_experts=EXPERTS, top_k=TOP_K, normalize=normalize, shared_hidden_dim=6).double()
+    module = MoE(DIM, ExpertsLayer(EXPERTS, TOP_K, 8, normalize=normalize, shared_hidden_dim=6)).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(T, DIM, dtype=torch.float64)

@@ -1,16 +1,14 @@
-"""Arguments and decoder shared by the families with mixtures of experts."""
+"""Arguments shared by the families with mixtures of experts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
-from torch import nn
-
-from archon.models.base import BaseArchonModel, BaseModelArgs, TransformerBlock
+from archon.models.args import BaseModelArgs
 from archon.models.hf_config import as_dict, reject_field
-from archon.models.layers.moe import MoE
-from archon.parallel.layout import ModelSizes
+from archon.models.layers.moe import ExpertsLayer
+from archon.models.layers.spec import FeedForwardSpec
 from archon.schema.errors import ConfigError
 
 
@@ -21,6 +19,7 @@ class MoEModelArgs(BaseModelArgs):
     Attributes:
         n_experts, n_experts_per_token: experts in a layer, and experts chosen per token.
         moe_hidden_dim: inner width of one expert; `hidden_dim` is that of the dense layers.
+        shared_hidden_dim: inner width of the shared experts' network; 0 for none.
         norm_topk_prob: divide the chosen experts' weights by their sum.
         balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, which these families' checkpoints
             cannot store.
@@ -31,6 +30,7 @@ class MoEModelArgs(BaseModelArgs):
     n_experts: int = 0
     n_experts_per_token: int = 0
     moe_hidden_dim: int = 0
+    shared_hidden_dim: int = 0
     norm_topk_prob: bool = False
     balance_by_bias: bool = False
 
@@ -48,19 +48,19 @@ class MoEModelArgs(BaseModelArgs):
         """Returns whether this layer (from 0) has experts."""
         return self.n_experts > 0
 
-    @property
-    def sizes(self) -> ModelSizes:
-        """See `BaseModelArgs.sizes`."""
-        sparse = [self.is_sparse(layer) for layer in range(self.n_layers)]
-        sizes = replace(super().sizes, hidden=() if all(sparse) else (self.hidden_dim,))
-        return replace(sizes, experts=self.n_experts, expert_hidden=self.moe_hidden_dim) if any(sparse) else sizes
-
-    def feed_forward_parameters(self, layer: int) -> tuple[int, int]:
-        """See `BaseModelArgs.feed_forward_parameters`; the router and the chosen experts are active."""
+    def feed_forward(self, layer: int) -> FeedForwardSpec:
+        """See `BaseModelArgs.feed_forward`; with experts if `is_sparse(layer)`."""
         if not self.is_sparse(layer):
-            return super().feed_forward_parameters(layer)
-        expert, router = 3 * self.dim * self.moe_hidden_dim, self.dim * self.n_experts
-        return router + self.n_experts_per_token * expert, router + self.n_experts * expert
+            return super().feed_forward(layer)
+        return ExpertsLayer(
+            self.n_experts,
+            self.n_experts_per_token,
+            self.moe_hidden_dim,
+            self.hidden_act,
+            normalize=self.norm_topk_prob,
+            balance=self.balance_by_bias,
+            shared_hidden_dim=self.shared_hidden_dim,
+        )
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
@@ -73,28 +73,3 @@ class MoEModelArgs(BaseModelArgs):
                     "num_local_experts", experts, f"it contradicts num_experts {config['num_experts']!r}; keep one"
                 )
         return super().from_hf_config(config, is_critic, **kwargs)
-
-
-class MoEDecoder(BaseArchonModel):
-    """A decoder with `MoEModelArgs`; `args.is_sparse(layer)` says whether a layer is an MoE layer."""
-
-    args: MoEModelArgs
-    shared_hidden_dim: ClassVar[int] = 0
-    """Inner width of the shared experts' network; 0 in families without shared experts."""
-
-    def build_block(self, layer: int) -> nn.Module:
-        """Returns a layer, with experts if `args.is_sparse(layer)`."""
-        args = self.args
-        if not args.is_sparse(layer):
-            return TransformerBlock(layer, args)
-        moe = MoE(
-            args.dim,
-            args.moe_hidden_dim,
-            args.hidden_act,
-            n_experts=args.n_experts,
-            top_k=args.n_experts_per_token,
-            normalize=args.norm_topk_prob,
-            shared_hidden_dim=self.shared_hidden_dim,
-            balance=args.balance_by_bias,
-        )
-        return TransformerBlock(layer, args, moe)
