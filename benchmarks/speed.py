@@ -42,7 +42,7 @@ def compute_rope_per_layer(engine: Any) -> None:
     """Compute RoPE's tables in every layer, from the positions of the forward."""
     if engine is None:
         return
-    (rope,), seen = engine.model.ropes.values(), []
+    (rope,), seen = engine.model.ropes, []
     rope.register_forward_pre_hook(lambda _, args: seen.__setitem__(slice(None), [args]))
     for block in engine.model.layers.values():
         block.register_forward_pre_hook(lambda *_: type(rope).forward(rope, *seen[0]) and None)

@@ -30,6 +30,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.mixer_name, self.residual_multiplier = spec.mixer.module_name, spec.residual_multiplier
         self.moe: nn.Module | None = None
+        self.feed_forward: nn.Module | None = None
         setattr(self, self.mixer_name, spec.mixer.build(layer, dim))
         setattr(self, spec.feed_forward.module_name, spec.feed_forward.build(dim))
         before, after = (spec.norm_placement in (place, "both") for place in ("before", "after"))
@@ -47,8 +48,9 @@ class TransformerBlock(nn.Module):
         """
         mixed = getattr(self, self.mixer_name)(_normed(self.attention_norm, x), rotation, attention)
         x = self._add(x, _normed(self.attention_post_norm, mixed))
-        if self.moe is None:
+        if self.feed_forward is not None:
             return self._add(x, _normed(self.ffn_post_norm, self.feed_forward(_normed(self.ffn_norm, x))))
+        assert self.moe is not None
         out, stats = self.moe(_normed(self.ffn_norm, x), attention.valid_mask)
         return self._add(x, _normed(self.ffn_post_norm, out)), stats
 
@@ -79,9 +81,12 @@ class BaseArchonModel(nn.Module):
         self.model_class = type(self)
         self.tok_embeddings = Embedding(args.vocab_size, args.dim, padding_idx=args.pad_token_id)
         self.layer_specs = args.layer_specs
-        self.ropes = {spec: RotaryEmbedding(spec) for spec in args.ropes}
+        self.ropes = [RotaryEmbedding(spec) for spec in args.ropes]
+        self.rope_of_layer = [
+            None if spec.mixer.rope is None else args.ropes.index(spec.mixer.rope) for spec in self.layer_specs
+        ]
         self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})
-        self.norm = args.norm.build(args.dim)
+        self.norm: RMSNorm | None = args.norm.build(args.dim)
         self.router_stats: list[RouterStats] = []
         self.output: LMHead | None = None
         self.score: Linear | None = None
@@ -172,10 +177,10 @@ class BaseArchonModel(nn.Module):
                 hidden = hidden * hidden.new_tensor(self.args.embedding_multiplier)
         attention.prepare(hidden)
         lengths = attention.document_lengths(positions) if self.args.rope_depends_on_length else None
-        rotations = {spec: rope(positions, hidden.dtype, lengths) for spec, rope in self.ropes.items()}
+        rotations = [rope(positions, hidden.dtype, lengths) for rope in self.ropes]
         self.router_stats = []
         for layer, block in self.layers.items():
-            rope = self.layer_specs[int(layer)].mixer.rope
+            rope = self.rope_of_layer[int(layer)]
             hidden = block(hidden, None if rope is None else rotations[rope], attention)
             if isinstance(hidden, tuple):
                 hidden, stats = hidden
@@ -209,7 +214,7 @@ class BaseArchonModel(nn.Module):
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Recompute on `device` what Hugging Face checkpoints lack: rotary frequencies, and balancing biases of 0."""
-        for rope in self.ropes.values():
+        for rope in self.ropes:
             rope.init_buffers(device)
         for module in self.modules():
             if isinstance(module, Router) and module.expert_bias is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from archon.models.layers.rope import RopeSpec
     from archon.planner.inspection import Inspection
 
 SETTINGS: dict[str, Any] = {"name": "inspect", "help": "Show family, parameters, FLOPs, memory and refused fields."}

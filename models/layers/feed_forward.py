@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -66,6 +66,7 @@ class DenseLayer(FeedForwardSpec):
 
     hidden_dim: int
     hidden_act: str = "silu"
+    n_experts: int = field(default=0, init=False)
 
     def build(self, dim: int) -> FeedForward:
         """See `FeedForwardSpec.build`."""

@@ -70,7 +70,7 @@ class FeedForwardSpec(abc.ABC):
     """
 
     module_name: ClassVar[str] = "feed_forward"
-    n_experts: int = 0
+    n_experts: int
 
     @abc.abstractmethod
     def build(self, dim: int) -> nn.Module:
