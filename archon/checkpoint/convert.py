@@ -169,7 +169,7 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
     adapter = _adapter(hf_config, assets, is_critic=bool(saved.get("is_critic")))
     args = adapter.args
     if saved.get("balance_by_bias"):  # a Hugging Face config has no field for it
-        args = replace(args, balance_by_bias=True)  # type: ignore[call-arg]
+        args = replace(args, balance_by_bias=True)
     with open_state(found, model_fingerprint(args)) as (_, state):
         model = _model_tensors(found, state, adapter)
         tensors: dict[str, LazyTensor] = {}

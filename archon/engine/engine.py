@@ -19,7 +19,7 @@ from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
 from archon.engine import heap
 from archon.engine.batch import merge, unpack
-from archon.engine.build import Build, balancing, resolve_device, use_deterministic_algorithms
+from archon.engine.build import Build, balancing, check_balancing, resolve_device, use_deterministic_algorithms
 from archon.engine.loss import LossFn, LossWeightFn
 from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients, gradient_norm
 from archon.engine.pipeline_step import PipelineRunner
@@ -112,8 +112,9 @@ class ArchonEngine:
         hf_config = read_hf_config(config.path)
         spec = get_model_spec(hf_config["model_type"])
         args = spec.model_args_class.from_hf_config(
-            hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config, spec)
+            hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config)
         )
+        check_balancing(config, spec, args)
         self.layout = resolve_layout(
             config, args.sizes, self.device.type, supports_gathered=supports_gathered(config.attn_type)
         )
