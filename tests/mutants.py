@@ -87,8 +87,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every piece of a matrix cut by columns is read from its first rows",
         "archon/checkpoint/tensor_reader.py",
-        "first + start * row_bytes, view, tuple(inner)",
-        "first, view, tuple(inner)",
+        "first + row * row_bytes, view, shape[1:], tuple(inner)",
+        "first, view, shape[1:], tuple(inner)",
         ("tests/checkpoint/test_parts.py",),
     ),
     Mutant(
@@ -450,8 +450,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a part of a state is read from the first row of its file",
         "archon/checkpoint/tensor_reader.py",
-        "first + start * row_bytes, view",
-        "entry.start + start * row_bytes, view",
+        "first + row * row_bytes, view",
+        "entry.start + row * row_bytes, view",
         ("tests/checkpoint/test_parts.py",),
     ),
     Mutant(

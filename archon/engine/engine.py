@@ -279,11 +279,10 @@ class ArchonEngine:
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, tensor), gathered one by one, for exports. Raises CheckpointError on every rank
-        where a balancing bias is not 0."""
-        require_zero_expert_biases(self.model, self.ranks.pp)
-        for name, tensor in self.weights(bucket_bytes=0):
-            if name in self.adapter.native_shapes:
-                yield from self.adapter.convert_single_to_hf(name, tensor)
+        where a balancing bias that the family's checkpoints lack is not 0."""
+        require_zero_expert_biases(self.model, self.adapter, self.ranks.pp)
+        stored = self.adapter.stored_shapes
+        yield from self.adapter.export((name, x) for name, x in self.weights(bucket_bytes=0) if name in stored)
 
     def save(
         self,
@@ -321,13 +320,15 @@ class ArchonEngine:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the weights of a checkpoint of the same model; optimizer and schedule stay. Every rank calls it.
 
-        It may be a Hugging Face checkpoint, which sets balancing biases to 0, or a native one of any layout and dtype.
+        It may be a Hugging Face checkpoint, which sets balancing biases that it lacks to 0, or a native one of any
+        layout and dtype.
         """
         folder = find_checkpoint(path)
         if folder is None:
             load_hf_weights(self.model, self.adapter, path)
-            for bias in expert_biases(self.model).values():
-                bias.zero_()
+            for name, bias in expert_biases(self.model).items():
+                if name not in self.adapter.buffer_shapes:
+                    bias.zero_()
             return
         with open_state(folder, model_fingerprint(self.args)) as (_, state):
             load_model_state(self.model, state["engine"]["model"], self._known_names(), any_dtype=True)
