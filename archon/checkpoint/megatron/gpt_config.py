@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
 from archon.checkpoint.megatron.sharding import MegatronLayout
@@ -21,7 +21,8 @@ _EXPRESSED = frozenset(
     dim n_layers n_heads hidden_dim vocab_size n_kv_heads head_dim norm_eps rope_theta rope_scaling max_seq_len
     hidden_act attention_bias attention_out_bias qk_norm sliding_window layer_windows tie_word_embeddings pad_token_id
     rotary_dim rope_interleaved norm_offset norm_placement attention_scale residual_multiplier initializer_range
-    balance_by_bias is_critic attn_type
+    balance_by_bias is_critic attn_type full_width_qk_norm local_rope_theta local_rope_scaling layer_ropes query_beta
+    norm_rounds_once
     """.split()  # noqa: SIM905 - a table is easier to read than quoted names
 )
 
@@ -34,7 +35,8 @@ def megatron_arguments(args: BaseModelArgs, layout: MegatronLayout) -> tuple[dic
     """
     for field in fields(BaseModelArgs):
         if field.name not in _EXPRESSED:
-            _require(field.name, getattr(args, field.name), field.default)
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            _require(field.name, getattr(args, field.name), default)
     layers = args.layer_specs
     for layer in dict.fromkeys(layers):
         _check_layer(layer, args)
