@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DENSE_TP_PLAN: dict[str, Treatment] = {
     "column": "split_rows",
     "row": "split_columns",
+    "latent": "replicate",
     "norm": "replicate",
     "head_norm": "replicate",
     "embedding": "split_rows",

@@ -132,7 +132,7 @@ class Generator:
         self.stats = GeneratorStats()
         self.version = 0
         self.submitted = 0
-        self.device = cache.keys.device
+        self.device = cache.device
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self.cache.n_pages, self.cache.page_size, self.max_slots, self.prefill_tokens)

@@ -58,8 +58,8 @@ def choose_page_count(
 
     Raises RolloutError, with the estimate, where the cache and a copy of the weights exceed the free memory.
     """
-    args = model.args
-    page_bytes = 2 * args.n_layers * args.n_kv_heads * page_size * args.head_dim * dtype.itemsize
+    caches = [layer.mixer.cache for layer in model.layer_specs]
+    page_bytes = sum(cache.token_features for cache in caches) * page_size * dtype.itemsize
     weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     free = free_memory(device)
     if n_pages is None:
@@ -158,7 +158,7 @@ class InProcessEngine:
         )
         replica, aliased = build_replica(model, mode=weights, dtype=dtype, source=source, device=device)
         device = next(replica.parameters()).device
-        cache = PagedCache(args.n_layers, n_pages, args.n_kv_heads, page_size, args.head_dim, cache_dtype, device)
+        cache = PagedCache([spec.mixer.cache for spec in model.layer_specs], n_pages, page_size, cache_dtype, device)
         generator = Generator(
             replica,
             cache,

@@ -15,6 +15,7 @@ import torch
 from archon.models.args import BaseModelArgs
 from archon.models.layers.attention import AttentionLayer
 from archon.models.layers.feed_forward import DenseLayer
+from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec
 from archon.models.token_scores import tile_shape
@@ -151,6 +152,55 @@ def _attention(mixer: AttentionLayer, shard: MicroBatchShard, context_parallel: 
         *projected,
         SavedTensor("rotated q [T, H, D]", q),
         SavedTensor("gathered keys and values [T·c + T/2, 2 G, D]", 2 * attended * G * D * b),
+        SavedTensor("their indices", attended * INT64),
+        *out,
+    ]
+
+
+@mixer_activations.register
+def _latent(mixer: LatentLayer, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    layout, T, r, b, wide = shard.layout, shard.tokens, shard.rows, shard.bytes, shard.wide
+    H, latent = mixer.n_heads // layout.tp, mixer.kv_rank + mixer.rope.dim
+    # Queries, keys and values are padded to one width.
+    D, V = max(mixer.q_features, mixer.value_features), mixer.value_features
+    q, expanded = T * H * D * b, T * H * (mixer.key_features + V) * b
+    tensors = [
+        SavedTensor("wkv_a's result [r, C + R]", r * latent * b, is_op=True),
+        SavedTensor("kv_a_norm: 1/rms [r]", r * wide),
+        SavedTensor("latents and rotated keys [T, C + R]", T * latent * b),
+    ]
+    if mixer.q_rank:
+        tensors += [
+            SavedTensor("wq_a's result [r, q_rank]", r * mixer.q_rank * b, is_op=True),
+            SavedTensor("q_a_norm: 1/rms [r]", r * wide),
+            SavedTensor("normed [T, q_rank]", T * mixer.q_rank * b),
+        ]
+    tensors.append(SavedTensor("wq_b's result [T, H, N + R]", T * H * mixer.q_features * b, saved=False, is_op=True))
+    out = [
+        SavedTensor("attention's result [T, H, D]", q, is_op=True),
+        SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
+    ]
+    if D > V:
+        out.append(SavedTensor("wo's input [T, H, V]", T * H * V * b))
+    if layout.cp == 1:
+        # Without padding the values are a view of what they were expanded to.
+        return [
+            *tensors,
+            SavedTensor("wkv_b's result [T, H, N + V]", expanded, saved=D == V, is_op=True),
+            SavedTensor("q, k [T, 2 H, D]", 2 * q),
+            *([SavedTensor("v [T, H, D]", q)] if D > V else []),
+            *out,
+        ]
+    if context_parallel_kind(context_parallel, layout.cp, layout.tp, *mixer.heads) == "ulysses":
+        tensors.append(SavedTensor("wkv_b's result [T, H, N + V]", expanded, saved=False, is_op=True))
+        return [*tensors, SavedTensor("exchanged q, k, v", 3 * q), *out, SavedTensor("wo's input [T, H, D]", q)]
+    attended = layout.cp * T + T // 2
+    return [
+        *tensors,
+        SavedTensor("gathered latents [T·c, C + R]", layout.cp * T * latent * b),
+        SavedTensor("wkv_b's result [T·c, H, N + V]", layout.cp * expanded, saved=False, is_op=True),
+        SavedTensor("q [T, H, D]", q),
+        SavedTensor("gathered keys and values [T·c + T/2, 2 H, D]", 2 * attended * H * D * b),
         SavedTensor("their indices", attended * INT64),
         *out,
     ]

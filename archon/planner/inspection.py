@@ -76,7 +76,7 @@ def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int
         args=args,
         parts=_parts(spec.state_dict_adapter_class(config).native_shapes),
         flops=MatmulShape.from_args(args).per_token(seq_len),
-        kv_bytes=sum(layer.mixer.cached_features for layer in args.layer_specs) * SERVED_BYTES,
+        kv_bytes=sum(layer.mixer.cache.token_features for layer in args.layer_specs) * SERVED_BYTES,
     )
 
 

@@ -246,8 +246,9 @@ class TimeModel:
             row = 2 * times * shard.tokens * (mixer.attention_width // mixer.heads[0]) * shard.bytes
             kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, *mixer.heads)
             if kind == "allgather":
-                # One all-gather of keys and values, and one reduce-scatter of their gradients.
-                seconds += link.seconds(2 * row * layout.cp * kv_heads, 2 * times)
+                # One all-gather of what a cache would hold, and one reduce-scatter of its gradient.
+                gathered = times * shard.tokens * mixer.cache.local_features(layout.tp) * shard.bytes
+                seconds += link.seconds(2 * gathered * layout.cp, 2 * times)
             else:
                 # All-to-alls of queries, keys, values and results, and their gradients.
                 seconds += link.exchange(row * 2 * (heads + max(kv_heads, layout.cp)), 8 * times)

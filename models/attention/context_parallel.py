@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.documents import GatheredKeys
+from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.registry import resolve_backend
 from archon.models.attention.spec import AttentionSpec
@@ -73,3 +74,10 @@ class GatheredAttention(ContextParallelAttention):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self.backend.require(spec)
         return self.backend.gathered(q, all_gather(torch.cat((k, v), dim=1), self.share.cp), self.keys, spec)
+
+    @torch.compiler.disable
+    def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
+        """Gathers the latents, which are narrower than the keys, and expands those of all ranks."""
+        self.backend.require(spec)
+        kv = torch.cat(keys.expand(all_gather(keys.rows, self.share.cp)), dim=1)
+        return self.backend.gathered(keys.pad(q), kv, self.keys, spec)[..., : keys.value_features]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from archon.models.attention.backend import AttentionBackend
 from archon.models.attention.documents import PackedDocuments, check_lengths
+from archon.models.attention.latent import LatentKeys
 from archon.models.attention.prefix import SharedPrefixes
 from archon.models.attention.registry import resolve_backend
 from archon.models.attention.spec import AttentionSpec
@@ -41,6 +42,11 @@ class AttentionMeta(abc.ABC):
             q: [T, H, D], rotated; k, v: [T, G, D] with H a multiple of G.
             spec: the layer's options; ConfigError for one that is not supported.
         """
+
+    def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
+        """Returns attention [T, H, V] of queries q [T, H, N + R] to the keys that `keys` expands to."""
+        k, v = keys.expand(keys.rows)
+        return self.attend(layer, keys.pad(q), k, v, spec)[..., : keys.value_features]
 
     def document_lengths(self, positions: Tensor) -> Tensor | None:
         """Returns the length [T] of each token's document, for dynamic and LongRoPE frequencies; None if unknown."""

@@ -1,15 +1,18 @@
 """Attention over a paged key-value cache: decoding with the modules that train.
 
 The cache is a pool of pages of `page_size` tokens; a sequence has a list of pages, and sequences may share pages (Kwon
-et al. 2023, arXiv:2309.06180). The tokens of a forward are one new token for each decoding sequence, then chunks of
-prompts. Keys and values are not gathered into a padded batch: each page is one matrix of a batched product, in place,
-and the results of a sequence's pages are combined by the rescaled sums of FlashDecoding (Dao et al. 2023).
+et al. 2023, arXiv:2309.06180). A page number stands for a page in every layer; layers that cache the same rows are a
+group, whose pages are in one tensor.
+
+The tokens of a forward are one new token for each decoding sequence, then chunks of prompts. Keys and values are not
+gathered into a padded batch: each page is one matrix of a batched product, in place, and the results of a sequence's
+pages are combined by the rescaled sums of FlashDecoding (Dao et al. 2023).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.blockwise import batched_attention
+from archon.models.attention.cache import CacheSpec, PagedRows
+from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.spec import AttentionSpec
 
@@ -28,53 +33,97 @@ _MAX_SLOTS = 8
 _LOWEST_SCORE = -1e30
 
 
+@dataclass(frozen=True)
+class PagedTensors:
+    """The pages of layers that cache the same rows, or of one of them without the first dimension.
+
+    Attributes:
+        rows: what each layer caches.
+        keys: [n_layers, n_pages, heads, page_size, key_features].
+        values: [n_layers, n_pages, heads, page_size, value_features], a view of `keys` if `rows.values_in_keys`.
+    """
+
+    rows: PagedRows
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors with memory of their own."""
+        return (self.keys,) if self.rows.values_in_keys else (self.keys, self.values)
+
+    def layer(self, index: int) -> PagedTensors:
+        """Returns the pages of one of the layers, as views."""
+        return PagedTensors(self.rows, self.keys[index], self.values[index])
+
+
 class PagedCache:
-    """Keys and values of `n_pages` pages in every layer, each [n_layers, n_pages, n_kv_heads, page_size, head_dim]."""
+    """`n_pages` pages in every layer that caches rows.
+
+    Args:
+        specs: what each layer caches, by its index.
+
+    Attributes:
+        groups: the tensors of the layers of each spec.
+    """
 
     def __init__(
         self,
-        n_layers: int,
+        specs: Sequence[CacheSpec],
         n_pages: int,
-        n_kv_heads: int,
         page_size: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self._shape = (n_layers, n_pages, n_kv_heads, page_size, head_dim)
-        self._dtype, self._device = dtype, torch.device(device)
-        self.n_pages, self.n_kv_heads, self.page_size = n_pages, n_kv_heads, page_size
+        self.n_pages, self.page_size, self.device = n_pages, page_size, torch.device(device)
+        self._dtype = dtype
+        self._members: dict[PagedRows, list[int]] = {}
+        for layer, spec in enumerate(specs):
+            if isinstance(spec, PagedRows):
+                self._members.setdefault(spec, []).append(layer)
         self.clear()
 
     def clear(self) -> None:
         """Fill with zeros: masked positions must be finite, since 0 · NaN is NaN."""
-        self.keys, self.values = (_lazy_zeros(self._shape, self._dtype, self._device) for _ in range(2))
+        self.groups = tuple(self._zeros(rows, len(members)) for rows, members in self._members.items())
+        self.layers = {
+            layer: group.layer(index) for group in self.groups for index, layer in enumerate(self._members[group.rows])
+        }
 
-    def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> Tensor:
-        """Returns the rows [T · n_kv_heads] of tokens in the cache as a matrix [n_pages · n_kv_heads · page_size,
-        head_dim]."""
-        heads = np.arange(self.n_kv_heads)
-        rows = (pages[:, None] * self.n_kv_heads + heads) * self.page_size + offsets[:, None]
-        return torch.from_numpy(rows.reshape(-1)).to(self.keys.device)
+    def _zeros(self, rows: PagedRows, n_layers: int) -> PagedTensors:
+        shape = n_layers, self.n_pages, rows.heads, self.page_size
+        keys = _lazy_zeros((*shape, rows.key_features), self._dtype, self.device)
+        if rows.values_in_keys:
+            return PagedTensors(rows, keys, keys[..., : rows.value_features])
+        return PagedTensors(rows, keys, _lazy_zeros((*shape, rows.value_features), self._dtype, self.device))
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [T, n_kv_heads, head_dim] at `token_rows`."""
-        for cache, new in ((self.keys, keys), (self.values, values)):
-            cache[layer].view(-1, new.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
+    def token_rows(self, pages: np.ndarray, offsets: np.ndarray) -> dict[int, Tensor]:
+        """Returns the rows [T · heads] of tokens in a layer's cache as a matrix [n_pages · heads · page_size,
+        features], for each number of heads that layers have."""
+        rows = {}
+        for n_heads in {rows.heads for rows in self._members}:
+            numbers = (pages[:, None] * n_heads + np.arange(n_heads)) * self.page_size + offsets[:, None]
+            rows[n_heads] = torch.from_numpy(numbers.reshape(-1)).to(self.device)
+        return rows
 
-    def read(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Returns the first `length` keys and values [length, n_kv_heads, head_dim] of the sequence in `pages`."""
-        keys, values = (
-            cache[layer].index_select(0, pages).transpose(1, 2).flatten(0, 1)[:length]
-            for cache in (self.keys, self.values)
-        )
-        return keys, values
+    def write(self, layer: int, rows: dict[int, Tensor], *new: Tensor) -> None:
+        """Store keys [T, heads, key_features], and values unless they are in the keys, at `token_rows`."""
+        paged = self.layers[layer]
+        for cache, x in zip(paged.stored, new, strict=True):
+            cache.view(-1, x.shape[-1]).index_copy_(0, rows[paged.rows.heads], x.reshape(-1, x.shape[-1]))
+
+    def read(self, layer: int, pages: Tensor, length: int) -> list[Tensor]:
+        """Returns the first `length` keys [length, heads, key_features] of the sequence in `pages`, and its values
+        unless they are in the keys."""
+        stored = self.layers[layer].stored
+        return [cache.index_select(0, pages).transpose(1, 2).flatten(0, 1)[:length] for cache in stored]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages in every layer."""
-        source, target = (torch.tensor(pages, device=self.keys.device) for pages in (sources, targets))
-        for cache in (self.keys, self.values):
-            cache.index_copy_(1, target, cache.index_select(1, source))
+        source, target = (torch.tensor(pages, device=self.device) for pages in (sources, targets))
+        for group in self.groups:
+            for cache in group.stored:
+                cache.index_copy_(1, target, cache.index_select(1, source))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -156,7 +205,7 @@ class PagedAttention(AttentionMeta):
     ) -> None:
         self.cache, self.decode, self.chunks = cache, decode, list(chunks)
         self.n_decode = len(decode.lengths)
-        self.device = cache.keys.device
+        self.device = cache.device
         self._positions = np.concatenate(
             [decode.lengths - 1, *(np.arange(c.start, c.start + c.length) for c in self.chunks)]
         )
@@ -185,7 +234,7 @@ class PagedAttention(AttentionMeta):
         lengths.append(np.ones(self._n_padding, dtype=np.int64))
         return torch.from_numpy(np.concatenate(lengths)).to(positions.device)
 
-    def _cache_rows(self) -> Tensor:
+    def _cache_rows(self) -> dict[int, Tensor]:
         """Returns `PagedCache.token_rows` of every token of this forward, then of the duplicates."""
         size, decode = self.cache.page_size, self.decode
         last = decode.lengths - 1
@@ -201,32 +250,57 @@ class PagedAttention(AttentionMeta):
         return self.cache.token_rows(np.concatenate(pages), positions % size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        spec.require({"window"}, "decoding from a paged cache")
-        if self._n_padding:
-            q, k, v = (x[: -self._n_padding] for x in (q, k, v))
-        if self._duplicates is None:
-            self.cache.write(layer, self._rows, k, v)
-        else:
-            self.cache.write(layer, self._rows, *(torch.cat([x, x.index_select(0, self._duplicates)]) for x in (k, v)))
-        outs = []
-        if self.n_decode:
-            outs.append(self._attend_pages(layer, q[: self.n_decode], spec))
+        q, k, v = self._prepare(layer, q, k, v, spec=spec)
+        outs, first = list[Tensor](), self.n_decode
+        if first:
+            outs.append(self._attend_pages(layer, q[:first], spec))
         if self.chunks:
-            first = self.n_decode
-            outs.append(self._attend_chunks(layer, q[first:], k[first:], v[first:], spec))
+            outs.append(self._attend_chunks(layer, q[first:], k[first:], v[first:], spec, lambda k, v: (k, v)))
+        return self._joined(outs)
+
+    def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
+        """Decoding sequences attend to the latents themselves, and prompts to expanded keys, whose product is
+        narrower."""
+        q, rows = self._prepare(layer, q, keys.rows, spec=spec)
+        outs, first = list[Tensor](), self.n_decode
+        if first:
+            outs.append(keys.expand_values(self._attend_pages(layer, keys.absorb(q[:first]), spec)))
+        if self.chunks:
+            k, v = keys.expand(rows[first:])
+            out = self._attend_chunks(layer, keys.pad(q[first:]), k, v, spec, keys.expand)
+            outs.append(out[..., : keys.value_features])
+        return self._joined(outs)
+
+    def _prepare(self, layer: int, q: Tensor, *rows: Tensor, spec: AttentionSpec) -> tuple[Tensor, ...]:
+        """Store the new rows [T, heads, features] of this forward and of its duplicates.
+
+        Returns q and the rows without padding.
+        """
+        spec.require({"window"}, "decoding from a paged cache")
+        unpadded = (q, *rows)
         if self._n_padding:
-            outs.append(q.new_zeros(self._n_padding, *q.shape[1:]))
+            unpadded = tuple(x[: -self._n_padding] for x in unpadded)
+        stored = unpadded[1:]
+        if self._duplicates is not None:
+            stored = tuple(torch.cat([x, x.index_select(0, self._duplicates)]) for x in stored)
+        self.cache.write(layer, self._rows, *stored)
+        return unpadded
+
+    def _joined(self, outs: list[Tensor]) -> Tensor:
+        """Returns the results of this forward's tokens, and zeros for its padding."""
+        if self._n_padding:
+            outs.append(outs[0].new_zeros(self._n_padding, *outs[0].shape[1:]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_pages(self, layer: int, q: Tensor, spec: AttentionSpec) -> Tensor:
-        """Returns attention [B, H, D] of one query [B, H, D] per sequence to the sequence's pages."""
+        """Returns attention [B, H, V] of one query [B, H, K] per sequence to the sequence's pages."""
         wide = torch.promote_types(q.dtype, torch.float32)
         if spec.window not in self._batches:
             self._batches[spec.window] = _page_batches(self.decode, self.cache, spec.window, wide)
         batches = self._batches[spec.window]
-        n_rows, n_heads, head_dim = q.shape
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        n_kv_heads = keys.shape[1]
+        n_rows, n_heads = q.shape[:2]
+        paged = self.cache.layers[layer]
+        keys, values, n_kv_heads = paged.keys, paged.values, paged.rows.heads
         dtype, q = q.dtype, q.to(wide) * spec.scale
         if len(batches) == 1 and batches[0].page_of_row is not None:
             return _attend_single_pages(q, keys, values, batches[0]).to(dtype)
@@ -242,20 +316,29 @@ class PagedAttention(AttentionMeta):
             maximum.scatter_reduce_(0, batch.slot_rows[:, None].expand(-1, n_heads), page_maximum, "amax")
             all_scores.append(scores)
         total = maximum.new_zeros(n_rows, n_heads)
-        out = maximum.new_zeros(n_rows, n_heads * head_dim)
+        out = maximum.new_zeros(n_rows, n_heads * values.shape[-1])
         for batch, scores in zip(batches, all_scores, strict=True):
             scores.sub_(batch.gather_rows(maximum, n_kv_heads).unsqueeze(-1)).exp_()
             total.index_add_(0, batch.slot_rows, batch.flatten_slots(scores.sum(dim=-1)))
             partial = torch.matmul(scores.flatten(2, 3), batch.read(values))
             out.index_add_(0, batch.slot_rows, batch.flatten_slots(partial.view(*scores.shape[:-1], -1)))
-        return (out.view(n_rows, n_heads, head_dim) / total[:, :, None]).to(dtype)
+        return (out.view(n_rows, n_heads, -1) / total[:, :, None]).to(dtype)
 
-    def _attend_chunks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """Returns attention [S, H, D] of the chunks: packed documents if they start a sequence, else with the cache."""
+    def _attend_chunks(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        expand: Callable[..., tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Returns attention [S, H, V] of the chunks: packed documents if they start a sequence, else with the cache,
+        whose rows `expand` turns into keys and values."""
         bounds = np.cumsum([0, *(chunk.length for chunk in self.chunks)]).tolist()
         if self._packed is not None and len(self._packed.documents.lengths) == len(self.chunks):
             return self._packed.attend(layer, q, k, v, spec)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
         spans = list(zip(self.chunks, bounds, bounds[1:], strict=False))
         if self._packed is not None:
             rows = torch.cat([torch.arange(a, b, device=q.device) for chunk, a, b in spans if chunk.start == 0])
@@ -264,19 +347,19 @@ class PagedAttention(AttentionMeta):
             if chunk.start:
                 total = chunk.start + chunk.length
                 pages = torch.tensor(chunk.pages[: -(-total // self.cache.page_size)], device=q.device)
-                keys, values = self.cache.read(layer, pages, total)
+                keys, values = expand(*self.cache.read(layer, pages, total))
                 document = q[None, first:last], keys[None], values[None]
                 out[first:last] = batched_attention(*document, window=spec.window, scale=spec.scale)[0]
         return out
 
 
 def _attend_single_pages(q: Tensor, keys: Tensor, values: Tensor, batch: _PageBatch) -> Tensor:
-    """Returns attention [B, H, D] of short sequences: none has a second page, so an ordinary softmax is enough."""
+    """Returns attention [B, H, V] of short sequences: none has a second page, so an ordinary softmax is enough."""
     assert batch.page_of_row is not None
     queries = batch.gather_rows(q, keys.shape[1]).flatten(2, 3)
     scores = torch.matmul(queries, batch.read(keys).transpose(-1, -2)).add(batch.bias[:, :, 0])
     out = torch.matmul(torch.softmax(scores, dim=-1), batch.read(values))
-    return out.view(-1, *q.shape[1:]).index_select(0, batch.page_of_row)
+    return out.view(-1, q.shape[1], values.shape[-1]).index_select(0, batch.page_of_row)
 
 
 def _page_batches(decode: DecodeRows, cache: PagedCache, window: int | None, dtype: torch.dtype) -> list[_PageBatch]:
@@ -323,7 +406,7 @@ def _page_batch(
     # A page with more rows than slots occurs several times.
     is_new = np.concatenate([[True], (page[1:] != page[:-1]) | (rank[1:] % slots == 0)])
     index, pages = np.cumsum(is_new) - 1, page[is_new]
-    selection: Tensor | slice = torch.from_numpy(pages).to(cache.keys.device)
+    selection: Tensor | slice = torch.from_numpy(pages).to(cache.device)
     low, high = int(pages[0]), int(pages[-1]) + 1
     if slots == 1 and high - low <= _MAX_RANGE_WASTE * len(pages):
         selection, index = slice(low, high), page - low
@@ -334,7 +417,7 @@ def _page_batch(
     slot_rows[index, rank % slots], first[index, rank % slots] = row, position
     positions = first[:, :, None] + np.arange(cache.page_size)
     visible = (positions >= bounds[0][slot_rows, None]) & (positions < bounds[1][slot_rows, None])
-    bias = torch.zeros(visible.shape, dtype=dtype, device=cache.keys.device)
+    bias = torch.zeros(visible.shape, dtype=dtype, device=cache.device)
     bias.masked_fill_(torch.from_numpy(~visible).to(bias.device), -torch.inf)
     page_of_row = None
     if slots == 1 and (np.bincount(row, minlength=len(bounds[0])) == 1).all():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from archon.models.attention.cache import PagedRows
 from archon.models.attention.meta import AttentionMeta
 from archon.models.attention.spec import AttentionSpec
 from archon.models.layers.fused import rotate
@@ -55,8 +56,8 @@ class AttentionLayer(MixerSpec):
         return self.n_heads, self.n_kv_heads
 
     @property
-    def cached_features(self) -> int:
-        return 2 * self.n_kv_heads * self.head_dim
+    def cache(self) -> PagedRows:
+        return PagedRows(self.n_kv_heads, self.head_dim, self.head_dim)
 
 
 class Attention(nn.Module):

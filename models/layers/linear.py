@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from archon.models.layers.matmul import linear
 from archon.parallel.comm import Group, local, reduce_scatter
 
-# column: output features are sharded; row: input features are sharded; head_norm: a norm over one head's features,
-# whose input is sharded by heads.
-Role = Literal["column", "row", "norm", "head_norm", "router", "experts", "embedding", "head", "value_head"]
+# column: output features are sharded; row: input features are sharded; latent: compresses each token for all heads;
+# head_norm: a norm over one head's features, whose input is sharded by heads.
+Role = Literal["column", "row", "latent", "norm", "head_norm", "router", "experts", "embedding", "head", "value_head"]
 
 
 class Linear(nn.Linear):

@@ -100,21 +100,28 @@ def _dynamic(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int, 
     return 1.0 / (base ** _exponents(head_dim))
 
 
+def _yarn_factor(config: RopeConfig, max_seq_len: int) -> float:
+    assert config.original_max_seq_len is not None
+    return max_seq_len / config.original_max_seq_len if config.factor is None else config.factor
+
+
+def yarn_mscale(config: RopeConfig, max_seq_len: int, weight: float) -> float:
+    """Returns YaRN's factor on queries and keys, 0.1 * weight * ln(s) + 1 for a context extended s times (s > 1)."""
+    factor = _yarn_factor(config, max_seq_len)
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
 def _yarn(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> tuple[Tensor, float]:
     """Returns YaRN's frequencies and attention factor (Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4)."""
     original = config.original_max_seq_len
     assert original is not None
-    factor = max_seq_len / original if config.factor is None else config.factor
-
-    def mscale(weight: float = 1.0) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
+    factor = _yarn_factor(config, max_seq_len)
     attention_factor = config.attention_factor
     if attention_factor is None:
+        attention_factor = yarn_mscale(config, max_seq_len, 1.0)
         if config.mscale and config.mscale_all_dim:
-            attention_factor = mscale(config.mscale) / mscale(config.mscale_all_dim)
-        else:
-            attention_factor = mscale()
+            attention_factor = yarn_mscale(config, max_seq_len, config.mscale)
+            attention_factor /= yarn_mscale(config, max_seq_len, config.mscale_all_dim)
 
     def ramp_bound(rotations: float) -> float:
         return (head_dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(theta))

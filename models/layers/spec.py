@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from archon.models.attention.cache import CacheSpec
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec
 
@@ -55,8 +56,8 @@ class MixerSpec(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def cached_features(self) -> int:
-        """The numbers of one token in a decoding cache."""
+    def cache(self) -> CacheSpec:
+        """What it caches while a sequence is decoded."""
 
 
 class FeedForwardSpec(abc.ABC):

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from archon.models.attention.blockwise import batched_attention
+from archon.models.attention.cache import PagedRows
 from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
 from archon.models.attention.sdpa import sdpa_attention
 from archon.models.attention.spec import AttentionSpec
 from tests.tolerances import PAGED_FP64
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
+ROWS = PagedRows(KV_HEADS, DIM, DIM)
 
 
 def random_qkv(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,11 +44,11 @@ def test_a_decode_step_equals_the_last_row_of_packed_attention(
     }[placement]
     starts = np.cumsum([0, *counts])
     tables = [order[a:b] for a, b in pairwise(starts)]
-    cache = PagedCache(2, n_pages, KV_HEADS, page_size, DIM, torch.float64, "cpu")
+    cache = PagedCache([ROWS] * 2, n_pages, page_size, torch.float64, "cpu")
     documents = [random_qkv(length) for length in lengths]
     # Whatever is in unused places must not matter.
-    cache.keys.normal_()
-    cache.values.normal_()
+    cache.groups[0].keys.normal_()
+    cache.groups[0].values.normal_()
 
     chunks = [PrefillChunk(0, n - 1, list(table), n) for n, table in zip(lengths, tables, strict=True) if n > 1]
     if chunks:
@@ -69,7 +71,7 @@ def test_a_decode_step_equals_the_last_row_of_packed_attention(
 @pytest.mark.parametrize("count", [2, 8, 9, 19])
 def test_sequences_that_share_pages(count: int, window: int | None) -> None:
     """Sequences with the same first eight tokens, in pages all of them own, and two others next to them."""
-    cache = PagedCache(1, 90, KV_HEADS, 4, DIM, torch.float64, "cpu")
+    cache = PagedCache([ROWS], 90, 4, torch.float64, "cpu")
     prefix, lengths = random_qkv(8), [9 + i % 7 for i in range(count)] + [3, 8]
     tables = [[3, 7, 10 + 2 * i, 11 + 2 * i] for i in range(count)] + [[0, 0, 0, 0], [60, 1, 0, 0]]
     documents = [random_qkv(length) for length in lengths]
@@ -97,7 +99,7 @@ def test_a_chunk_after_a_cached_prefix(start: int, length: int, window: int | No
 
 
 def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:
-    cache = PagedCache(1, 40, KV_HEADS, 4, DIM, torch.float64, "cpu")
+    cache = PagedCache([ROWS], 40, 4, torch.float64, "cpu")
     lengths, starts = [9, 6, 10, 3], [8, 0, 7, 0]  # one decode row, a fresh prompt, the rest of one, a fresh one
     tables = [list(range(10 * i, 10 * i + 3)) for i in range(4)]
     documents = [random_qkv(length) for length in lengths]
@@ -121,12 +123,12 @@ def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:
     assert meta.positions.tolist() == [8, *range(6), 7, 8, 9, *range(3)]
     assert meta.document_lengths(meta.positions).tolist() == [9, *[6] * 6, *[10] * 3, *[3] * 3]
 
-    keys = cache.keys.clone()
+    keys = cache.groups[0].keys.clone()
     padded = PagedAttention(cache, DecodeRows(np.array(tables[:1]), np.array([9])), chunks, padded_length=16)
     got = padded.attend(0, *(torch.cat([x, torch.ones_like(x[:3])]) for x in (q, k, v)), AttentionSpec(1.0, 4))
     assert_close(got[:13], torch.cat(wanted))
     assert not got[13:].any()
-    assert torch.equal(cache.keys, keys), "padding is never cached"
+    assert torch.equal(cache.groups[0].keys, keys), "padding is never cached"
     assert padded.positions.tolist() == [*meta.positions.tolist(), 0, 0, 0]
     assert padded.document_lengths(padded.positions).tolist()[13:] == [1, 1, 1]
 
@@ -138,22 +140,22 @@ def anonymous_bytes() -> int:
 
 def test_a_cache_takes_memory_only_where_it_is_used() -> None:
     before = anonymous_bytes()
-    cache = PagedCache(4, 4096, 4, 16, 64, torch.float32, "cpu")
-    assert cache.keys.nbytes + cache.values.nbytes == 2**29
+    cache = PagedCache([PagedRows(4, 64, 64)] * 4, 4096, 16, torch.float32, "cpu")
+    assert cache.groups[0].keys.nbytes + cache.groups[0].values.nbytes == 2**29
     cache.copy_pages([0], [1])
     assert anonymous_bytes() - before < 2**29 / 16
-    assert cache.keys.data_ptr() % 64 == 0
-    cache.keys[0, 5] = torch.nan
+    assert cache.groups[0].keys.data_ptr() % 64 == 0
+    cache.groups[0].keys[0, 5] = torch.nan
     cache.clear()
-    assert not cache.keys[0, 5].any()
+    assert not cache.groups[0].keys[0, 5].any()
     assert anonymous_bytes() - before < 2**29 / 16
 
 
 def test_keys_and_values_are_never_gathered_when_pages_lie_together() -> None:
     """The decode step of sequences whose pages fill a range reads the cache in place."""
-    cache = PagedCache(1, 64, KV_HEADS, 4, DIM, torch.float64, "cpu")
+    cache = PagedCache([ROWS], 64, 4, torch.float64, "cpu")
     meta = PagedAttention(cache, DecodeRows(np.arange(32).reshape(16, 2), np.full(16, 8)))
-    storage = cache.keys.untyped_storage().data_ptr(), cache.values.untyped_storage().data_ptr()
+    storage = cache.groups[0].keys.untyped_storage().data_ptr(), cache.groups[0].values.untyped_storage().data_ptr()
     read: list[int] = []
     matmul = torch.matmul
 
@@ -167,3 +169,31 @@ def test_keys_and_values_are_never_gathered_when_pages_lie_together() -> None:
     finally:
         torch.matmul = matmul
     assert tuple(read) == storage
+
+
+def test_layers_that_cache_other_rows_share_page_numbers() -> None:
+    """Two groups of layers with other heads and widths in one cache, and a group whose values are parts of its keys."""
+    wide, narrow, latent = PagedRows(3, 8, 8), PagedRows(1, 4, 4), PagedRows(1, 12, 8, values_in_keys=True)
+    cache = PagedCache([wide, narrow, latent, wide], 12, 4, torch.float64, "cpu")
+    assert [group.keys.shape[0] for group in cache.groups] == [2, 1, 1]
+    assert [spec.token_features for spec in (wide, narrow, latent)] == [48, 8, 12]
+    assert sum(tensor.numel() for group in cache.groups for tensor in group.stored) == 12 * 4 * (2 * 48 + 8 + 12)
+    length, table = 11, [7, 2, 9]
+    nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
+    first = PagedAttention(cache, nothing, [PrefillChunk(0, length - 1, table, length)])
+    last = PagedAttention(cache, DecodeRows(np.array([table]), np.array([length])))
+    for layer, spec in enumerate([wide, narrow, latent, wide]):
+        q, k = (torch.randn(length, heads, spec.key_features, dtype=torch.float64) for heads in (6, spec.heads))
+        v = k[..., : spec.value_features] if spec.values_in_keys else torch.randn_like(k)
+        cached = [k] if spec.values_in_keys else [k, v]
+        first.cache.write(layer, first._rows, *(x[:-1] for x in cached))
+        last.cache.write(layer, last._rows, *(x[-1:] for x in cached))
+        got = last._attend_pages(layer, q[-1:], AttentionSpec(0.4))
+        p = torch.softmax(0.4 * torch.einsum("hd,tgd->hgt", q[-1], k), dim=-1)
+        groups = torch.arange(6) // (6 // spec.heads)
+        assert_close(got[0], torch.einsum("ht,thd->hd", p[torch.arange(6), groups], v[:, groups]))
+    before = [group.keys[:, 7].clone() for group in cache.groups]
+    cache.copy_pages([7], [0])
+    assert all(torch.equal(group.keys[:, 0], old) for group, old in zip(cache.groups, before, strict=True))
+    cache.clear()
+    assert not any(tensor.any() for group in cache.groups for tensor in group.stored)

@@ -1,0 +1,51 @@
+"""What a layer caches while a sequence is decoded, from which caches and memory estimates derive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class CacheSpec:
+    """What one layer caches; layers with equal specs share tensors. Subclasses are frozen dataclasses.
+
+    Attributes:
+        token_features: numbers that are cached for each token.
+        sequence_features: numbers that are cached for each sequence, whatever its length.
+    """
+
+    @property
+    def token_features(self) -> int:
+        return 0
+
+    @property
+    def sequence_features(self) -> int:
+        return 0
+
+    def local_features(self, tp: int) -> int:
+        """Returns the numbers of a token that one of `tp` ranks computes, which split the heads or share one."""
+        return self.token_features
+
+
+@dataclass(frozen=True)
+class PagedRows(CacheSpec):
+    """Keys and values of each token, in pages.
+
+    Attributes:
+        heads: the key heads, each with a row of keys and a row of values for a token.
+        key_features, value_features: the widths of these rows.
+        values_in_keys: a value is the first `value_features` of its key, and not stored again.
+    """
+
+    heads: int
+    key_features: int
+    value_features: int
+    values_in_keys: bool = False
+
+    @property
+    def token_features(self) -> int:
+        return self.local_features(1)
+
+    def local_features(self, tp: int) -> int:
+        """See `CacheSpec.local_features`."""
+        row = self.key_features + (0 if self.values_in_keys else self.value_features)
+        return max(1, self.heads // tp) * row

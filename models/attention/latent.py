@@ -1,0 +1,61 @@
+"""Keys and values compressed to a latent that all heads share (DeepSeek-V2: arXiv:2405.04434, section 2.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LatentKeys:
+    """Compressed keys and values of every token.
+
+    A head's key is [K_h c, r] and its value V_h c, with the latent c [C] and the rotated features r [R] of a row. The
+    expanded keys and values, and queries, are padded with zeros to one width D, since attention backends expect one.
+
+    Attributes:
+        rows: [T, 1, C + R], latent and rotated key features of each token; what a cache stores.
+        expansion: the linear layer whose weight [H (N + V), C] has K_h [N, C] and V_h [V, C] of each head.
+        key_features, value_features: N, the features of a key besides the rotated ones, and V.
+    """
+
+    rows: Tensor
+    expansion: nn.Linear
+    key_features: int
+    value_features: int
+
+    @property
+    def rank(self) -> int:
+        """C."""
+        return self.expansion.in_features
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Returns x [..., n] with zeros appended up to the larger width of keys and values."""
+        width = max(self.key_features + self.rows.shape[-1] - self.rank, self.value_features)
+        return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [T, H, D] of rows [T, 1, C + R]."""
+        expanded = self.expansion(rows[:, 0, : self.rank])
+        expanded = expanded.unflatten(-1, (-1, self.key_features + self.value_features))
+        keys, values = expanded.split((self.key_features, self.value_features), dim=-1)
+        rotated = rows[..., self.rank :].expand(-1, keys.shape[1], -1)
+        return self.pad(torch.cat((keys, rotated), dim=-1)), self.pad(values)
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Returns queries [B, H, C + R] whose products with rows are those of q [B, H, N + R] with expanded keys."""
+        keys, rotated = q.split((self.key_features, q.shape[-1] - self.key_features), dim=-1)
+        absorbed = torch.bmm(keys.transpose(0, 1), self._matrices()[:, : self.key_features])
+        return torch.cat((absorbed.transpose(0, 1), rotated), dim=-1)
+
+    def expand_values(self, latents: Tensor) -> Tensor:
+        """Returns sums of values [B, H, V] for the same sums of latents [B, H, C]."""
+        matrices = self._matrices()[:, self.key_features :]
+        return torch.bmm(latents.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
+
+    def _matrices(self) -> Tensor:
+        """Returns the weight as [H, N + V, C]."""
+        return self.expansion.weight.unflatten(0, (-1, self.key_features + self.value_features))
