@@ -137,7 +137,8 @@ def hf_named(side: str, model: Any, options: dict[str, Any]) -> Iterator[tuple[s
 
     config = hf_config(options["checkpoint"])
     adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
-    yield from adapter.export(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        yield from adapter.convert_single_to_hf(name, parameter)
 
 
 def digest(tensor: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
@@ -37,11 +37,11 @@ class BaseModelArgs:
         norm_offset: what checkpoints leave out of the norms' factors: 1 where they store the factor - 1.
         norm_placement: see `archon.models.layers.spec.NormPlacement`.
         attention_scale: factor on attention scores; None means head_dim^(-1/2).
+        attention_soft_cap, attention_sinks: see `archon.models.layers.attention.AttentionLayer`.
         embedding_multiplier: factor on token embeddings.
         residual_multiplier: factor on what each part of a layer adds to the residual stream.
         logits_divisor: divides the logits.
         initializer_range: standard deviation of newly initialized matrices.
-        balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
         is_critic: has a value head `score` in place of the language-model head.
         attn_type: the attention backend, `auto` or a registered name.
 
@@ -72,11 +72,12 @@ class BaseModelArgs:
     norm_offset: float = 0.0
     norm_placement: NormPlacement = "before"
     attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    attention_sinks: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     initializer_range: float = 0.02
-    balance_by_bias: bool = False
     is_critic: bool = False
     attn_type: str = "auto"
 
@@ -138,6 +139,8 @@ class BaseModelArgs:
             bias=self.attention_bias,
             out_bias=self.attention_out_bias,
             qk_norm=self.norm if self.qk_norm else None,
+            soft_cap=self.attention_soft_cap,
+            sinks=self.attention_sinks,
         )
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
@@ -152,11 +155,8 @@ class BaseModelArgs:
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """All layers, in order, with balancing biases if `balance_by_bias`."""
-        layers = tuple(self.layer(layer) for layer in range(self.n_layers))
-        if not self.balance_by_bias:
-            return layers
-        return tuple(replace(spec, feed_forward=spec.feed_forward.balanced()) for spec in layers)
+        """All layers, in order."""
+        return tuple(self.layer(layer) for layer in range(self.n_layers))
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -19,6 +19,7 @@ DENSE_TP_PLAN: dict[str, Treatment] = {
     "latent": "replicate",
     "norm": "replicate",
     "head_norm": "replicate",
+    "heads": "split_rows",
     "embedding": "split_rows",
     "head": "split_rows",
     "value_head": "replicate",

@@ -19,11 +19,18 @@ from archon.parallel.comm import Group
 from archon.schema.errors import LayoutError
 
 Treatment = Literal["split_rows", "split_columns", "replicate"]
-"""A weight [out, in] is split along out, along in, or replicated. A bias follows `out`."""
+"""A weight [out, in] is split along out, along in, or replicated. A bias, or another vector, follows `out`."""
+_PLACEMENTS: dict[Treatment, Placement] = {
+    "split_rows": Shard(0),
+    "split_columns": Shard(1),
+    "replicate": Replicate(),
+}
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Treatment]) -> None:
     """Split every layer with a role in `plan` over `mesh`, in place, and set `tp` to the group where a module has it.
+
+    A module has one role, of its `weight` and `bias`, and names those of further parameters in `parameter_roles`.
 
     A layer whose rows form heads (`heads`) is split between heads; with fewer heads than ranks it is replicated, and
     each rank computes the head it shares with its neighbors. Raises LayoutError for a size that the degree does not
@@ -34,11 +41,19 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str,
         role: str | None = getattr(module, "role", None)
         if hasattr(module, "tp"):
             module.tp = group
-        if role is None or role == "experts":
-            continue
-        if role not in plan:
-            raise LayoutError(f"{name}: the tensor-parallel plan says nothing of the role {role!r}")
-        _split(name, module, mesh, group, plan[role])
+        if role is not None and role != "experts":
+            _split(name, module, mesh, group, _treatment(plan, role, name))
+        further: Mapping[str, str] = getattr(module, "parameter_roles", {})
+        for parameter, parameter_role in further.items():
+            if getattr(module, parameter) is not None:
+                full_name = f"{name}.{parameter}"
+                _split_parameter(full_name, module, mesh, _treatment(plan, parameter_role, full_name))
+
+
+def _treatment(plan: Mapping[str, Treatment], role: str, name: str) -> Treatment:
+    if role not in plan:
+        raise LayoutError(f"{name}: the tensor-parallel plan says nothing of the role {role!r}")
+    return plan[role]
 
 
 def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, treatment: Treatment) -> None:
@@ -65,6 +80,15 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, treatment: Tr
         shard_parameter(module, "weight", mesh, (placement,))
     if bias is not None:
         shard_parameter(module, "bias", mesh, (placement if placement == Shard(0) else Replicate(),))
+
+
+def _split_parameter(name: str, module: nn.Module, mesh: DeviceMesh, treatment: Treatment) -> None:
+    """Split a parameter that is no weight of a layer: along its rows or columns, or not at all."""
+    parameter = name.rpartition(".")[2]
+    shape, placement = getattr(module, parameter).shape, _PLACEMENTS[treatment]
+    if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
+        raise LayoutError(f"tp = {mesh.size()} does not divide dimension {placement.dim} of {name}, {tuple(shape)}")
+    shard_parameter(module, parameter, mesh, (placement,))
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:

@@ -19,7 +19,7 @@ from archon.parallel.pipeline import StagePlan
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A parameter: its full shape, the role of its layer, and the number of heads that share its rows, if any."""
+    """A parameter: its full shape, its role, and the number of heads that share its rows, if any."""
 
     shape: tuple[int, ...]
     role: str
@@ -36,7 +36,7 @@ class ParameterShape:
         treatment = MOE_TP_PLAN[self.role]
         if treatment == "split_rows" and (self.heads is None or self.heads % tp == 0):
             shape[0] //= tp
-        elif treatment == "split_columns" and self.name == "weight":
+        elif treatment == "split_columns" and len(shape) > 1:
             shape[1] //= tp
         return tuple(shape)
 
@@ -121,7 +121,8 @@ class ModelWeights:
 
 def _weights(module: nn.Module) -> Iterator[ParameterShape]:
     for part in module.modules():
-        role, heads = getattr(part, "role", None), getattr(part, "heads", None)
+        heads, roles = getattr(part, "heads", None), getattr(part, "parameter_roles", {})
         for name, parameter in part.named_parameters(recurse=False):
+            role = roles.get(name, getattr(part, "role", None))
             assert role is not None, f"parameter {name} of {type(part).__name__} has no role"
             yield ParameterShape(tuple(parameter.shape), role, name, heads)

@@ -9,12 +9,15 @@ head are rows of one product, so keys are never repeated.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from archon.models.attention.spec import AttentionSpec
 
 # Queries per block; longer documents use the larger block, whose products are more efficient and waste little.
 BLOCK, LONG_BLOCK, LONG = 64, 128, 1024
@@ -28,12 +31,14 @@ BLOCKWISE_FROM = 128
 class _Blocks:
     """The blocks of documents of one length, and their masks. Heads are grouped: [B * G, H / G, S, D].
 
-    The `queries` of a document are the last of its `keys` tokens.
+    The `queries` of a document are the last of its `keys` tokens. Sinks [B * G, H / G] are one more column of the
+    scores, a key without a value.
     """
 
-    def __init__(self, queries: int, keys: int, window: int | None, like: Tensor) -> None:
+    def __init__(self, queries: int, keys: int, spec: AttentionSpec, sinks: Tensor | None, like: Tensor) -> None:
         self.queries, self.keys = queries, keys
-        self.window = window if window is not None and window < keys else None
+        self.window = spec.window if spec.window is not None and spec.window < keys else None
+        self.soft_cap, self.sinks = spec.soft_cap, sinks
         self.block = BLOCK if keys < LONG else LONG_BLOCK
         self.like = like
         self.masks: dict[tuple[int, int, int], Tensor] = {}
@@ -53,15 +58,43 @@ class _Blocks:
         step = max(1, budget // size)
         return (slice(start, start + step) for start in range(0, groups, step))
 
-    def probabilities(self, q: Tensor, k: Tensor, low: int, start: int, end: int) -> Tensor:
-        """Returns the softmax [g, rows, end - low] of scaled q [g, heads * queries, D] over k [g, end - low, D]."""
-        scores = torch.bmm(q, k.transpose(1, 2))
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Returns a @ b, with sinks in all but the last column of the result."""
+        if self.sinks is None:
+            return torch.bmm(a, b)
+        out = a.new_empty(a.shape[0], a.shape[1], b.shape[2] + 1)
+        torch.bmm(a, b, out=out[..., :-1])
+        return out
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """Returns the columns of keys, without that of the sinks."""
+        return x if self.sinks is None else x[..., :-1]
+
+    def probabilities(
+        self, n: slice, q: Tensor, k: Tensor, span: tuple[int, int, int], *, needs_slope: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the softmax over keys and sinks, and if asked for the slope [g, rows, end - low] of the soft cap.
+
+        Args:
+            n: the head groups of q and k.
+            q: scaled, [g, heads * queries, D]; k: [g, end - low, D].
+            span: (low, start, end), see `spans`.
+        """
+        low, start, end = span
+        columns = self.product(q, k.transpose(1, 2))
+        scores, slope = self.of_keys(columns), None
+        if self.soft_cap is not None:
+            scores.div_(self.soft_cap).tanh_()
+            slope = scores.square().neg_().add_(1) if needs_slope else None
+            scores.mul_(self.soft_cap)
         by_query = scores.view(scores.shape[0], -1, end - start, end - low)
         if self.window is None:
             by_query[..., start - low :].add_(self._mask(start, start, end))
         else:
             by_query.add_(self._mask(low, start, end))
-        return torch.softmax(scores, dim=-1)
+        if self.sinks is not None:
+            columns[..., -1].view(by_query.shape[:3]).copy_(self.sinks[n].unsqueeze(-1))
+        return torch.softmax(columns, dim=-1), slope
 
     def _mask(self, low: int, start: int, end: int) -> Tensor:
         """Returns [end - start, end - low]: 0 where query start + i sees key low + j, else -inf."""
@@ -88,69 +121,82 @@ def ungroup_heads(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec) -> Tensor:
         batch, length, groups = k.shape[:3]
         wide = torch.promote_types(q.dtype, torch.float32)
         q_NRSD, k_NSD, v_NSD = (group_heads(x, groups, wide) for x in (q, k, v))
-        q_NRSD, k_NSD, v_NSD = q_NRSD * scale, k_NSD.squeeze(1), v_NSD.squeeze(1)
-        blocks, out = _Blocks(q.shape[1], length, window, q_NRSD), torch.empty_like(q_NRSD)
+        q_NRSD, k_NSD, v_NSD = q_NRSD * spec.scale, k_NSD.squeeze(1), v_NSD.squeeze(1)
+        sinks_NR = None if sinks is None else sinks.to(wide).view(groups, -1).repeat(batch, 1)
+        blocks = _Blocks(q.shape[1], length, spec, sinks_NR, q_NRSD)
+        out = q_NRSD.new_empty(*q_NRSD.shape[:3], v.shape[3])
         for n in blocks.groups(q_NRSD.shape[1], q_NRSD.shape[0]):
-            for queries, keys, tokens in blocks.spans():
+            for queries, keys, span in blocks.spans():
                 rows = q_NRSD[n, :, queries]
-                p = blocks.probabilities(rows.flatten(1, 2), k_NSD[n, keys], *tokens)
-                out[n, :, queries] = torch.bmm(p, v_NSD[n, keys]).view(rows.shape)
-        ctx.save_for_backward(q_NRSD, k_NSD, v_NSD)
-        ctx.constants = (batch, window, scale, q.dtype)
+                p, _ = blocks.probabilities(n, rows.flatten(1, 2), k_NSD[n, keys], span)
+                out[n, :, queries] = torch.bmm(blocks.of_keys(p), v_NSD[n, keys]).unflatten(1, rows.shape[1:3])
+        ctx.save_for_backward(q_NRSD, k_NSD, v_NSD, sinks_NR)
+        ctx.constants = (batch, spec, q.dtype, None if sinks is None else sinks.dtype)
         return ungroup_heads(out, batch, q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q_NRSD, k_NSD, v_NSD = ctx.saved_tensors
-        batch, window, scale, dtype = ctx.constants
+        q_NRSD, k_NSD, v_NSD, sinks_NR = ctx.saved_tensors
+        batch, spec, dtype, sinks_dtype = ctx.constants
         grad_NRSD = group_heads(grad, k_NSD.shape[0] // batch, q_NRSD.dtype)
-        blocks = _Blocks(q_NRSD.shape[2], k_NSD.shape[1], window, q_NRSD)
+        blocks = _Blocks(q_NRSD.shape[2], k_NSD.shape[1], spec, sinks_NR, q_NRSD)
         dq, dk, dv = torch.empty_like(q_NRSD), torch.zeros_like(k_NSD), torch.zeros_like(v_NSD)
+        dsinks = None if sinks_NR is None else torch.zeros_like(sinks_NR)
         for n in blocks.groups(q_NRSD.shape[1], q_NRSD.shape[0]):
-            for queries, keys, tokens in blocks.spans():
+            for queries, keys, span in blocks.spans():
                 rows, seen = q_NRSD[n, :, queries], k_NSD[n, keys]
                 q_rows, grad_rows = rows.flatten(1, 2), grad_NRSD[n, :, queries].flatten(1, 2)
-                p = blocks.probabilities(q_rows, seen, *tokens)
-                dv[n, keys].baddbmm_(p.transpose(1, 2), grad_rows)
-                dp = torch.bmm(grad_rows, v_NSD[n, keys].transpose(1, 2))
+                p, slope = blocks.probabilities(n, q_rows, seen, span, needs_slope=True)
+                dv[n, keys].baddbmm_(blocks.of_keys(p).transpose(1, 2), grad_rows)
+                dp = blocks.product(grad_rows, v_NSD[n, keys].transpose(1, 2))
+                if dsinks is not None:
+                    dp[..., -1].zero_()
                 ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
+                if dsinks is not None:
+                    dsinks[n] += ds[..., -1].unflatten(1, rows.shape[1:3]).sum(-1)
+                    ds = ds[..., :-1]
+                if slope is not None:
+                    ds.mul_(slope)
                 dq[n, :, queries] = torch.bmm(ds, seen).view(rows.shape)
                 dk[n, keys].baddbmm_(ds.transpose(1, 2), q_rows)
+        if dsinks is not None:
+            dsinks = dsinks.view(batch, -1).sum(0).to(sinks_dtype)
         dk, dv = (ungroup_heads(x.unsqueeze(1), batch, dtype) for x in (dk, dv))
-        return ungroup_heads(dq.mul_(scale), batch, dtype), dk, dv, None, None
+        return ungroup_heads(dq.mul_(spec.scale), batch, dtype), dk, dv, dsinks, None
 
 
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """See `batched_attention`; always in blocks, and computed in at least float32."""
-    return _BlockwiseAttention.apply(q, k, v, window, scale)
+    return _BlockwiseAttention.apply(q, k, v, spec.sinks, replace(spec, sinks=None))
 
 
-def batched_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
-    """Returns causal attention [B, S, H, D] of B documents of L tokens, of which the last S are queries.
+def batched_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Returns causal attention [B, S, H, E] of B documents of L tokens, of which the last S are queries.
 
-    Uses `scaled_dot_product_attention` for short documents, and on a GPU for all without a window; blocks otherwise.
+    Uses `scaled_dot_product_attention` for short documents, and on a GPU for all without a window; blocks otherwise,
+    and for soft-capped scores and sinks.
 
     Args:
-        q: [B, S, H, D]; k, v: [B, L, G, D] with H a multiple of G.
-        window, scale: see `AttentionSpec`.
+        q: [B, S, H, D]; k: [B, L, G, D] and v: [B, L, G, E] with H a multiple of G.
     """
     queries, length = q.shape[1], k.shape[1]
-    if (window is not None and window < length) or (q.device.type == "cpu" and length >= BLOCKWISE_FROM):
-        return blockwise_attention(q, k, v, window=window, scale=scale)
+    plain = spec.soft_cap is None and spec.sinks is None and (spec.window is None or spec.window >= length)
+    if not plain or (q.device.type == "cpu" and length >= BLOCKWISE_FROM):
+        return blockwise_attention(q, k, v, spec)
     if queries == length:
-        return _kernel_attention(q, k, v, None, scale)
+        return _kernel_attention(q, k, v, None, spec.scale)
     # The kernel's own causal mask aligns the first query with the first key. No mask is larger than [block, L].
     outs: list[Tensor] = []
     for block in q.split(LONG_BLOCK, dim=1):
         first = length - queries + len(outs) * LONG_BLOCK
         stop = first + block.shape[1]
         mask = torch.ones(block.shape[1], stop, dtype=torch.bool, device=q.device).tril(first)
-        outs.append(_kernel_attention(block, k[:, :stop], v[:, :stop], mask, scale))
+        outs.append(_kernel_attention(block, k[:, :stop], v[:, :stop], mask, spec.scale))
     return torch.cat(outs, dim=1)
 
 

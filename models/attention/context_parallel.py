@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -41,8 +43,9 @@ class UlyssesAttention(ContextParallelAttention):
 
     @torch.compiler.disable
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        spec.require({"window", "soft_cap"}, "Ulysses, which gives each rank some of the heads,")
         group = self.share.cp
+        if spec.sinks is not None:
+            spec = replace(spec, sinks=spec.sinks.chunk(group.size)[group.rank])
         repeat = ulysses_repeat(q.shape[1], k.shape[1], group.size)
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)

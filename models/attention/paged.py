@@ -23,7 +23,7 @@ from archon.models.attention.blockwise import batched_attention
 from archon.models.attention.cache import CacheSpec, PagedRows
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import AttentionMeta, PackedAttention
-from archon.models.attention.spec import AttentionSpec
+from archon.models.attention.spec import AttentionSpec, softmax_with_sinks
 
 # A contiguous range of pages is read in place if it is at most this many times as long as the pages needed.
 _MAX_RANGE_WASTE = 2.0
@@ -250,7 +250,7 @@ class PagedAttention(AttentionMeta):
         return self.cache.token_rows(np.concatenate(pages), positions % size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        q, k, v = self._prepare(layer, q, k, v, spec=spec)
+        q, k, v = self._prepare(layer, q, k, v)
         outs, first = list[Tensor](), self.n_decode
         if first:
             outs.append(self._attend_pages(layer, q[:first], spec))
@@ -261,7 +261,7 @@ class PagedAttention(AttentionMeta):
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Decoding sequences attend to the latents themselves, and prompts to expanded keys, whose product is
         narrower."""
-        q, rows = self._prepare(layer, q, keys.rows, spec=spec)
+        q, rows = self._prepare(layer, q, keys.rows)
         outs, first = list[Tensor](), self.n_decode
         if first:
             outs.append(keys.expand_values(self._attend_pages(layer, keys.absorb(q[:first]), spec)))
@@ -271,12 +271,11 @@ class PagedAttention(AttentionMeta):
             outs.append(out[..., : keys.value_features])
         return self._joined(outs)
 
-    def _prepare(self, layer: int, q: Tensor, *rows: Tensor, spec: AttentionSpec) -> tuple[Tensor, ...]:
+    def _prepare(self, layer: int, q: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """Store the new rows [T, heads, features] of this forward and of its duplicates.
 
         Returns q and the rows without padding.
         """
-        spec.require({"window"}, "decoding from a paged cache")
         unpadded = (q, *rows)
         if self._n_padding:
             unpadded = tuple(x[: -self._n_padding] for x in unpadded)
@@ -303,19 +302,21 @@ class PagedAttention(AttentionMeta):
         keys, values, n_kv_heads = paged.keys, paged.values, paged.rows.heads
         dtype, q = q.dtype, q.to(wide) * spec.scale
         if len(batches) == 1 and batches[0].page_of_row is not None:
-            return _attend_single_pages(q, keys, values, batches[0]).to(dtype)
+            return _attend_single_pages(q, keys, values, batches[0], spec).to(dtype)
 
         # Scores [P, n_kv_heads, R, H / n_kv_heads, page_size] of each batch, and the maximum of each row and head.
         maximum = torch.full((n_rows, n_heads), _LOWEST_SCORE, dtype=wide, device=q.device)
+        if spec.sinks is not None:
+            maximum = torch.maximum(maximum, spec.sinks)
         all_scores = []
         for batch in batches:
             queries = batch.gather_rows(q, n_kv_heads)
             scores = torch.matmul(queries.flatten(2, 3), batch.read(keys).transpose(-1, -2))
-            scores = scores.view(*queries.shape[:-1], -1).add_(batch.bias)
+            scores = spec.capped(scores).view(*queries.shape[:-1], -1).add_(batch.bias)
             page_maximum = batch.flatten_slots(scores.amax(dim=-1))
             maximum.scatter_reduce_(0, batch.slot_rows[:, None].expand(-1, n_heads), page_maximum, "amax")
             all_scores.append(scores)
-        total = maximum.new_zeros(n_rows, n_heads)
+        total = torch.zeros_like(maximum) if spec.sinks is None else torch.exp(spec.sinks - maximum)
         out = maximum.new_zeros(n_rows, n_heads * values.shape[-1])
         for batch, scores in zip(batches, all_scores, strict=True):
             scores.sub_(batch.gather_rows(maximum, n_kv_heads).unsqueeze(-1)).exp_()
@@ -349,16 +350,17 @@ class PagedAttention(AttentionMeta):
                 pages = torch.tensor(chunk.pages[: -(-total // self.cache.page_size)], device=q.device)
                 keys, values = expand(*self.cache.read(layer, pages, total))
                 document = q[None, first:last], keys[None], values[None]
-                out[first:last] = batched_attention(*document, window=spec.window, scale=spec.scale)[0]
+                out[first:last] = batched_attention(*document, spec)[0]
         return out
 
 
-def _attend_single_pages(q: Tensor, keys: Tensor, values: Tensor, batch: _PageBatch) -> Tensor:
+def _attend_single_pages(q: Tensor, keys: Tensor, values: Tensor, batch: _PageBatch, spec: AttentionSpec) -> Tensor:
     """Returns attention [B, H, V] of short sequences: none has a second page, so an ordinary softmax is enough."""
     assert batch.page_of_row is not None
     queries = batch.gather_rows(q, keys.shape[1]).flatten(2, 3)
-    scores = torch.matmul(queries, batch.read(keys).transpose(-1, -2)).add(batch.bias[:, :, 0])
-    out = torch.matmul(torch.softmax(scores, dim=-1), batch.read(values))
+    scores = spec.capped(torch.matmul(queries, batch.read(keys).transpose(-1, -2))).add(batch.bias[:, :, 0])
+    sinks = None if spec.sinks is None else spec.sinks.view(keys.shape[1], -1)
+    out = torch.matmul(softmax_with_sinks(scores, sinks), batch.read(values))
     return out.view(-1, q.shape[1], values.shape[-1]).index_select(0, batch.page_of_row)
 
 

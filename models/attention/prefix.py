@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.blockwise import batched_attention
+from archon.models.attention.spec import AttentionSpec
 from archon.models.attention.tree import MAX_TREE_TOKENS, Trees, group_by_size, tree_attention, tree_paths
 
 MIN_SAVED_FRACTION = 0.1
@@ -148,9 +149,7 @@ def _common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 
 @torch.compiler.disable
-def prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, *, window: int | None, scale: float
-) -> Tensor:
+def prefix_attention(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
     """Returns causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
     sizes = [trees.gather_index.numel() for trees in shared.trees]
     sizes += [length * count for length, count in shared.prefixes]
@@ -159,15 +158,15 @@ def prefix_attention(
     outs: list[Tensor] = []
     prefix_kv: dict[int, tuple[Tensor, Tensor]] = {}
     for trees, (qs, ks, vs) in zip(shared.trees, parts, strict=False):
-        outs.append(tree_attention(qs, ks, vs, trees, window=window, scale=scale))
+        outs.append(tree_attention(qs, ks, vs, trees, spec))
     for (length, count), part in zip(shared.prefixes, parts, strict=False):
         qs, ks, vs = (x.unflatten(0, (count, length)) for x in part)
         prefix_kv[length] = ks, vs
-        outs.append(batched_attention(qs, ks, vs, window=window, scale=scale).flatten(0, 1))
+        outs.append(batched_attention(qs, ks, vs, spec).flatten(0, 1))
     for (prefix, own, indices), part in zip(shared.suffixes, parts, strict=True):
         qs, ks, vs = (x.unflatten(0, (len(indices), own)) for x in part)
         if prefix:
             prefix_keys, prefix_values = (x.index_select(0, indices) for x in prefix_kv[prefix])
             ks, vs = torch.cat((prefix_keys, ks), dim=1), torch.cat((prefix_values, vs), dim=1)
-        outs.append(batched_attention(qs, ks, vs, window=window, scale=scale).flatten(0, 1))
+        outs.append(batched_attention(qs, ks, vs, spec).flatten(0, 1))
     return torch.cat(outs)

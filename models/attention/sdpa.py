@@ -30,6 +30,7 @@ class ScaledDotProductAttention(AttentionBackend):
             "archon::packed_sdpa",
         }
     )
+    features = frozenset({"window", "soft_cap", "sinks"})
     prefers_equal_lengths = True
 
     def prepare_packed(self, documents: PackedDocuments) -> None:
@@ -37,8 +38,9 @@ class ScaledDotProductAttention(AttentionBackend):
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
         if torch.compiler.is_compiling():
-            return _packed_operator(q, k, v, documents.length_tensor, spec.window or 0, spec.scale)
-        return sdpa_attention(q, k, v, documents.lengths, window=spec.window, scale=spec.scale)
+            options = spec.window or 0, spec.scale, spec.sinks, spec.soft_cap or 0.0
+            return _packed_operator(q, k, v, documents.length_tensor, *options)
+        return sdpa_attention(q, k, v, documents.lengths, spec)
 
     def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
         """Computes adjacent chunks of equal shape together."""
@@ -48,18 +50,16 @@ class ScaledDotProductAttention(AttentionBackend):
             firsts = [first for _, (first, _) in batch]
             rows = q[row : row + length * len(firsts)].unflatten(0, (len(firsts), length))
             k, v = (torch.stack([x[first : first + count] for first in firsts]) for x in pack)
-            outs.append(blockwise_attention(rows, k, v, window=spec.window, scale=spec.scale).flatten(0, 1))
+            outs.append(blockwise_attention(rows, k, v, spec).flatten(0, 1))
             row += length * len(firsts)
         return torch.cat(outs)
 
     def prefixed(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
-        return prefix_attention(q, k, v, shared, window=spec.window, scale=spec.scale)
+        return prefix_attention(q, k, v, shared, spec)
 
 
 @torch.compiler.disable
-def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, window: int | None, scale: float
-) -> Tensor:
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
     """Returns causal attention [T, H, D] of documents of `lengths`, with sum T: q [T, H, D], k and v [T, G, D].
 
     Eager under `torch.compile`, which would otherwise recompile for each set of lengths.
@@ -70,59 +70,95 @@ def sdpa_attention(
     outs = []
     for (length, count), *qkv in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         q_BSHD, k_BSGD, v_BSGD = (x.unflatten(0, (count, length)) for x in qkv)
-        outs.append(batched_attention(q_BSHD, k_BSGD, v_BSGD, window=window, scale=scale).flatten(0, 1))
+        outs.append(batched_attention(q_BSHD, k_BSGD, v_BSGD, spec).flatten(0, 1))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 # Compiled code calls one operator, which torch.compile does not trace: it would unroll the loop over documents and
-# recompile for each set of lengths. The lengths are a CPU tensor, int64 [B]; a window of 0 means none. The backward
-# runs the forward again for what it needs; eager mode does not.
+# recompile for each set of lengths. The lengths are a CPU tensor, int64 [B]; a window or soft cap of 0 means none. The
+# backward runs the forward again for what it needs; eager mode does not.
 
 
 @torch.library.custom_op("archon::packed_sdpa", mutates_args=())
-def _packed_operator(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
-    out = sdpa_attention(q, k, v, tuple(lengths.tolist()), window=window or None, scale=scale)
-    return out.contiguous()
+def _packed_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    window: int,
+    scale: float,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    spec = AttentionSpec(scale, window or None, soft_cap or None, sinks)
+    return sdpa_attention(q, k, v, tuple(lengths.tolist()), spec).contiguous()
 
 
 @_packed_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
-    return q.new_empty(q.shape)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    window: int,
+    scale: float,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    return q.new_empty(*q.shape[:2], v.shape[2])
 
 
 # Defined by schema, because the kernels of `custom_op` run with autograd disabled, and this one uses it.
 torch.library.define(
     "archon::packed_sdpa_backward",
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lengths, int window, float scale) -> (Tensor, Tensor, Tensor)",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lengths, int window, float scale, Tensor? sinks, "
+    "float soft_cap) -> Tensor[]",
 )
 
 
 @torch.library.impl("archon::packed_sdpa_backward", ("cpu", "cuda"))
 def _packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    window: int,
+    scale: float,
+    sinks: Tensor | None,
+    soft_cap: float,
+) -> list[Tensor]:
+    given = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out = sdpa_attention(q, k, v, tuple(lengths.tolist()), window=window or None, scale=scale)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+        spec = AttentionSpec(scale, window or None, soft_cap or None, *given[3:])
+        out = sdpa_attention(*given[:3], tuple(lengths.tolist()), spec)
+    return [x.contiguous() for x in torch.autograd.grad(out, given, grad)]
 
 
 @torch.library.register_fake("archon::packed_sdpa_backward")
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    window: int,
+    scale: float,
+    sinks: Tensor | None,
+    soft_cap: float,
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, lengths, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, lengths)
+    q, k, v, lengths, ctx.window, ctx.scale, sinks, ctx.soft_cap = inputs
+    ctx.save_for_backward(q, k, v, lengths, sinks)
 
 
 def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    q, k, v, lengths = ctx.saved_tensors
-    return *torch.ops.archon.packed_sdpa_backward(grad, q, k, v, lengths, ctx.window, ctx.scale), None, None, None
+    q, k, v, lengths, sinks = ctx.saved_tensors
+    grads = torch.ops.archon.packed_sdpa_backward(grad, q, k, v, lengths, ctx.window, ctx.scale, sinks, ctx.soft_cap)
+    return *grads[:3], None, None, None, grads[3] if sinks is not None else None, None
 
 
 _packed_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from archon.schema.errors import ConfigError
@@ -35,3 +36,19 @@ class AttentionSpec:
                 raise ConfigError(
                     f"{backend} does not support {name}, which a layer of this model sets; it supports {supported}"
                 )
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Returns scaled scores after the soft cap, if there is one."""
+        return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Returns softmax over the last dimension of scores [..., S, L] and a sink, without the sink's column.
+
+    Args:
+        sinks: broadcastable to [..., S]; None for an ordinary softmax.
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).expand(scores.shape[:-1]).unsqueeze(-1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from archon.models.attention.blockwise import group_heads, ungroup_heads
+from archon.models.attention.spec import AttentionSpec, softmax_with_sinks
 
 MAX_TREE_TOKENS = 128
 """Maximum tokens of a tree: all pairs are computed, which is cheaper than many small kernel calls only up to here."""
@@ -81,8 +82,12 @@ def group_by_size(trees: Sequence[TreePaths]) -> list[list[TreePaths]]:
     return [list(group) for _, group in groups]
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, *, window: int | None, scale: float) -> Tensor:
-    """Returns attention along paths [U, H, D] for q [U, H, D], k and v [U, G, D], computed in at least float32."""
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, spec: AttentionSpec) -> Tensor:
+    """Returns attention along paths [U, H, E], computed in at least float32.
+
+    Args:
+        q: [U, H, D]; k: [U, G, D] and v: [U, G, E] with H a multiple of G.
+    """
     batch, size = trees.rows.shape
     groups = k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -91,10 +96,11 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: Trees, *, window: int
         group_heads(x.index_select(0, rows).unflatten(0, (batch, size)), groups, wide) for x in (q, k, v)
     )
     hidden = trees.distance < 0
-    if window is not None:
-        hidden = hidden | (trees.distance >= window)
+    if spec.window is not None:
+        hidden = hidden | (trees.distance >= spec.window)
     bias = torch.zeros(hidden.shape, dtype=wide, device=q.device).masked_fill_(hidden, -torch.inf)
-    scores = torch.bmm((q_NRSD * scale).flatten(1, 2), k_NRSD.flatten(1, 2).transpose(1, 2))
-    scores = scores.view(batch, -1, size, size) + bias.unsqueeze(1)
-    out = torch.bmm(scores.softmax(-1).view(len(q_NRSD), -1, size), v_NRSD.flatten(1, 2)).view(q_NRSD.shape)
+    scores = torch.bmm((q_NRSD * spec.scale).flatten(1, 2), k_NRSD.flatten(1, 2).transpose(1, 2))
+    scores = spec.capped(scores.view(batch, -1, size, size)) + bias.unsqueeze(1)
+    p = softmax_with_sinks(scores, None if spec.sinks is None else spec.sinks.view(-1, 1))
+    out = torch.bmm(p.reshape(len(q_NRSD), -1, size), v_NRSD.flatten(1, 2)).unflatten(1, (-1, size))
     return ungroup_heads(out, batch, q.dtype).flatten(0, 1).index_select(0, trees.gather_index)

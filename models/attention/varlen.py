@@ -1,9 +1,13 @@
-"""PyTorch's own variable-length FlashAttention (`torch.nn.attention.varlen`): CUDA, half precision."""
+"""PyTorch's own variable-length FlashAttention (`torch.nn.attention.varlen`): CUDA, half precision.
+
+With sinks it is tested against a reference of its interface; not yet verified on a GPU.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,21 +15,26 @@ from torch import Tensor
 
 from archon.models.attention.backend import AttentionBackend, flash_unsupported_reason
 from archon.models.attention.documents import GatheredKeys, PackedDocuments
+from archon.models.attention.sinks import KernelWithLse, attention_with_sinks
 from archon.models.attention.spec import AttentionSpec
+from archon.parallel.torch_parts import require_parts
+
+PARTS = ("torch.nn.attention.varlen._varlen_attn_backward",)
 
 
 class VarlenAttention(AttentionBackend):
     """`varlen_attn`."""
 
     name = "varlen"
+    features = frozenset({"window", "sinks"})
     saved_ops = frozenset({"torch_attn::_varlen_attn"})
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return flash_unsupported_reason(device, dtype)
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
-        cu_seqlens, max_seqlen = documents.cu_seqlens, documents.max_seqlen
-        return _varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, spec)
+        bounds = documents.cu_seqlens, documents.max_seqlen
+        return _attend(q, k, v, _Varlen(bounds, bounds, spec), spec)
 
     def prepare_gathered(self, keys: GatheredKeys) -> None:
         _ = keys.chunk_rows, keys.cu_seqlens
@@ -33,20 +42,60 @@ class VarlenAttention(AttentionBackend):
     def gathered(self, q: Tensor, kv: Tensor, keys: GatheredKeys, spec: AttentionSpec) -> Tensor:
         # The kernel aligns the last query with the last key, so a chunk's queries are the last of its keys.
         k, v = keys.by_chunk(kv)
-        return _varlen(q, k, v, *keys.cu_seqlens, keys.max_queries, keys.max_keys, spec)
+        cu_q, cu_k = keys.cu_seqlens
+        return _attend(q, k, v, _Varlen((cu_q, keys.max_queries), (cu_k, keys.max_keys), spec), spec)
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, spec: AttentionSpec
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    gqa: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _has_enable_gqa() else {}
-    # (left, right): neighbors that a token sees besides itself; -1 for all.
-    window = (-1 if spec.window is None else spec.window - 1, 0)
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=spec.scale, window_size=window, **gqa)
+def _attend(q: Tensor, k: Tensor, v: Tensor, kernel: _Varlen, spec: AttentionSpec) -> Tensor:
+    if spec.sinks is not None:
+        return attention_with_sinks(q, k, v, spec.sinks, kernel)
+    out = kernel(q, k, v)
     assert isinstance(out, Tensor)
     return out
+
+
+@dataclass
+class _Varlen(KernelWithLse):
+    """`varlen_attn` of documents: boundaries int32 [B + 1] and the longest length, of queries and of keys."""
+
+    queries: tuple[Tensor, int]
+    keys: tuple[Tensor, int]
+    spec: AttentionSpec
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right): neighbors that a token sees besides itself; -1 for all."""
+        return -1 if self.spec.window is None else self.spec.window - 1, 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        from torch.nn.attention.varlen import varlen_attn
+
+        (cu_q, max_q), (cu_k, max_k) = self.queries, self.keys
+        if q.shape[1] != k.shape[1] and _has_enable_gqa():
+            options["enable_gqa"] = True
+        return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=self.spec.scale, window_size=self.window, **options)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        from torch.nn.attention.varlen import AuxRequest
+
+        _check_parts()
+        out, lse = self(q, k, v, return_aux=AuxRequest(lse=True))
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from torch.nn.attention.varlen import _varlen_attn_backward
+
+        (cu_q, max_q), (cu_k, max_k) = self.queries, self.keys
+        is_causal, no_dropout = self.window == (-1, 0), torch.zeros(2, dtype=torch.uint64, device=q.device)
+        options = max_q, max_k, is_causal, no_dropout, self.spec.scale, list(self.window)
+        return _varlen_attn_backward(grad, q, k, v, out, lse, cu_q, cu_k, *options)
+
+
+@functools.cache
+def _check_parts() -> None:
+    require_parts("attention sinks with attn_type varlen", PARTS)
 
 
 @functools.cache

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from archon.models.attention.cache import PagedRows
 from archon.models.attention.meta import AttentionMeta
 from archon.models.attention.spec import AttentionSpec
 from archon.models.layers.fused import rotate
-from archon.models.layers.linear import Linear
+from archon.models.layers.linear import Linear, Role
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec, Rotation
 from archon.models.layers.spec import MixerSpec
-from archon.parallel.comm import Group, all_gather
+from archon.parallel.comm import Group, all_gather, local
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class AttentionLayer(MixerSpec):
         window: each token sees itself and the window - 1 tokens before it; None for all.
         bias, out_bias: biases on wq, wk, wv and on wo.
         qk_norm: norms over each head's queries and keys; None for none.
+        soft_cap: see `AttentionSpec`.
+        sinks: each query head has a learned sink, see `AttentionSpec`.
     """
 
     n_heads: int
@@ -38,6 +43,8 @@ class AttentionLayer(MixerSpec):
     bias: bool = False
     out_bias: bool = False
     qk_norm: NormSpec | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
 
     def build(self, layer: int, dim: int) -> Attention:
         """See `MixerSpec.build`."""
@@ -68,19 +75,21 @@ class Attention(nn.Module):
         dim: width of the residual stream.
     """
 
+    parameter_roles: ClassVar[Mapping[str, Role]] = {"sinks": "heads"}
     tp: Group | None = None
 
     def __init__(self, layer: int, dim: int, layer_spec: AttentionLayer) -> None:
         super().__init__()
         s, self.layer, self.head_dim = layer_spec, layer, layer_spec.head_dim
         self.interleaved = s.rope is not None and s.rope.interleaved
-        self.spec = AttentionSpec(scale=s.head_dim**-0.5 if s.scale is None else s.scale, window=s.window)
+        self.spec = AttentionSpec(s.head_dim**-0.5 if s.scale is None else s.scale, s.window, s.soft_cap)
         self.wq = Linear(dim, s.n_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_heads)
         self.wk = Linear(dim, s.n_kv_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_kv_heads)
         self.wv = Linear(dim, s.n_kv_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_kv_heads)
         self.wo = Linear(s.n_heads * s.head_dim, dim, bias=s.out_bias, role="row")
         self.q_norm = None if s.qk_norm is None else s.qk_norm.build(s.head_dim, "head_norm")
         self.k_norm = None if s.qk_norm is None else s.qk_norm.build(s.head_dim, "head_norm")
+        self.sinks = nn.Parameter(torch.empty(s.n_heads)) if s.sinks else None
 
     def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:
         """Returns [T, dim] for x [T, dim]."""
@@ -94,5 +103,6 @@ class Attention(nn.Module):
             q_THK, k_TGK = (rotate(x, rotation.cos, rotation.sin, self.interleaved) for x in (q_THK, k_TGK))
             if rotation.query_scale is not None:
                 q_THK = q_THK * rotation.query_scale
-        out_THK = attention.attend(self.layer, q_THK, k_TGK, v_TGK, self.spec)
+        spec = self.spec if self.sinks is None else replace(self.spec, sinks=local(self.sinks))
+        out_THK = attention.attend(self.layer, q_THK, k_TGK, v_TGK, spec)
         return self.wo(out_THK.flatten(-2))

@@ -12,8 +12,11 @@ from archon.models.layers.matmul import linear
 from archon.parallel.comm import Group, local, reduce_scatter
 
 # column: output features are sharded; row: input features are sharded; latent: compresses each token for all heads;
-# head_norm: a norm over one head's features, whose input is sharded by heads.
-Role = Literal["column", "row", "latent", "norm", "head_norm", "router", "experts", "embedding", "head", "value_head"]
+# head_norm: a norm over one head's features, whose input is sharded by heads; heads: one row per head. A module has one
+# role, of its weight and bias, and declares those of further parameters in `parameter_roles`.
+Role = Literal[
+    "column", "row", "latent", "norm", "head_norm", "heads", "router", "experts", "embedding", "head", "value_head"
+]
 
 
 class Linear(nn.Linear):

@@ -63,7 +63,7 @@ def test_a_decode_step_equals_the_last_row_of_packed_attention(
     q, k, v = (torch.stack([x[-1] for x in column]) for column in zip(*documents, strict=True))
     got = meta.attend(1, q, k, v, AttentionSpec(0.3, window))
     for row, (document, length) in enumerate(zip(documents, lengths, strict=True)):
-        whole = sdpa_attention(*document, (length,), window=window, scale=0.3)
+        whole = sdpa_attention(*document, (length,), AttentionSpec(0.3, window))
         assert_close(got[row], whole[-1])
 
 
@@ -87,15 +87,15 @@ def test_sequences_that_share_pages(count: int, window: int | None) -> None:
     last = [torch.stack([x[-1] for x in column]) for column in zip(*documents, strict=True)]
     got = meta.attend(0, *last, AttentionSpec(1.0, window))
     for row, (document, length) in enumerate(zip(documents, lengths, strict=True)):
-        assert_close(got[row], sdpa_attention(*document, (length,), window=window, scale=1.0)[-1])
+        assert_close(got[row], sdpa_attention(*document, (length,), AttentionSpec(1.0, window))[-1])
 
 
 @pytest.mark.parametrize("window", [None, 3, 100, 1000])
 @pytest.mark.parametrize(("start", "length"), [(0, 5), (7, 1), (50, 300), (300, 129)])
 def test_a_chunk_after_a_cached_prefix(start: int, length: int, window: int | None) -> None:
     q, k, v = random_qkv(start + length)
-    whole = sdpa_attention(q, k, v, (start + length,), window=window, scale=0.5)
-    assert_close(batched_attention(q[None, start:], k[None], v[None], window=window, scale=0.5)[0], whole[start:])
+    whole = sdpa_attention(q, k, v, (start + length,), AttentionSpec(0.5, window))
+    assert_close(batched_attention(q[None, start:], k[None], v[None], AttentionSpec(0.5, window))[0], whole[start:])
 
 
 def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:
@@ -116,7 +116,7 @@ def test_decode_rows_and_chunks_of_both_kinds_in_one_forward() -> None:
     )
     got = meta.attend(0, q, k, v, AttentionSpec(1.0, 4))
     wanted = [
-        sdpa_attention(*document, (length,), window=4, scale=1.0)[start:]
+        sdpa_attention(*document, (length,), AttentionSpec(1.0, 4))[start:]
         for document, length, start in zip(documents, lengths, starts, strict=True)
     ]
     assert_close(got, torch.cat(wanted))

@@ -7,7 +7,7 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -21,27 +21,67 @@ from archon.models.attention.meta import PackedAttention
 from archon.models.attention.registry import candidates, register_attention_backend, resolve_backend
 from archon.models.attention.spec import AttentionSpec
 from archon.models.layers import attention as attention_layer
+from archon.models.layers.norm import NormSpec
+from archon.models.layers.rope import Rotation
 from archon.schema.errors import ConfigError
 from tests.models.reference import relative
 from tests.tolerances import FLASH_BF16, FORMULA_FP64
 
 SCALE = 0.4
-REAL_VARLEN = varlen.varlen_attn
+REAL_VARLEN, REAL_VARLEN_BACKWARD = varlen.varlen_attn, varlen._varlen_attn_backward
 PACKS = [[300, 300, 17, 1, 64, 65, 200], [1100], [5, 5], [1]]
 
 
 def definition(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], left: int, scale: float = SCALE, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    left: int,
+    scale: float = SCALE,
+    causal: bool = True,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """softmax(q k' scale) v within each document; token i sees i - left .. i, or all before it where left < 0."""
-    outs = []
+    return with_lse(q, k, v, lengths, left, scale, causal, soft_cap)[0]
+
+
+def by_document(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], left: int, scale: float, causal: bool, soft_cap: float
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields each document's scores [H, S, S], -inf where a key is hidden, and values [S, H, D], as `definition`."""
     for q_, k_, v_ in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         k_, v_ = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k_, v_))
         i, j = torch.arange(len(q_)).unsqueeze(1), torch.arange(len(q_))
         seen = ((j <= i) | (not causal)) & ((j >= i - left) | (left < 0))
         scores = torch.einsum("qhd,khd->hqk", q_, k_) * scale
-        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v_))
-    return torch.cat(outs)
+        scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
+        yield scores.masked_fill(~seen, -torch.inf), v_
+
+
+def with_lse(*qkv_and_options: Any) -> tuple[Tensor, Tensor]:
+    """See `definition`; and the log-sum-exp [H, T] of the scores."""
+    documents = list(by_document(*qkv_and_options))
+    outs = [torch.einsum("hqk,khd->qhd", scores.softmax(-1), v) for scores, v in documents]
+    return torch.cat(outs), torch.cat([scores.logsumexp(-1) for scores, _ in documents], dim=1)
+
+
+@torch.enable_grad()
+def kernel_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: list[int], *options: Any
+) -> tuple[Tensor, ...]:
+    """FlashAttention's backward: p = e^(score - lse), and the gradient of a score is p times what its value receives
+    less the row's sum of grad * out."""
+    q, k, v = given = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    grads, row_sums = grad.float().split(lengths), (grad.float() * out).sum(-1).t().split(lengths, dim=1)
+    loss = torch.zeros(())
+    documents = by_document(q, k, v, lengths, *options)
+    for (scores, v_), lse_, grad_, sums in zip(documents, lse.split(lengths, dim=1), grads, row_sums, strict=True):
+        p = (scores - lse_.unsqueeze(-1)).exp().detach()
+        of_scores = p * (torch.einsum("qhd,khd->hqk", grad_, v_) - sums.unsqueeze(-1)).detach()
+        loss = loss + (of_scores * scores.masked_fill(p == 0, 0)).sum()
+        loss = loss + (grad_ * torch.einsum("hqk,khd->qhd", p, v_)).sum()
+    return torch.autograd.grad(loss, given)
 
 
 def draw(total: int, dtype: torch.dtype = torch.float64, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
@@ -54,7 +94,7 @@ def draw(total: int, dtype: torch.dtype = torch.float64, heads: int = 4, kv_head
 def test_sdpa_and_its_gradients_equal_the_definition(lengths: list[int], window: int | None, kv_heads: int) -> None:
     qkv = draw(sum(lengths), kv_heads=kv_heads)
     expected = definition(*qkv, lengths, -1 if window is None else window - 1)
-    actual = sdpa.sdpa_attention(*qkv, tuple(lengths), window=window, scale=SCALE)
+    actual = sdpa.sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE, window))
     assert relative(actual, expected) <= FORMULA_FP64
 
     weight = torch.randn_like(expected)
@@ -69,23 +109,23 @@ def test_sdpa_and_its_gradients_equal_the_definition(lengths: list[int], window:
 def test_documents_do_not_see_each_other() -> None:
     lengths = (3, 200, 5)
     q, k, v = (x.detach() for x in draw(208))
-    before = sdpa.sdpa_attention(q, k, v, lengths, window=None, scale=SCALE)
+    before = sdpa.sdpa_attention(q, k, v, lengths, AttentionSpec(SCALE))
     for x in (q, k, v):
         x[3:203] = torch.randn_like(x[3:203])
-    after = sdpa.sdpa_attention(q, k, v, lengths, window=None, scale=SCALE)
+    after = sdpa.sdpa_attention(q, k, v, lengths, AttentionSpec(SCALE))
     assert torch.equal(before[:3], after[:3])
     assert torch.equal(before[203:], after[203:])
 
 
 def test_empty_documents_are_nothing() -> None:
     q, k, v = draw(7)
-    with_empty = sdpa.sdpa_attention(q, k, v, (0, 3, 0, 4), window=None, scale=SCALE)
-    assert torch.equal(with_empty, sdpa.sdpa_attention(q, k, v, (3, 4), window=None, scale=SCALE))
+    with_empty = sdpa.sdpa_attention(q, k, v, (0, 3, 0, 4), AttentionSpec(SCALE))
+    assert torch.equal(with_empty, sdpa.sdpa_attention(q, k, v, (3, 4), AttentionSpec(SCALE)))
 
 
 def test_lengths_that_do_not_cover_the_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="documents of 6 tokens in all, but 7 tokens"):
-        sdpa.sdpa_attention(*draw(7), (3, 3), window=None, scale=SCALE)
+        sdpa.sdpa_attention(*draw(7), (3, 3), AttentionSpec(SCALE))
 
 
 def test_auto_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,14 +180,76 @@ def reference_flash(
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert isinstance(max_seqlen_q, int)
     assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
-    assert (dropout_p, softcap, alibi_slopes, return_attn_probs, block_table) == (0.0, 0.0, None, False, None)
+    assert (dropout_p, alibi_slopes, return_attn_probs, block_table) == (0.0, None, False, None)
     assert not causal or window_size[1] in (-1, 0)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     lengths = cu_seqlens_q.diff().tolist()
-    return definition(q.float(), k.float(), v.float(), lengths, window_size[0], scale, causal).to(q.dtype)
+    return definition(q.float(), k.float(), v.float(), lengths, window_size[0], scale, causal, softcap).to(q.dtype)
 
 
-def reference_varlen(*args: Any, **kwargs: Any) -> Tensor:
+def reference_flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, None, Tensor]:
+    """flash-attn 2's `_flash_attn_varlen_forward`, which takes no softmax scale of None."""
+    assert (dropout_p, causal, alibi_slopes, max_seqlen_q) == (0.0, True, None, max_seqlen_k)
+    assert window_size_right in (-1, 0)
+    lengths = cu_seqlens_q.diff().tolist()
+    found = with_lse(q.float(), k.float(), v.float(), lengths, window_size_left, softmax_scale, causal, softcap)
+    return found[0].to(q.dtype), found[1], None, torch.zeros(2, dtype=torch.int64)
+
+
+def reference_flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """flash-attn 2's `_flash_attn_varlen_backward`, which fills the gradients it is given."""
+    assert (dropout_p, causal, alibi_slopes, max_seqlen_q) == (0.0, True, None, max_seqlen_k)
+    of_document = cu_seqlens_q.diff().tolist(), window_size_left, softmax_scale, causal, softcap
+    for given, found in zip((dq, dk, dv), kernel_backward(grad, q, k, v, out, softmax_lse, *of_document), strict=True):
+        given.copy_(found)
+    return torch.empty(0)
+
+
+def reference_varlen(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
     """torch's `varlen_attn`: the call is bound to its real signature, and carried out by the definition."""
     call = inspect.signature(REAL_VARLEN).bind(*args, **kwargs)
     call.apply_defaults()
@@ -156,7 +258,22 @@ def reference_varlen(*args: Any, **kwargs: Any) -> Tensor:
     assert given["enable_gqa"] or given["query"].shape[1] == given["key"].shape[1]
     lengths = given["cu_seq_q"].diff().tolist()
     qkv = (given[name].float() for name in ("query", "key", "value"))
-    return definition(*qkv, lengths, given["window_size"][0], given["scale"]).to(given["query"].dtype)
+    out, lse = with_lse(*qkv, lengths, given["window_size"][0], given["scale"], True, 0.0)
+    out = out.to(given["query"].dtype)
+    return (out, lse) if given["return_aux"] is not None and given["return_aux"].lse else out
+
+
+def reference_varlen_backward(*args: Any) -> tuple[Tensor, ...]:
+    """The operator of its gradient, bound to its real signature."""
+    call = inspect.signature(REAL_VARLEN_BACKWARD._init_fn).bind(*args)
+    given = call.arguments
+    left, right = given["window_size"]
+    assert right == 0 and given["is_causal"] == (left == -1)
+    assert given["rng_state"].dtype == torch.uint64 and given["lse"].dtype == torch.float32
+    names = ("grad_out", "query", "key", "value", "out", "lse")
+    lengths = given["cu_seq_q"].diff().tolist()
+    grads = kernel_backward(*(given[name] for name in names), lengths, left, given["scale"], True, 0.0)
+    return tuple(grad.to(given["query"].dtype) for grad in grads)
 
 
 def places(tensors: Iterable[Tensor]) -> list[int]:
@@ -176,9 +293,13 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return call
 
-    module = types.ModuleType("flash_attn")
+    module, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
     module.flash_attn_varlen_func = noted(reference_flash)  # type: ignore[attr-defined]
+    interface._flash_attn_varlen_forward = noted(reference_flash_forward)  # type: ignore[attr-defined]
+    interface._flash_attn_varlen_backward = reference_flash_backward  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    monkeypatch.setattr(varlen, "_varlen_attn_backward", reference_varlen_backward)
     monkeypatch.setattr(varlen, "varlen_attn", functools.wraps(REAL_VARLEN)(noted(reference_varlen)))
     varlen_backend._has_enable_gqa.cache_clear()
     return found
@@ -195,10 +316,42 @@ def test_kernels_are_called_by_their_contract(
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
     meta.backend = candidates(backend)[0]
     actual = meta.attend(0, *qkv, AttentionSpec(SCALE, window))
-    expected = sdpa.sdpa_attention(*(x.float() for x in qkv), lengths, window=window, scale=SCALE)
+    expected = sdpa.sdpa_attention(*(x.float() for x in qkv), lengths, AttentionSpec(SCALE, window))
     assert actual.dtype == torch.bfloat16
     assert relative(actual.float(), expected) <= FLASH_BF16
     assert given == places(qkv), "without a copy"
+
+
+@pytest.mark.parametrize(("backend", "soft_cap"), [("flash", None), ("flash", 1.5), ("varlen", None)])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_kernels_with_sinks_are_called_by_their_contract(
+    backend: str, soft_cap: float | None, window: int | None, kv_heads: int, given: list[int]
+) -> None:
+    """The kernels' own gradients, given results and log-sum-exp with sinks."""
+    qkv, sinks = draw(40, torch.bfloat16, kv_heads=kv_heads), torch.randn(4, requires_grad=True)
+    meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
+    meta.backend = candidates(backend)[0]
+    actual = meta.attend(0, *qkv, AttentionSpec(SCALE, window, soft_cap, sinks))
+    assert given == places(qkv), "without a copy"
+    exact = [x.detach().double().requires_grad_() for x in (*qkv, sinks)]
+    spec = AttentionSpec(SCALE, window, soft_cap, exact[3])
+    expected = sdpa.sdpa_attention(*exact[:3], (9, 1, 30), spec)
+    assert actual.dtype == torch.bfloat16
+    assert relative(actual.double(), expected) <= FLASH_BF16
+    weight = torch.randn_like(expected).bfloat16()
+    ours = torch.autograd.grad(actual, (*qkv, sinks), weight)
+    for a, b in zip(ours, torch.autograd.grad(expected, exact, weight.double()), strict=True):
+        assert relative(a.double(), b) <= 2 * FLASH_BF16
+
+
+def test_flash_attn_is_told_of_a_soft_cap(given: list[int]) -> None:
+    qkv = draw(40, torch.bfloat16)
+    meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
+    meta.backend = candidates("flash")[0]
+    spec = AttentionSpec(SCALE, soft_cap=1.0)
+    expected = sdpa.sdpa_attention(*(x.float() for x in qkv), (9, 1, 30), spec)
+    assert relative(meta.attend(0, *qkv, spec).float(), expected) <= FLASH_BF16
 
 
 @pytest.mark.parametrize("backend", ["flash", "varlen"])
@@ -213,12 +366,12 @@ def test_a_layer_hands_the_kernel_what_it_turned_and_projected_without_a_copy(
 
     rotate = attention_layer.rotate
     monkeypatch.setattr(attention_layer, "rotate", turn)
-    module = attention_layer.Attention(0, 32, 4, 2, 8, bias=False, out_bias=False, qk_norm_eps=1e-6, window=None)
+    module = attention_layer.AttentionLayer(4, 2, 8, qk_norm=NormSpec(1e-6)).build(0, 32)
     module.bfloat16().wv.register_forward_hook(lambda _module, _args, out: made.insert(0, out))
     meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
     meta.backend = candidates(backend)[0]
     angles = torch.rand(40, 1, 4, dtype=torch.bfloat16)
-    module(torch.randn(40, 32, dtype=torch.bfloat16), angles.cos(), angles.sin(), meta)
+    module(torch.randn(40, 32, dtype=torch.bfloat16), Rotation(angles.cos(), angles.sin()), meta)
     values, queries, keys = made
     assert given == places((queries, keys, values))
 
@@ -245,16 +398,12 @@ def test_documents_attend_within_compiled_code_without_a_graph_break() -> None:
     torch.testing.assert_close(compiled, definition(*qkv, list(lengths), -1), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "option", [{"soft_cap": 30.0}, {"sinks": torch.zeros(4)}], ids=lambda option: next(iter(option))
-)
-@pytest.mark.parametrize("attn_type", ["sdpa", "varlen", "flash"])
-def test_a_backend_names_what_it_does_not_compute(attn_type: str, option: dict[str, Any]) -> None:
+def test_a_backend_names_what_it_does_not_compute() -> None:
     meta = PackedAttention(torch.tensor([0, 7], dtype=torch.int32), 7)
-    meta.backend = candidates(attn_type)[0]
-    message = f"attn_type '{attn_type}' does not support {next(iter(option))}, .* it supports window"
+    meta.backend = candidates("varlen")[0]
+    message = "attn_type 'varlen' does not support soft_cap, .* it supports sinks, window"
     with pytest.raises(ConfigError, match=message):
-        meta.attend(0, *draw(7), AttentionSpec(SCALE, **option))
+        meta.attend(0, *draw(7), AttentionSpec(SCALE, soft_cap=30.0))
 
 
 def test_a_name_is_registered_once() -> None:

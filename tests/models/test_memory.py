@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,11 +37,20 @@ def test_never_tokens_by_vocabulary(use: str) -> None:
     assert recorder.elements <= TOKENS * VOCAB * 0.4, recorder.operation
 
 
+@pytest.mark.parametrize("options", [{}, {"attention_sinks": True, "attention_soft_cap": 2.0}], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 3, 700])
 @pytest.mark.parametrize("lengths", [[4096], [1500, 1500, 1096], [64] * 64])
-def test_never_tokens_by_tokens(window: int | None, lengths: list[int]) -> None:
+def test_never_tokens_by_tokens(window: int | None, lengths: list[int], options: dict[str, Any]) -> None:
     args = Qwen3ModelArgs(
-        dim=8, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, hidden_dim=8, vocab_size=16, sliding_window=window
+        dim=8,
+        n_layers=1,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=4,
+        hidden_dim=8,
+        vocab_size=16,
+        sliding_window=window,
+        **options,
     )
     model, total = Qwen3Model(args), sum(lengths)
     positions = torch.cat([torch.arange(length) for length in lengths])

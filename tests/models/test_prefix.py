@@ -10,6 +10,7 @@ from torch import Tensor
 
 from archon.models.attention.prefix import SharedPrefixes, prefix_attention, shared_prefixes
 from archon.models.attention.sdpa import sdpa_attention
+from archon.models.attention.spec import AttentionSpec
 
 
 def answers(prompts: list[int], per_prompt: int, longest: int, seed: int = 0) -> tuple[Tensor, tuple[int, ...]]:
@@ -79,12 +80,11 @@ def test_attention_equals_that_of_whole_documents(heads: tuple[int, int], longes
         torch.randn(len(shared.rows), n, 8, dtype=torch.float64, requires_grad=True)
         for n in (heads[0], *[heads[1]] * 2)
     )
-    whole = sdpa_attention(
-        *(x.index_select(0, shared.gather_index) for x in (q, k, v)), lengths, window=window, scale=0.3
-    )
+    spec = AttentionSpec(0.3, window)
+    whole = sdpa_attention(*(x.index_select(0, shared.gather_index) for x in (q, k, v)), lengths, spec)
     gradient = torch.randn_like(whole)
     expected = torch.autograd.grad(whole, (q, k, v), gradient)
-    ours = prefix_attention(q, k, v, shared, window=window, scale=0.3).index_select(0, shared.gather_index)
+    ours = prefix_attention(q, k, v, shared, spec).index_select(0, shared.gather_index)
     torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
     for a, b in zip(torch.autograd.grad(ours, (q, k, v), gradient), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)

@@ -17,6 +17,7 @@ from archon.schema.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 MODULES = (
     "archon.engine.optim",
+    "archon.models.attention.varlen",
     "archon.parallel.comm",
     "archon.parallel.compile",
     "archon.parallel.gloo",

@@ -1,0 +1,62 @@
+"""Attention sinks around a kernel that knows none: exact results and gradients from its log-sum-exp and its backward.
+
+With a sink s per head (Xiao et al. 2023, arXiv:2309.17453) and the kernel's own out and lse,
+
+    lse' = log(e^lse + e^s)    out' = out e^(lse - lse')
+
+FlashAttention's backward (Dao et al. 2022, arXiv:2205.14135, algorithm 4) recomputes probabilities as e^(score - lse)
+and subtracts the row sum of grad * out from the gradient of each. Given out' and lse' it therefore computes the
+gradients of attention with sinks; that of s is minus e^(s - lse') times the row sum. Gradients around a kernel whose
+lse is a constant would be wrong by tens of percent.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class KernelWithLse(abc.ABC):
+    """An attention kernel and its backward, with everything but queries, keys and values fixed."""
+
+    @abc.abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns attention [T, H, D], and the log-sum-exp [H, T] of the scores in at least float32."""
+
+    @abc.abstractmethod
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of q, k and v, for what `forward` returned."""
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: KernelWithLse) -> Tensor:
+        out, lse = kernel.forward(q, k, v)
+        assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}, expected [H, T]"
+        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
+        out = (out * (lse - with_sinks).exp().t().unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, with_sinks)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grad = grad.contiguous()
+        dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, lse)
+        row_sums = (grad.to(lse.dtype) * out).sum(-1).t()
+        dsinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * row_sums).sum(1)
+        return dq, dk, dv, dsinks.to(sinks.dtype), None
+
+
+@torch.compiler.disable
+def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: KernelWithLse) -> Tensor:
+    """Returns attention [T, H, D] with sinks [H], for q [T, H, D], k and v as `kernel` takes them."""
+    return _WithSinks.apply(q, k, v, sinks, kernel)

@@ -1,0 +1,227 @@
+"""Attention sinks and soft-capped scores, in every way that attention is computed, against their definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from archon.models.attention.cache import PagedRows
+from archon.models.attention.documents import GatheredKeys, PackedDocuments
+from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
+from archon.models.attention.prefix import prefix_attention, shared_prefixes
+from archon.models.attention.sdpa import ScaledDotProductAttention, sdpa_attention
+from archon.models.attention.sinks import KernelWithLse, attention_with_sinks
+from archon.models.attention.spec import AttentionSpec
+from archon.parallel.comm import Group
+from archon.parallel.context import SequenceShare, zigzag_plan
+from tests.models.naive_attention import NaiveAttention
+from tests.models.reference import relative
+from tests.models.test_prefix import answers
+from tests.tolerances import FORMULA_FP64, PAGED_FP64
+
+SCALE = 0.4
+OPTIONS = {"sinks": (True, None), "soft cap": (False, 1.5), "both": (True, 1.5)}
+options = pytest.mark.parametrize(("with_sinks", "soft_cap"), OPTIONS.values(), ids=OPTIONS)
+
+
+def draw(total: int, heads: int = 4, kv_heads: int = 2, features: int = 8) -> list[Tensor]:
+    """Queries, keys and values; large enough that scores reach the soft cap."""
+    return [
+        torch.randn(total, n, features, dtype=torch.float64, requires_grad=True) for n in (heads, kv_heads, kv_heads)
+    ]
+
+
+def draw_sinks(with_sinks: bool, heads: int = 4) -> Tensor | None:
+    return torch.randn(heads, dtype=torch.float64, requires_grad=True) if with_sinks else None
+
+
+def documents_of(lengths: list[int] | tuple[int, ...]) -> PackedDocuments:
+    return PackedDocuments(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32), max(lengths))
+
+
+def check(actual: Tensor, expected: Tensor, inputs: list[Tensor | None]) -> None:
+    """The results, and the gradients of all inputs, are equal; with a window of 1 and no sinks scores do not matter."""
+    assert relative(actual, expected) <= FORMULA_FP64
+    given = [x for x in inputs if x is not None]
+    weight = torch.randn_like(expected)
+    for ours, theirs in zip(*(torch.autograd.grad(x, given, weight) for x in (actual, expected)), strict=True):
+        if theirs.abs().max() > FORMULA_FP64:
+            assert relative(ours, theirs) <= FORMULA_FP64
+        else:
+            assert ours.abs().max() <= FORMULA_FP64
+
+
+@options
+@pytest.mark.parametrize("lengths", [[150, 150, 17, 1, 1, 64, 65], [5, 5], [1]], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 3, 64])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_packed_documents(
+    lengths: list[int], window: int | None, kv_heads: int, with_sinks: bool, soft_cap: float | None
+) -> None:
+    qkv, sinks = draw(sum(lengths), kv_heads=kv_heads), draw_sinks(with_sinks)
+    spec = AttentionSpec(SCALE, window, soft_cap, sinks)
+    expected = NaiveAttention().packed(*qkv, documents_of(lengths), spec)
+    check(sdpa_attention(*qkv, tuple(lengths), spec), expected, [*qkv, sinks])
+
+
+@pytest.mark.parametrize("window", [None, 100, 5000])
+def test_a_document_of_large_blocks(window: int | None) -> None:
+    qkv, sinks = draw(1100), draw_sinks(True)
+    spec = AttentionSpec(SCALE, window, 1.5, sinks)
+    check(sdpa_attention(*qkv, (1100,), spec), NaiveAttention().packed(*qkv, documents_of([1100]), spec), [*qkv, sinks])
+
+
+@options
+@pytest.mark.parametrize("window", [None, 2])
+def test_gradients_are_those_of_differences(with_sinks: bool, soft_cap: float | None, window: int | None) -> None:
+    qkv, sinks = draw(9, features=2), draw_sinks(with_sinks)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        return sdpa_attention(q, k, v, (5, 1, 3), AttentionSpec(SCALE, window, soft_cap, sinks))
+
+    assert torch.autograd.gradcheck(attend, (*qkv, sinks))
+
+
+@options
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_operator_of_compiled_code(with_sinks: bool, soft_cap: float | None, window: int | None) -> None:
+    lengths = [7, 7, 20, 1]
+    qkv, sinks = draw(sum(lengths)), draw_sinks(with_sinks)
+    expected = sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE, window, soft_cap, sinks))
+    arguments = (torch.tensor(lengths), window or 0, SCALE, sinks, soft_cap or 0.0)
+    check(torch.ops.archon.packed_sdpa(*qkv, *arguments), expected, [*qkv, sinks])
+    torch.library.opcheck(torch.ops.archon.packed_sdpa.default, (*qkv, *arguments))
+
+
+def test_a_sink_is_a_key_without_a_value() -> None:
+    """One more key of the same score for all queries, whose value is zero."""
+    q, k, v = draw(7)
+    seen = sdpa_attention(q, k, v, (7,), AttentionSpec(SCALE, sinks=torch.zeros(4, dtype=torch.float64)))
+    zero = torch.zeros_like(k[:1])
+    q, k, v = torch.cat((q[:1], q)), torch.cat((zero, k)), torch.cat((zero, v))
+    assert relative(sdpa_attention(q, k, v, (8,), AttentionSpec(SCALE))[1:], seen) <= FORMULA_FP64
+
+
+def test_extreme_sinks_are_no_overflow() -> None:
+    q, k, v = (x.detach().float() for x in draw(150))
+    plain = sdpa_attention(q, k, v, (150,), AttentionSpec(SCALE))
+    for sink, expected in ((-1e4, plain), (1e4, torch.zeros_like(plain))):
+        out = sdpa_attention(q, k, v, (150,), AttentionSpec(SCALE, sinks=torch.full((4,), sink)))
+        torch.testing.assert_close(out, expected)
+
+
+@options
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("longest", [6, 150])
+def test_documents_with_shared_prefixes(
+    longest: int, window: int | None, with_sinks: bool, soft_cap: float | None
+) -> None:
+    tokens, lengths = answers([6, 40, 6], per_prompt=4, longest=longest, seed=1)
+    shared = shared_prefixes(tokens, lengths)
+    assert shared is not None and (shared.trees if longest == 6 else shared.suffixes)
+    qkv, sinks = draw(len(shared.rows)), draw_sinks(with_sinks)
+    spec = AttentionSpec(SCALE, window, soft_cap, sinks)
+    whole = (x.index_select(0, shared.gather_index) for x in qkv)
+    expected = NaiveAttention().packed(*whole, documents_of(lengths), spec)
+    check(prefix_attention(*qkv, shared, spec).index_select(0, shared.gather_index), expected, [*qkv, sinks])
+
+
+@options
+@pytest.mark.parametrize("window", [None, 5])
+def test_keys_gathered_from_other_ranks(window: int | None, with_sinks: bool, soft_cap: float | None) -> None:
+    """Every rank's queries, in turn; the gradient of a sink is the sum over the ranks."""
+    ranks = 2
+    plan = zigzag_plan((13, 1, 40, 200), ranks, 1)
+    lengths = plan.lengths  # with one document more, of padding
+    shares = [
+        SequenceShare(plan, Group("cp", ranks, rank), Group("tp", 1, 0), torch.device("cpu")) for rank in range(ranks)
+    ]
+    qkv, sinks = draw(sum(lengths)), draw_sinks(with_sinks)
+    spec = AttentionSpec(SCALE, window, soft_cap, sinks)
+    order = torch.cat([share.index for share in shares])
+    kv = torch.cat(qkv[1:], dim=1).index_select(0, order)
+    backend = ScaledDotProductAttention()
+    outs = [backend.gathered(qkv[0].index_select(0, s.index), kv, GatheredKeys(s), spec) for s in shares]
+    actual = torch.cat(outs).index_select(0, order.argsort())
+    check(actual, NaiveAttention().packed(*qkv, documents_of(lengths), spec), [*qkv, sinks])
+
+
+@options
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@torch.no_grad()
+def test_decoding_from_pages(page_size: int, window: int | None, with_sinks: bool, soft_cap: float | None) -> None:
+    """Prompts in one piece, then the rest of each prompt but its last token, then the last tokens of all, in one
+    forward; pages of 64 hold a whole sequence each."""
+    lengths, cut = [2, 4, 17, 30, 16], [1, 2, 9, 1, 7]
+    counts = [-(-length // page_size) for length in lengths]
+    tables = [list(range(a, b)) for a, b in pairwise(np.cumsum([0, *counts]))]
+    cache = PagedCache([PagedRows(2, 8, 8)], sum(counts), page_size, torch.float64, "cpu")
+    documents = [draw(length) for length in lengths]
+    sinks = draw_sinks(with_sinks)
+    spec, nothing = AttentionSpec(SCALE, window, soft_cap, sinks), DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
+    expected = [NaiveAttention().packed(*x, documents_of([len(x[0])]), spec) for x in documents]
+
+    def step(bounds: list[tuple[int, int]]) -> None:
+        chunks = [PrefillChunk(a, b - a, t, n) for (a, b), t, n in zip(bounds, tables, lengths, strict=True) if b > a]
+        spans = list(zip(documents, bounds, strict=True))
+        qkv = [torch.cat([document[i][a:b] for document, (a, b) in spans]) for i in range(3)]
+        wanted = torch.cat([out[a:b] for out, (a, b) in zip(expected, bounds, strict=True)])
+        got = PagedAttention(cache, nothing, chunks).attend(0, *qkv, spec)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=PAGED_FP64)
+
+    step([(0, first) for first in cut])
+    step([(first, length - 1) for first, length in zip(cut, lengths, strict=True)])
+    pages = np.zeros((len(lengths), max(counts)), dtype=np.int64)
+    for row, table in zip(pages, tables, strict=True):
+        row[: len(table)] = table
+    last = [torch.stack([document[i][-1] for document in documents]) for i in range(3)]
+    got = PagedAttention(cache, DecodeRows(pages, np.array(lengths))).attend(0, *last, spec)
+    torch.testing.assert_close(got, torch.stack([out[-1] for out in expected]), rtol=0, atol=PAGED_FP64)
+
+
+class CpuKernel(KernelWithLse):
+    """torch's own FlashAttention for CPUs, of one document; its backward is given whatever out and log-sum-exp."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), is_causal=True, scale=SCALE
+        )
+        return out[0].transpose(0, 1), lse.view(q.shape[1], -1)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = [x.transpose(0, 1).unsqueeze(0) for x in (grad, q, k, v, out)]
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, lse.unsqueeze(0), 0.0, True, scale=SCALE
+        )
+        return tuple(x[0].transpose(0, 1) for x in found)
+
+
+@pytest.mark.parametrize("length", [1, 20, 100])
+def test_a_kernels_own_backward_gives_the_gradients_with_sinks(length: int) -> None:
+    qkv, sinks = draw(length, kv_heads=4), torch.randn(4, dtype=torch.float64, requires_grad=True)
+    expected = NaiveAttention().packed(*qkv, documents_of([length]), AttentionSpec(SCALE, sinks=sinks))
+    check(attention_with_sinks(*qkv, sinks, CpuKernel()), expected, [*qkv, sinks])
+
+
+def test_a_log_sum_exp_of_another_shape_is_noticed() -> None:
+    class Transposed(CpuKernel):
+        def forward(self, *qkv: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = super().forward(*qkv)
+            return out, lse.t()
+
+    with pytest.raises(AssertionError, match=r"log-sum-exp of shape \(20, 4\)"):
+        attention_with_sinks(*draw(20, kv_heads=4), torch.zeros(4), Transposed())
+
+
+def test_a_spec_without_sinks_is_an_ordinary_one() -> None:
+    spec: Any = AttentionSpec(SCALE, 3, None, torch.zeros(4))
+    assert replace(spec, sinks=None) == AttentionSpec(SCALE, 3)
