@@ -137,8 +137,7 @@ def hf_named(side: str, model: Any, options: dict[str, Any]) -> Iterator[tuple[s
 
     config = hf_config(options["checkpoint"])
     adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
-    for name, parameter in model.named_parameters():
-        yield from adapter.convert_single_to_hf(name, parameter)
+    yield from adapter.export(model.named_parameters())
 
 
 def digest(tensor: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
@@ -42,6 +42,7 @@ class BaseModelArgs:
         residual_multiplier: factor on what each part of a layer adds to the residual stream.
         logits_divisor: divides the logits.
         initializer_range: standard deviation of newly initialized matrices.
+        balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
         is_critic: has a value head `score` in place of the language-model head.
         attn_type: the attention backend, `auto` or a registered name.
 
@@ -78,6 +79,7 @@ class BaseModelArgs:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     initializer_range: float = 0.02
+    balance_by_bias: bool = False
     is_critic: bool = False
     attn_type: str = "auto"
 
@@ -155,8 +157,11 @@ class BaseModelArgs:
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """All layers, in order."""
-        return tuple(self.layer(layer) for layer in range(self.n_layers))
+        """All layers, in order, with balancing biases if `balance_by_bias`."""
+        layers = tuple(self.layer(layer) for layer in range(self.n_layers))
+        if not self.balance_by_bias:
+            return layers
+        return tuple(replace(spec, feed_forward=spec.feed_forward.balanced()) for spec in layers)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -213,13 +213,16 @@ class BaseArchonModel(nn.Module):
                 if getattr(module, name) is not None:
                     yield f"{prefix}.{name}", getattr(module, "parameter_initializers", {}).get(name, normal)
             if isinstance(module, GroupedExperts):
-                yield from ((f"{prefix}.{name}", normal) for name, _ in module.named_parameters())
+                for name, _ in module.named_parameters():
+                    yield f"{prefix}.{name}", normal if name.startswith("w") else nn.init.zeros_
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Recompute on `device` what Hugging Face checkpoints lack: rotary frequencies, and balancing biases of 0."""
+        """Recompute rotary frequencies on `device`, and move the routers' biases there, in at least float32.
+
+        A bias on the meta device becomes 0; one that was loaded keeps its values.
+        """
         for rope in self.ropes:
             rope.init_buffers(device)
         for module in self.modules():
-            if isinstance(module, Router) and module.expert_bias is not None:
-                dtype = torch.promote_types(module.expert_bias.dtype, torch.float32)
-                module.expert_bias = torch.zeros_like(module.expert_bias, dtype=dtype, device=device)
+            if isinstance(module, Router):
+                module.init_buffers(device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from archon.models.args import BaseModelArgs
 from archon.models.hf_config import as_dict, reject_field
@@ -21,8 +21,10 @@ class MoEModelArgs(BaseModelArgs):
         moe_hidden_dim: inner width of one expert; `hidden_dim` is that of the dense layers.
         shared_hidden_dim: inner width of the shared experts' network; 0 for none.
         norm_topk_prob: divide the chosen experts' weights by their sum.
-        balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, which these families' checkpoints
-            cannot store.
+        n_dense_layers: the first layers, which are dense.
+        decoder_sparse_step: of the others every n-th layer is sparse, counted from one.
+        mlp_only_layers: layers that are dense nevertheless, counted from zero.
+        hf_aliases: other names of config fields, which transformers accepts too.
 
     Raises ConfigError for values that contradict each other.
     """
@@ -32,9 +34,14 @@ class MoEModelArgs(BaseModelArgs):
     moe_hidden_dim: int = 0
     shared_hidden_dim: int = 0
     norm_topk_prob: bool = False
-    balance_by_bias: bool = False
+    n_dense_layers: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    hf_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     def __post_init__(self) -> None:
+        self.mlp_only_layers = tuple(self.mlp_only_layers)
         super().__post_init__()
         if any(self.is_sparse(layer) for layer in range(self.n_layers)):
             if not 1 <= self.n_experts_per_token <= self.n_experts:
@@ -46,30 +53,74 @@ class MoEModelArgs(BaseModelArgs):
 
     def is_sparse(self, layer: int) -> bool:
         """Returns whether this layer (from 0) has experts."""
-        return self.n_experts > 0
+        return (
+            self.n_experts > 0
+            and layer >= self.n_dense_layers
+            and layer not in self.mlp_only_layers
+            and (layer + 1) % self.decoder_sparse_step == 0
+        )
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """See `BaseModelArgs.feed_forward`; with experts if `is_sparse(layer)`."""
-        if not self.is_sparse(layer):
-            return super().feed_forward(layer)
+        return self.experts() if self.is_sparse(layer) else super().feed_forward(layer)
+
+    def experts(self) -> ExpertsLayer:
+        """Returns the mixture of experts of the sparse layers; a family with another router extends this."""
         return ExpertsLayer(
             self.n_experts,
             self.n_experts_per_token,
             self.moe_hidden_dim,
             self.hidden_act,
             normalize=self.norm_topk_prob,
-            balance=self.balance_by_bias,
             shared_hidden_dim=self.shared_hidden_dim,
         )
 
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
-        """See `BaseModelArgs.from_hf_config`; `num_local_experts` is transformers' other name of `num_experts`."""
+        """See `BaseModelArgs.from_hf_config`; accepts the `hf_aliases` of fields."""
         config = as_dict(hf_config)
-        if "num_local_experts" in config:
-            experts = config.pop("num_local_experts")
-            if config.setdefault("num_experts", experts) != experts:
-                reject_field(
-                    "num_local_experts", experts, f"it contradicts num_experts {config['num_experts']!r}; keep one"
-                )
+        for alias, name in cls.hf_aliases.items():
+            if alias in config and alias not in cls.hf_fields:
+                value = config.pop(alias)
+                if config.setdefault(name, value) != value:
+                    reject_field(alias, value, f"it contradicts {name} {config[name]!r}; keep one")
         return super().from_hf_config(config, is_critic, **kwargs)
+
+
+@dataclass
+class GroupRoutedArgs(MoEModelArgs):
+    """Arguments of a decoder with DeepSeek-V3's router (DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2).
+
+    Scores are sigmoids in float32, a bias that checkpoints store corrects the choice, which is limited to the best
+    groups, and shared experts process every token.
+
+    Attributes:
+        n_group, topk_group: groups of experts, and groups that a token uses; see `ExpertsLayer`.
+        routed_scaling_factor: factor on the weights of the chosen experts.
+        n_shared_experts: shared experts, each as wide as a routed one.
+    """
+
+    norm_topk_prob: bool = True
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    n_shared_experts: int = 1
+
+    hf_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "n_routed_experts"}
+
+    def __post_init__(self) -> None:
+        self.shared_hidden_dim = self.n_shared_experts * self.moe_hidden_dim
+        super().__post_init__()
+
+    def experts(self) -> ExpertsLayer:
+        """See `MoEModelArgs.experts`."""
+        return replace(
+            super().experts(),
+            score="sigmoid",
+            normalize_epsilon=1e-20,
+            scale=self.routed_scaling_factor,
+            n_groups=self.n_group,
+            top_groups=self.topk_group,
+            wide_logits=True,
+            correction_bias=True,
+        )

@@ -15,18 +15,11 @@ from archon.models.state_dict import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MA
 
 @dataclass
 class Qwen3MoEModelArgs(MoEModelArgs):
-    """See `MoEModelArgs`.
-
-    Attributes:
-        decoder_sparse_step: every n-th layer is sparse, counted from one.
-        mlp_only_layers: layers that are dense nevertheless, counted from zero.
-    """
+    """See `MoEModelArgs`; `attention_bias` puts biases on all four projections."""
 
     n_experts: int = 128
     n_experts_per_token: int = 8
     moe_hidden_dim: int = 768
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
     qk_norm: bool = True
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_moe"})
@@ -45,15 +38,10 @@ class Qwen3MoEModelArgs(MoEModelArgs):
 
     def __post_init__(self) -> None:
         self.attention_out_bias = self.attention_bias
-        self.mlp_only_layers = tuple(self.mlp_only_layers)
         if self.sliding_window is not None:
             # transformers uses the window in every layer of this family and ignores max_window_layers.
             self.layer_windows = ()
         super().__post_init__()
-
-    def is_sparse(self, layer: int) -> bool:
-        """See `MoEModelArgs.is_sparse`."""
-        return layer not in self.mlp_only_layers and self.n_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
 
 
 class Qwen3MoEModel(BaseArchonModel):

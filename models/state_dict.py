@@ -1,12 +1,13 @@
 """Conversion between the tensors of Hugging Face checkpoints and parameters, by a map that each family declares.
 
-Every Hugging Face key and every parameter is used exactly once; anything else raises CheckpointError.
+Every Hugging Face key and every parameter is used exactly once; anything else raises CheckpointError. Buffers that
+belong to the state, such as a router's correction bias, are parameters here if the map names them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,11 +16,16 @@ import torch
 from torch import Tensor
 
 from archon.models.base import BaseArchonModel
+from archon.models.fused_tensors import Fused, Placement, place_parts
 from archon.schema.errors import CheckpointError
 
-# Names that all dense decoders of Llama's architecture share. `{}` stands for the layer's index; None marks keys of old
-# exports that hold no weight.
-DENSE_HF_MAP: dict[str, str | None] = {
+HFMap = Mapping[str, str | Fused | None]
+"""From templates of Hugging Face keys to those of parameters. `{}` stands for an index: the layer's first, and one more
+for the row of a stacked parameter. None marks keys that hold no weight. Of two entries for a parameter the last counts,
+so a family overrides a shared entry by naming the parameter again."""
+
+# Names that all dense decoders of Llama's architecture share; those without weight are of old exports.
+DENSE_HF_MAP: dict[str, str | Fused | None] = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.wq.weight",
     "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attention.wk.weight",
@@ -40,32 +46,54 @@ DENSE_HF_MAP: dict[str, str | None] = {
     "model.rotary_emb.inv_freq": None,
     "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
 }
-QK_NORM_HF_MAP: dict[str, str | None] = {
+QK_NORM_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
     "model.layers.{}.self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
 }
 # Hugging Face has one matrix per expert, archon one stacked parameter; the second `{}` is the expert's index.
-EXPERTS_HF_MAP: dict[str, str | None] = {
+EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
     "model.layers.{}.mlp.experts.{}.down_proj.weight": "layers.{}.moe.experts.w2",
     "model.layers.{}.mlp.experts.{}.up_proj.weight": "layers.{}.moe.experts.w3",
 }
+# The same in checkpoints that stack the experts, [E, 2F, dim] and [E, dim, F].
+STACKED_EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
+    "model.layers.{}.mlp.experts.gate_up_proj": Fused(("layers.{}.moe.experts.w1", "layers.{}.moe.experts.w3"), dim=1),
+    "model.layers.{}.mlp.experts.down_proj": "layers.{}.moe.experts.w2",
+}
+
+
+def prefixed(hf_map: HFMap, old: str, new: str) -> dict[str, str | Fused | None]:
+    """Returns a map whose keys begin with `new` where they began with `old`, as in composite models' checkpoints."""
+    return {new + hf.removeprefix(old) if hf.startswith(old) else hf: entry for hf, entry in hf_map.items()}
 
 
 @dataclass(frozen=True)
 class NativeTarget:
-    """The parameter that a Hugging Face tensor fills.
+    """A parameter that a Hugging Face tensor fills, or of which it fills a row.
 
     Attributes:
-        name: of the parameter; None for a key to skip.
+        name: of the parameter.
         index: the row of a stacked parameter that it fills (an expert's); None for the full parameter.
+        placement: where the parameter lies in the tensor; None for the full tensor.
         must_equal: it is a copy of a tied parameter: not loaded, and an error unless bitwise equal to it.
     """
 
-    name: str | None
+    name: str
     index: int | None = None
+    placement: Placement | None = None
     must_equal: bool = False
+
+    def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the Hugging Face tensor for that of the parameter."""
+        shape = shape if self.index is None else shape[1:]
+        return shape if self.placement is None else self.placement.hf_shape(shape)
+
+    def extract(self, tensor: Tensor) -> Tensor:
+        """Returns the parameter, or its row, from the Hugging Face tensor; a view where possible."""
+        return tensor if self.placement is None else self.placement.extract(tensor)
 
 
 def _matcher(template: str) -> re.Pattern[str]:
@@ -85,7 +113,7 @@ class BaseStateDictAdapter:
     """
 
     model_class: ClassVar[type[BaseArchonModel]]
-    from_hf_map: ClassVar[Mapping[str, str | None]] = DENSE_HF_MAP
+    from_hf_map: ClassVar[HFMap] = DENSE_HF_MAP
 
     def __init__(
         self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
@@ -97,22 +125,37 @@ class BaseStateDictAdapter:
     @cached_property
     def to_hf_map(self) -> dict[str, str]:
         """The Hugging Face template of each native template."""
-        return {native: hf for hf, native in self.from_hf_map.items() if native is not None}
+        return {
+            native: hf
+            for hf, entry in self.from_hf_map.items()
+            if entry is not None
+            for native in (entry.parts if isinstance(entry, Fused) else (entry,))
+        }
 
     @cached_property
-    def _hf_patterns(self) -> list[tuple[re.Pattern[str], str | None]]:
-        return [(_matcher(hf), native) for hf, native in self.from_hf_map.items()]
-
-    @cached_property
-    def _native_patterns(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(_matcher(native), hf) for native, hf in self.to_hf_map.items()]
-
-    @cached_property
-    def native_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter by name, tied ones once, in the model's order."""
+    def _shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
         with torch.device("meta"):
             model = self.model_class(self.args)
-        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if self._hf_template(name) is not None)
+        parameters, stored_buffers = (
+            {name: tuple(tensor.shape) for name, tensor in tensors} for tensors in (model.named_parameters(), buffers)
+        )
+        return parameters, stored_buffers
+
+    @property
+    def native_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter by name, tied ones once, in the model's order."""
+        return self._shapes[0]
+
+    @property
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every buffer that the map names, by name: they are loaded and exported as parameters are."""
+        return self._shapes[1]
+
+    @cached_property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """`native_shapes` and `buffer_shapes`: what a checkpoint holds."""
+        return self.native_shapes | self.buffer_shapes
 
     @property
     def is_tied(self) -> bool:
@@ -120,70 +163,166 @@ class BaseStateDictAdapter:
         return self.args.tie_word_embeddings and not self.args.is_critic
 
     def loadable_names(self) -> list[str]:
-        """Returns the parameters that a checkpoint must fill: all but the `score` of a critic built from an actor."""
-        return [name for name in self.native_shapes if not (self.init_score and name == "score.weight")]
+        """Returns what a checkpoint must fill: all but the `score` of a critic built from an actor."""
+        return [name for name in self.stored_shapes if not (self.init_score and name == "score.weight")]
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every tensor in a checkpoint of this config, by Hugging Face name."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name in self.loadable_names():
-            shape = self.native_shapes[name]
-            for hf_name, index in self._hf_names(name, shape):
-                shapes[hf_name] = shape if index is None else shape[1:]
-        return shapes
+        names = {*self.loadable_names()}
+        return {
+            hf: targets[0].hf_shape(self.stored_shapes[targets[0].name])
+            for hf, targets in self._targets.items()
+            if targets[0].name in names
+        }
 
-    def hf_to_native(self, hf_name: str) -> NativeTarget:
-        """Returns the parameter that a Hugging Face key fills. Raises CheckpointError for an unknown key."""
-        for pattern, template in self._hf_patterns:
-            match = pattern.fullmatch(hf_name)
-            if match is None:
-                continue
-            if template is None:
-                return NativeTarget(None)
-            n_named, indices = template.count("{}"), match.groups()
-            name = template.format(*indices[:n_named])
-            index = int(indices[n_named]) if len(indices) > n_named else None
-            if name == "output.weight" and self.init_score:
-                return NativeTarget(None)
-            if name == "output.weight" and self.is_tied:
-                return NativeTarget("tok_embeddings.weight", must_equal=True)
-            shape = self.native_shapes.get(name)
-            if shape is None or (self.init_score and name == "score.weight") or (index or 0) >= shape[0]:
-                break
-            return NativeTarget(name, index)
+    def hf_to_native(self, hf_name: str) -> tuple[NativeTarget, ...]:
+        """Returns the parameters that a Hugging Face tensor fills; none for a key to skip.
+
+        Raises CheckpointError for an unknown key.
+        """
+        if hf_name == self.to_hf_map.get("output.weight") and (self.init_score or self.is_tied):
+            return () if self.init_score else (NativeTarget("tok_embeddings.weight", must_equal=True),)
+        targets = self._targets.get(hf_name)
+        if targets is not None and not (self.init_score and targets[0].name == "score.weight"):
+            return targets
+        if any(pattern.fullmatch(hf_name) for pattern in self._skipped):
+            return ()
         raise CheckpointError(
             f"unknown key {hf_name!r}{self._where()}: this {'critic' if self.args.is_critic else 'model'} of "
             f"{self.args.n_layers} layers has no such parameter; is it the config of another checkpoint?"
         )
 
-    def _hf_names(self, name: str, shape: tuple[int, ...]) -> Iterable[tuple[str, int | None]]:
-        """Returns a parameter's Hugging Face names, each with its row of a stacked parameter or None."""
+    @cached_property
+    def _skipped(self) -> list[re.Pattern[str]]:
+        return [_matcher(hf) for hf, entry in self.from_hf_map.items() if entry is None]
+
+    @cached_property
+    def _native_patterns(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(_matcher(native), hf) for native, hf in self.to_hf_map.items()]
+
+    def _hf_template(self, name: str) -> tuple[str, tuple[str, ...]] | None:
+        """Returns the Hugging Face template of a parameter, and the indices in the parameter's name."""
         for pattern, template in self._native_patterns:
-            match = pattern.fullmatch(name)
-            if match is None:
-                continue
-            if template.count("{}") == len(match.groups()):
-                return [(template.format(*match.groups()), None)]
-            return [(template.format(*match.groups(), row), row) for row in range(shape[0])]
-        raise CheckpointError(f"parameter {name!r} has no Hugging Face name in {type(self).__name__}")
+            if (match := pattern.fullmatch(name)) is not None:
+                return template, match.groups()
+        return None
+
+    @cached_property
+    def _targets(self) -> dict[str, tuple[NativeTarget, ...]]:
+        """The parameters in each tensor of a checkpoint, by Hugging Face name, in the model's order."""
+        targets: dict[str, tuple[NativeTarget, ...]] = {}
+        for name, shape in self.stored_shapes.items():
+            found = self._hf_template(name)
+            if found is None:
+                raise CheckpointError(f"parameter {name!r} has no Hugging Face name in {type(self).__name__}")
+            template, indices = found
+            stacked = template.count("{}") > len(indices)
+            rows = [(str(row),) for row in range(shape[0])] if stacked else [()]
+            if rows and template.format(*indices, *rows[0]) in targets:
+                continue  # with an earlier part of the same tensor
+            names, placements = self._parts(template, indices, stacked=stacked)
+            for row in rows:
+                index = int(row[0]) if row else None
+                targets[template.format(*indices, *row)] = tuple(
+                    NativeTarget(part, index, placement) for part, placement in zip(names, placements, strict=True)
+                )
+        return targets
+
+    def _parts(
+        self, template: str, indices: tuple[str, ...], *, stacked: bool
+    ) -> tuple[list[str], list[Placement | None]]:
+        """Returns the names of a Hugging Face tensor's parameters, and where each lies in it."""
+        entry = self.from_hf_map[template]
+        assert entry is not None
+        parts = entry.parts if isinstance(entry, Fused) else (entry,)
+        if any(part.count("{}") != len(indices) for part in parts):
+            raise CheckpointError(
+                f"the parts of {template!r} in {type(self).__name__} differ in their indices: {parts}"
+            )
+        names = [part.format(*indices) for part in parts]
+        for name in names:
+            if name not in self.stored_shapes:
+                raise CheckpointError(
+                    f"{template!r} in {type(self).__name__} holds {', '.join(names)}, but this model has no {name!r}"
+                )
+        if not isinstance(entry, Fused):
+            return names, [None]
+        shapes = [self.stored_shapes[name][stacked:] for name in names]
+        return names, [*place_parts(entry, shapes, self.args)]
+
+    @cached_property
+    def _hf_names(self) -> dict[str, list[str]]:
+        """The Hugging Face names of each parameter."""
+        names: dict[str, list[str]] = {name: [] for name in self.stored_shapes}
+        for hf, targets in self._targets.items():
+            for target in targets:
+                names[target.name].append(hf)
+        return names
 
     def convert_single_to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """Returns (name, view) of a parameter's Hugging Face tensors; none for the head of a tied model."""
+        """Returns (name, view) of a parameter's Hugging Face tensors; none for the head of a tied model.
+
+        Raises CheckpointError for a parameter that shares its tensor with others, for which there is `export`.
+        """
+        converted = []
+        for hf, target in self._exported(name, tensor):
+            if len(self._targets[hf]) > 1:
+                raise CheckpointError(
+                    f"parameter {name!r} is one of several in {hf!r}, which cannot be made of it alone; "
+                    "use export, with all parameters"
+                )
+            converted.append((hf, _whole(tensor, target)))
+        return converted
+
+    def export(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the Hugging Face (name, tensor) pairs of native ones, each as soon as all its parameters have come.
+
+        Only tensors of several parameters are copies. Raises CheckpointError for a parameter that is not part of the
+        model, is given twice or has another shape, and at the end where a tensor lacks one of its parameters.
+        """
+        pending: dict[str, tuple[Tensor, set[str]]] = {}
+        for name, tensor in tensors:
+            for hf, target in self._exported(name, tensor):
+                if len(self._targets[hf]) == 1:
+                    yield hf, _whole(tensor, target)
+                    continue
+                part = tensor if target.index is None else tensor[target.index]
+                assert target.placement is not None
+                if hf not in pending:
+                    others = {other.name for other in self._targets[hf]}
+                    pending[hf] = part.new_empty(target.placement.hf_shape(part.shape)), others
+                whole, missing = pending[hf]
+                if name not in missing:
+                    raise CheckpointError(f"parameter {name!r} was given twice; expected each once")
+                if part.dtype != whole.dtype:
+                    raise CheckpointError(
+                        f"parameter {name!r} is {part.dtype}, others of {hf!r} are {whole.dtype}; convert them to one"
+                    )
+                target.placement.insert(part, whole)
+                missing.remove(name)
+                if not missing:
+                    yield hf, pending.pop(hf)[0]
+        for hf, (_, missing) in pending.items():
+            raise CheckpointError(f"{hf!r} cannot be exported without the parameters {_shorten(missing)}")
+
+    def _exported(self, name: str, tensor: Tensor) -> Iterator[tuple[str, NativeTarget]]:
+        """Yields the Hugging Face tensors that hold a parameter, and where; none for the head of a tied model."""
         if name == "output.weight" and self.is_tied:
-            return []
-        if name not in self.native_shapes:
+            return
+        if name not in self.stored_shapes:
             raise CheckpointError(f"parameter {name!r} is not part of this model; expected the names in native_shapes")
-        if tuple(tensor.shape) != self.native_shapes[name]:
+        if tuple(tensor.shape) != self.stored_shapes[name]:
             raise CheckpointError(
-                f"parameter {name!r} has shape {tuple(tensor.shape)}, expected {self.native_shapes[name]}"
+                f"parameter {name!r} has shape {tuple(tensor.shape)}, expected {self.stored_shapes[name]}"
             )
-        return [(hf, tensor if row is None else tensor[row]) for hf, row in self._hf_names(name, tuple(tensor.shape))]
+        for hf in self._hf_names[name]:
+            yield hf, next(target for target in self._targets[hf] if target.name == name)
 
     def to_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns a native state dict as Hugging Face's. Raises CheckpointError for missing or extra parameters."""
-        if missing := {*self.native_shapes} - {*state}:
+        if missing := {*self.stored_shapes} - {*state}:
             raise CheckpointError(f"parameters missing from the export: {_shorten(missing)}")
-        return {hf: part for name, tensor in state.items() for hf, part in self.convert_single_to_hf(name, tensor)}
+        return dict(self.export(state.items()))
 
     def from_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns a Hugging Face state dict as a native one.
@@ -193,25 +332,26 @@ class BaseStateDictAdapter:
         expected = self.hf_shapes()
         native: dict[str, Tensor] = {}
         rows: dict[str, dict[int, Tensor]] = {}
+        ties: dict[str, str] = {}
         for hf_name, tensor in state.items():
-            target = self.hf_to_native(hf_name)
-            if target.name is None or target.must_equal:
-                continue
-            if tuple(tensor.shape) != expected[hf_name]:
-                raise CheckpointError(
-                    f"{hf_name!r}{self._where()} has shape {tuple(tensor.shape)}, expected {expected[hf_name]}"
-                )
-            if target.index is None:
-                native[target.name] = tensor
-            else:
-                rows.setdefault(target.name, {})[target.index] = tensor
+            for target in self.hf_to_native(hf_name):
+                if target.must_equal:
+                    ties[hf_name] = target.name
+                    continue
+                if tuple(tensor.shape) != expected[hf_name]:
+                    raise CheckpointError(
+                        f"{hf_name!r}{self._where()} has shape {tuple(tensor.shape)}, expected {expected[hf_name]}"
+                    )
+                if target.index is None:
+                    native[target.name] = target.extract(tensor)
+                else:
+                    rows.setdefault(target.name, {})[target.index] = target.extract(tensor)
         if missing := {*expected} - {*state}:
             raise CheckpointError(f"keys missing{self._where()}: {_shorten(missing)}")
         for name, by_row in rows.items():
             native[name] = torch.stack([by_row[row] for row in sorted(by_row)])
-        for hf_name, tensor in state.items():
-            target = self.hf_to_native(hf_name)
-            if target.must_equal and target.name is not None and not torch.equal(tensor, native[target.name]):
+        for hf_name, name in ties.items():
+            if not torch.equal(state[hf_name], native[name]):
                 raise CheckpointError(
                     f"{hf_name!r}{self._where()} differs from the embedding it is tied to; "
                     "set tie_word_embeddings to false or remove it"
@@ -220,6 +360,12 @@ class BaseStateDictAdapter:
 
     def _where(self) -> str:
         return f" in {self.hf_assets_path}" if self.hf_assets_path else ""
+
+
+def _whole(tensor: Tensor, target: NativeTarget) -> Tensor:
+    """Returns the Hugging Face tensor that a parameter, or a row of it, fills alone."""
+    part = tensor if target.index is None else tensor[target.index]
+    return part.mT if target.placement is not None and target.placement.transposed else part
 
 
 def _shorten(names: Iterable[str], limit: int = 5) -> str:

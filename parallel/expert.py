@@ -68,14 +68,19 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh
                 raise LayoutError(f"ep = {ep_mesh.size()} does not divide the {experts.n_experts} experts of {name}")
             module.ep = ExpertParallel(Group.of(ep_mesh))
         if etp_mesh is not None:
-            if experts.w1.shape[1] % etp_mesh.size():
-                raise LayoutError(
-                    f"etp = {etp_mesh.size()} does not divide the {experts.w1.shape[1]} hidden features of {name}"
-                )
-            module.etp = Group.of(etp_mesh)
+            module.etp = experts.etp = Group.of(etp_mesh)
         mesh = concatenated([mesh for mesh in (ep_mesh, etp_mesh) if mesh is not None])
-        for weight, hidden_dim in (("w1", 1), ("w2", 2), ("w3", 1)):
+        for weight, parameter in [*experts.named_parameters(recurse=False)]:
             placements: list[Placement] = [] if ep_mesh is None else [Shard(0)]
             if etp_mesh is not None:
-                placements.append(Shard(hidden_dim))
+                # Hidden features are the columns of w2 alone. The bias b2 of its output is split as well, so that each
+                # of its features is added by one rank to its term of the sum.
+                dim = 2 if weight == "w2" else 1
+                if parameter.shape[dim] % etp_mesh.size():
+                    features = "output" if weight == "b2" else "hidden"
+                    raise LayoutError(
+                        f"etp = {etp_mesh.size()} does not divide the {parameter.shape[dim]} {features} features of "
+                        f"{name}"
+                    )
+                placements.append(Shard(dim))
             shard_parameter(experts, weight, mesh, tuple(placements))

@@ -26,7 +26,7 @@ from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
 from archon.checkpoint.state_tree import Shard
 from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models import get_model_spec
-from archon.models.state_dict import BaseStateDictAdapter
+from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.schema.errors import CheckpointError, ConfigError
 
 Format = Literal["hf", "native", "megatron"]
@@ -169,40 +169,75 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
     adapter = _adapter(hf_config, assets, is_critic=bool(saved.get("is_critic")))
     args = adapter.args
     if saved.get("balance_by_bias"):  # a Hugging Face config has no field for it
-        args = replace(args, balance_by_bias=True)  # type: ignore[call-arg]
+        args = replace(args, balance_by_bias=True)
     with open_state(found, model_fingerprint(args)) as (_, state):
         model = _model_tensors(found, state, adapter)
-        tensors: dict[str, LazyTensor] = {}
-        for key in adapter.hf_shapes():
-            target = adapter.hf_to_native(key)
-            stored = model[target.name or ""]
-            tensors[key] = stored if target.index is None else _expert(stored, target.index)
+        tensors = {
+            key: _hf_tensor(shape, adapter.hf_to_native(key), model) for key, shape in adapter.hf_shapes().items()
+        }
         yield OpenWeights(hf_config, assets, adapter, tensors)
 
 
-def _expert(stack: LazyTensor, index: int) -> LazyTensor:
-    """Returns the matrix of one expert in a parameter that stacks the experts."""
+def _hf_tensor(
+    shape: tuple[int, ...], targets: Sequence[NativeTarget], parameters: Mapping[str, LazyTensor]
+) -> LazyTensor:
+    """Returns a Hugging Face tensor of `shape`, read from the parameters of which it is made.
+
+    Raises CheckpointError where they differ in dtype.
+    """
+    parts = [parameters[target.name] for target in targets]
+    if all(target.placement is None for target in targets):
+        (stored,), (target,) = parts, targets
+        return stored if target.index is None else _row(stored, target.index)
+    dtype = _common_dtype({target.name: part for target, part in zip(targets, parts, strict=True)}, "one tensor")
+
+    def load(region: Region) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for target, part in zip(targets, parts, strict=True):
+            assert target.placement is not None
+            target.placement.insert((part if target.index is None else _row(part, target.index)).read(), whole)
+        return whole[region]
+
+    return LazyTensor(dtype, shape, load)
+
+
+def _row(stack: LazyTensor, index: int) -> LazyTensor:
+    """Returns one row of a stacked parameter, the matrix of an expert."""
     return LazyTensor(stack.dtype, stack.shape[1:], lambda region: stack.read((slice(index, index + 1), *region))[0])
+
+
+def _common_dtype(tensors: Mapping[str, LazyTensor], whole: str) -> torch.dtype:
+    """Returns the dtype of tensors that are part of `whole`. Raises CheckpointError where they differ."""
+    (first, dtype), *others = ((name, tensor.dtype) for name, tensor in tensors.items())
+    for name, other in others:
+        if other != dtype:
+            raise CheckpointError(
+                f"{first!r} is {dtype} and {name!r} {other}, but both are part of {whole}; convert them to one dtype"
+            )
+    return dtype
 
 
 def _model_tensors(folder: Path, state: Mapping[str, Any], adapter: BaseStateDictAdapter) -> dict[str, LazyTensor]:
     """Returns the parameters of a state.
 
-    Raises CheckpointError unless they are exactly the model's, in name and shape, and all balancing biases, which no
-    other format can hold, are 0.
+    Raises CheckpointError unless they are exactly the model's, in name and shape, and all balancing biases that no
+    other format can hold are 0.
     """
     model = state["engine"]["model"] if "engine" in state and "model" in state["engine"] else {}
-    biases = {name: stored for name, stored in model.items() if name.endswith("router.expert_bias")}
-    for name, shape in adapter.native_shapes.items():
+    expected = adapter.stored_shapes
+    biases = {
+        name: stored for name, stored in model.items() if name.endswith("router.expert_bias") and name not in expected
+    }
+    for name, shape in expected.items():
         if name not in model:
             fail(folder, f"parameter {name!r} is missing; was it saved by another program?")
         if model[name].shape != shape:
             fail(folder, f"parameter {name!r} has shape {list(model[name].shape)}, expected {list(shape)}")
     for name in model:
-        if name not in adapter.native_shapes and name not in biases:
+        if name not in expected and name not in biases:
             fail(folder, f"parameter {name!r} is not part of this model; was --like the config of another one?")
     require_zero_biases([name for name, stored in biases.items() if bool(stored.read().any())])
-    return {name: model[name] for name in adapter.native_shapes}
+    return {name: model[name] for name in expected}
 
 
 @contextmanager
@@ -216,38 +251,34 @@ def _open_megatron(folder: Path, assets: Path, drop_padding: bool) -> Iterator[O
 def write_state(root: Path, weights: OpenWeights) -> None:
     """Write a native checkpoint of the weights alone, as step 0 in `root`."""
     adapter = weights.adapter
-    keys: dict[str, list[str]] = {}
+    sources: dict[str, dict[str, NativeTarget]] = {}
     for key in adapter.hf_shapes():
-        keys.setdefault(adapter.hf_to_native(key).name or "", []).append(key)
+        for target in adapter.hf_to_native(key):
+            sources.setdefault(target.name, {})[key] = target
     parameters = {
-        name: _native_parameter(name, adapter.native_shapes[name], names, weights.tensors)
-        for name, names in keys.items()
+        name: _native_parameter(name, adapter.stored_shapes[name], targets, weights.tensors)
+        for name, targets in sources.items()
     }
     shards = {name: Shard.of(parameter) for name, parameter in parameters.items()}
     save_state(root, 0, {"engine": {"model": shards}}, fingerprint=model_fingerprint(adapter.args))
 
 
 def _native_parameter(
-    name: str, shape: tuple[int, ...], keys: Sequence[str], tensors: Mapping[str, LazyTensor]
+    name: str, shape: tuple[int, ...], targets: Mapping[str, NativeTarget], tensors: Mapping[str, LazyTensor]
 ) -> LazyTensor:
-    """Returns a parameter, read from the Hugging Face tensor it equals or from those it stacks.
+    """Returns a parameter, read from the Hugging Face tensors `targets` that hold it or its rows.
 
-    Raises CheckpointError where the stacked tensors differ in dtype.
+    Raises CheckpointError where the tensors differ in dtype.
     """
-    dtype = tensors[keys[0]].dtype
-    for key in keys:
-        if tensors[key].dtype != dtype:
-            raise CheckpointError(
-                f"{keys[0]!r} is {dtype} and {key!r} {tensors[key].dtype}, but both are part of parameter {name!r}; "
-                "convert them to one dtype"
-            )
-    if tensors[keys[0]].shape == shape:
-        return tensors[keys[0]]
+    dtype = _common_dtype({key: tensors[key] for key in targets}, f"parameter {name!r}")
+    (key, target), *others = targets.items()
+    if not others and target.index is None and target.placement is None:
+        return tensors[key]
 
     def load(region: Region) -> Tensor:
         out = torch.empty(shape, dtype=dtype)
-        for row, key in enumerate(keys):
-            out[row] = tensors[key].read()
+        for key, target in targets.items():
+            (out if target.index is None else out[target.index]).copy_(target.extract(tensors[key].read()))
         return out[region]
 
     return LazyTensor(dtype, shape, load)

@@ -32,6 +32,7 @@ from archon.checkpoint.hf_reader import (
 from archon.checkpoint.safetensors_file import write_safetensors
 from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
+from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError
@@ -138,12 +139,14 @@ def save_hf_distributed(
     ranks.run_on_all(export)
 
 
-def require_zero_expert_biases(model: nn.Module, pp: Group | None = None) -> None:
-    """Raise CheckpointError on all ranks of the pipeline `pp` where a router's balancing bias is not 0.
+def require_zero_expert_biases(model: nn.Module, adapter: BaseStateDictAdapter, pp: Group | None = None) -> None:
+    """Raise CheckpointError on all ranks of the pipeline `pp` where a router's balancing bias would be lost.
 
-    A Hugging Face checkpoint has no field for the bias, and without it the router would choose other experts.
+    Unless the adapter's map names it, a Hugging Face checkpoint has no field for the bias, and without one that is not
+    0 the router would choose other experts.
     """
-    moved = [name for name, bias in expert_biases(model).items() if bool(bias.any())]
+    stored = adapter.buffer_shapes
+    moved = [name for name, bias in expert_biases(model).items() if name not in stored and bool(bias.any())]
     found = torch.tensor(len(moved), device=next(model.parameters()).device)
     if pp is not None:
         found = all_reduce(found, pp)

@@ -23,7 +23,13 @@ from archon.checkpoint.hf_export import (
     require_zero_expert_biases,
     save_hf,
 )
-from archon.checkpoint.hf_reader import WEIGHT_DTYPES, HFCheckpoint, load_hf_weights, read_hf_config
+from archon.checkpoint.hf_reader import (
+    WEIGHT_DTYPES,
+    HFCheckpoint,
+    load_hf_weights,
+    loadable_tensors,
+    read_hf_config,
+)
 from archon.models import get_model_spec
 from archon.models.base import BaseArchonModel
 from archon.parallel.gather import whole_tensors
@@ -112,7 +118,6 @@ def save_model(
 
     Raises CheckpointError where that config is of another model, or a balancing bias is not 0.
     """
-    require_zero_expert_biases(model)
     hf_config = read_hf_config(like)
     spec = get_model_spec(hf_config["model_type"])
     saved_args = asdict(model.args)
@@ -128,11 +133,8 @@ def save_model(
                 "`like` must be a checkpoint of the same model"
             )
     adapter = spec.state_dict_adapter_class(hf_config, str(like), is_critic=model.args.is_critic)
-    weights = (
-        pair
-        for name, whole in whole_tensors(model.named_parameters())
-        for pair in adapter.convert_single_to_hf(name, whole)
-    )
+    require_zero_expert_biases(model, adapter)
+    weights = adapter.export(whole_tensors(loadable_tensors(model, adapter).items()))
     save_hf(path, weights, hf_config, like=like, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 

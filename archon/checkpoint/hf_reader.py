@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -99,7 +99,11 @@ class HFCheckpoint:
     def read(self, targets: Iterable[ReadTarget]) -> None:
         """Fill the tensors of `targets`, of any device, layout and float dtype, with their regions of the keys."""
         ordered = sorted(targets, key=lambda t: (str(self.files[t.key].path), self.entries[t.key].start))
-        jobs = [job for t in ordered for job in read_jobs(self.files[t.key], self.entries[t.key], t.region, t.tensor)]
+        jobs = [
+            job
+            for t in ordered
+            for job in read_jobs(self.files[t.key], self.entries[t.key], t.region, t.tensor, t.shape)
+        ]
         reader = JobReader()
         # Workers use one thread each. PyTorch keeps that number per thread, but threads started later get the last
         # number that any thread set, so this thread's is set again.
@@ -119,11 +123,15 @@ class HFCheckpoint:
 
 
 class ReadTarget(NamedTuple):
-    """A tensor to fill, and the region of a key's tensor to fill it with: one slice per dimension, of equal shape."""
+    """A tensor to fill, and the region of a key's tensor to fill it with: one slice per dimension, of equal shape.
+
+    The region is one of the key's tensor viewed as `shape`; by default as its own.
+    """
 
     key: str
     tensor: Tensor
     region: Region
+    shape: tuple[int, ...] | None = None
 
 
 @torch.no_grad()
@@ -142,11 +150,11 @@ def load_hf_weights(model: nn.Module, adapter: BaseStateDictAdapter, path: str |
 
 
 def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseStateDictAdapter) -> list[ReadTarget]:
-    """Returns what to read: for each key, the parameter or row of a stacked parameter, as far as this rank holds it.
+    """Returns what to read: for each key, the parameters or their rows that it holds, as far as this rank has them.
 
     Raises CheckpointError as `load_hf_weights` does.
     """
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    own = loadable_tensors(model, adapter)
     holds_all = not hasattr(model, "stages")  # a rank of a pipeline holds only its stages' parameters
     expected = adapter.hf_shapes()
     if "score.weight" in expected and "score.weight" not in checkpoint.entries:
@@ -154,32 +162,33 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
             checkpoint.path,
             "key 'score.weight' missing from its weights; to build a critic from an actor set init_score=True",
         )
-    ties, targets, filled = list[tuple[str, str]](), list[ReadTarget](), set[str]()
-    for key in checkpoint.entries:
+    ties, read_targets, filled = list[tuple[str, str]](), list[ReadTarget](), set[str]()
+    for key, entry in checkpoint.entries.items():
+        file = checkpoint.files[key].path
         try:
-            target = adapter.hf_to_native(key)
+            targets = adapter.hf_to_native(key)
         except CheckpointError as error:
-            fail(checkpoint.files[key].path, str(error))
-        if target.name is None:
-            continue
-        if target.must_equal:
-            ties.append((key, target.name))
-            continue
-        if holds_all or target.name in parameters:
-            read_target = _read_target(checkpoint, key, target, parameters, expected)
-            if read_target is not None:
-                targets.append(read_target)
-        if target.name == "tok_embeddings.weight" and "output.weight" in parameters and adapter.is_tied:
-            head = parameters["output.weight"]
-            targets.append(ReadTarget(key, local_tensor(head), own_part(head)))
-            filled.add("output.weight")
-        filled.add(target.name)
+            fail(file, str(error))
+        for target in targets:
+            if target.must_equal:
+                ties.append((key, target.name))
+                continue
+            _check_entry(file, entry, expected[key])
+            if target.name in own:
+                read_targets += _read_targets(file, entry, target, own[target.name], adapter)
+            elif holds_all:
+                fail(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
+            if target.name == "tok_embeddings.weight" and "output.weight" in own and adapter.is_tied:
+                head = own["output.weight"]
+                read_targets.append(ReadTarget(key, local_tensor(head), own_part(head)))
+                filled.add("output.weight")
+            filled.add(target.name)
     missing = [key for key in expected if key not in checkpoint.entries]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         fail(checkpoint.path, f"key {missing[0]!r}{more} missing from its weights")
-    filled |= {*adapter.native_shapes} - {*adapter.loadable_names()}
-    for name in parameters:
+    filled |= {*adapter.stored_shapes} - {*adapter.loadable_names()}
+    for name in own:
         if name not in filled:
             fail(checkpoint.path, f"no key fills the model's parameter {name!r}; is the adapter of another config?")
     for key, name in ties:
@@ -190,44 +199,47 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
                 f"key {key!r} differs from {embedding!r}, but the config has tie_word_embeddings=true; "
                 "set tie_word_embeddings to false, or remove the key",
             )
-    return targets
+    return read_targets
 
 
-def _read_target(
-    checkpoint: HFCheckpoint,
-    key: str,
-    target: NativeTarget,
-    parameters: Mapping[str, Tensor],
-    expected: Mapping[str, tuple[int, ...]],
-) -> ReadTarget | None:
-    """Returns what to read of a key; None where other ranks hold all of its parameter.
+def loadable_tensors(model: nn.Module, adapter: BaseStateDictAdapter) -> dict[str, Tensor]:
+    """Returns what a checkpoint fills of a model, by name: parameters, and the buffers that the adapter's map names."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in adapter.buffer_shapes}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
 
-    Raises CheckpointError where its shape or dtype is not that of the config and of the model.
-    """
-    file, entry = checkpoint.files[key].path, checkpoint.entries[key]
-    assert target.name is not None
-    if key not in expected:
-        fail(file, f"key {key!r} would fill parameter {target.name!r} a second time")
-    if entry.shape != expected[key]:
-        fail(file, f"key {key!r} has shape {list(entry.shape)}, expected {list(expected[key])} by its config")
+
+def _check_entry(file: Path, entry: TensorEntry, expected: tuple[int, ...]) -> None:
+    """Raise CheckpointError where the shape or the dtype of a key is not that of the config."""
+    if entry.shape != expected:
+        fail(file, f"key {entry.name!r} has shape {list(entry.shape)}, expected {list(expected)} by its config")
     if entry.dtype not in WEIGHT_DTYPES:
-        fail(file, f"key {key!r} is {entry.dtype}; weights must be float64, float32, float16 or bfloat16")
-    if target.name not in parameters:
-        fail(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
-    parameter = parameters[target.name]
-    shape = tuple(parameter.shape if target.index is None else parameter.shape[1:])
-    if shape != entry.shape:
+        fail(file, f"key {entry.name!r} is {entry.dtype}; weights must be float64, float32, float16 or bfloat16")
+
+
+def _read_targets(
+    file: Path, entry: TensorEntry, target: NativeTarget, parameter: Tensor, adapter: BaseStateDictAdapter
+) -> Iterator[ReadTarget]:
+    """Yields what to read of a key for a parameter; nothing where other ranks hold all of it.
+
+    Raises CheckpointError where the parameter's shape is not that of the config.
+    """
+    expected = adapter.stored_shapes[target.name]
+    if tuple(parameter.shape) != expected:
         fail(
             file,
-            f"key {key!r} has shape {list(entry.shape)}, but the model's parameter {target.name!r} has "
-            f"{list(shape)}; was the model built from another config?",
+            f"what key {entry.name!r} fills has shape {list(expected)}, but the model's parameter {target.name!r} "
+            f"has {list(parameter.shape)}; was the model built from another config?",
         )
-    own, region = local_tensor(parameter), own_part(parameter)
-    if target.index is None:
-        return ReadTarget(key, own, region)
-    if not region[0].start <= target.index < region[0].stop:
-        return None
-    return ReadTarget(key, own[target.index - region[0].start], region[1:])
+    local, region = local_tensor(parameter), own_part(parameter)
+    if target.index is not None:
+        if not region[0].start <= target.index < region[0].stop:
+            return
+        local, region, expected = local[target.index - region[0].start], region[1:], expected[1:]
+    if target.placement is None:
+        yield ReadTarget(entry.name, local, region)
+        return
+    selections = target.placement.selections(expected, region, local, transposed=target.placement.transposed)
+    yield from (ReadTarget(entry.name, part.target, part.region, part.shape) for part in selections)
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:

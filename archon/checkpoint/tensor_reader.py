@@ -33,30 +33,48 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", None)
 class ReadJob:
     """One read: the data of `entry` from byte `offset` of a file, and the view `target` to fill with it.
 
-    `inner`, where given, is the region of each row that `target` takes.
+    `inner`, where given, is the region of each row of shape `row` that `target` takes.
     """
 
     file: SafetensorsFile
     entry: TensorEntry
     offset: int
     target: Tensor
+    row: tuple[int, ...] = ()
     inner: Region | None = None
 
 
-def read_jobs(file: SafetensorsFile, entry: TensorEntry, region: Region, target: Tensor) -> Iterator[ReadJob]:
-    """Yield jobs of about `CHUNK_BYTES` that fill `target` with a region of a tensor."""
+def read_jobs(
+    file: SafetensorsFile,
+    entry: TensorEntry,
+    region: Region,
+    target: Tensor,
+    shape: tuple[int, ...] | None = None,
+) -> Iterator[ReadJob]:
+    """Yield jobs of about `CHUNK_BYTES` that fill `target` with a region of a tensor, viewed as `shape` if given."""
+    if target.numel():
+        yield from _jobs(file, entry, entry.start, entry.shape if shape is None else shape, region, target)
+
+
+def _jobs(
+    file: SafetensorsFile, entry: TensorEntry, start: int, shape: tuple[int, ...], region: Region, target: Tensor
+) -> Iterator[ReadJob]:
+    """Yield the jobs for a region of a tensor of `shape` whose data begin at byte `start` of the file."""
     rows, *inner = region or (slice(0, 1),)
-    row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-    first = entry.start + rows.start * row_bytes
-    if tuple(inner) == full_region(entry.shape[1:]):
+    row_bytes = math.prod(shape[1:]) * entry.dtype.itemsize
+    first = start + rows.start * row_bytes
+    if tuple(inner) == full_region(shape[1:]):
         for offset, view in chunks(target, entry.dtype.itemsize):
             yield ReadJob(file, entry, first + offset, view)
-    elif target.numel():
+    elif row_bytes > CHUNK_BYTES:
+        for row in range(rows.stop - rows.start):
+            yield from _jobs(file, entry, first + row * row_bytes, shape[1:], tuple(inner), target[row])
+    else:
         # For some columns of a matrix whole rows are read, because the other columns are in the same pages anyway.
         step = max(1, CHUNK_BYTES // row_bytes)
-        for start in range(0, rows.stop - rows.start, step):
-            view = target[start : start + step]
-            yield ReadJob(file, entry, first + start * row_bytes, view, tuple(inner))
+        for row in range(0, rows.stop - rows.start, step):
+            view = target[row : row + step]
+            yield ReadJob(file, entry, first + row * row_bytes, view, shape[1:], tuple(inner))
 
 
 class JobReader:
@@ -75,10 +93,8 @@ class JobReader:
             return
         if not hasattr(self._buffers, "bytes"):
             self._buffers.bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=target.is_cuda)
-        shape = target.shape if job.inner is None else (target.shape[0], *entry.shape[1:])
+        shape = target.shape if job.inner is None else (target.shape[0], *job.row)
         size = math.prod(shape) * entry.dtype.itemsize
-        if size > self._buffers.bytes.numel():  # a single row larger than a chunk
-            self._buffers.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=target.is_cuda)
         staged = self._buffers.bytes[:size]
         job.file.read_into(bytes_of(staged), job.offset, f"key {entry.name!r}")
         values = staged.view(entry.dtype).view(shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import warnings
@@ -103,16 +102,25 @@ class Build:
                 local_tensor(parameter).copy_(drawn[own_part(parameter)])
 
 
-def balancing(config: EngineConfig, spec: ModelSpec) -> dict[str, bool]:
+def balancing(config: EngineConfig) -> dict[str, bool]:
     """Returns the model argument that adds a balancing bias to routers, if the config needs one."""
-    rate = config.router_bias_update_rate
-    if not rate:
-        return {}
-    if "balance_by_bias" not in {field.name for field in dataclasses.fields(spec.model_args_class)}:
+    return {"balance_by_bias": True} if config.router_bias_update_rate else {}
+
+
+def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> None:
+    """Raise ConfigError for a load balancing that the model's layers cannot have."""
+    sparse = [layer.feed_forward for layer in args.layer_specs if layer.feed_forward.n_experts]
+    if config.router_bias_update_rate and not sparse:
         raise ConfigError(
-            f"router_bias_update_rate = {rate:g} balances experts, and family {spec.name} has none; set it to 0"
+            f"router_bias_update_rate = {config.router_bias_update_rate:g} balances experts, and family {spec.name} "
+            "has none; set it to 0"
         )
-    return {"balance_by_bias": True}
+    if config.router_aux_loss_coef and not all(network.has_balancing_loss for network in sparse):
+        raise ConfigError(
+            f"router_aux_loss_coef = {config.router_aux_loss_coef:g} needs routers that choose by a softmax, and those "
+            f"of family {spec.name} choose by a sigmoid, whose scores do not sum to 1; set it to 0, and "
+            "router_bias_update_rate to balance experts by a bias"
+        )
 
 
 def resolve_device(name: str) -> torch.device:

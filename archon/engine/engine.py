@@ -19,7 +19,7 @@ from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
 from archon.engine import heap
 from archon.engine.batch import merge, unpack
-from archon.engine.build import Build, balancing, resolve_device, use_deterministic_algorithms
+from archon.engine.build import Build, balancing, check_balancing, resolve_device, use_deterministic_algorithms
 from archon.engine.loss import LossFn, LossWeightFn
 from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients, gradient_norm
 from archon.engine.pipeline_step import PipelineRunner
@@ -112,8 +112,9 @@ class ArchonEngine:
         hf_config = read_hf_config(config.path)
         spec = get_model_spec(hf_config["model_type"])
         args = spec.model_args_class.from_hf_config(
-            hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config, spec)
+            hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config)
         )
+        check_balancing(config, spec, args)
         self.layout = resolve_layout(
             config, args.sizes, self.device.type, supports_gathered=supports_gathered(config.attn_type)
         )
@@ -278,11 +279,10 @@ class ArchonEngine:
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, tensor), gathered one by one, for exports. Raises CheckpointError on every rank
-        where a balancing bias is not 0."""
-        require_zero_expert_biases(self.model, self.ranks.pp)
-        for name, tensor in self.weights(bucket_bytes=0):
-            if name in self.adapter.native_shapes:
-                yield from self.adapter.convert_single_to_hf(name, tensor)
+        where a balancing bias that the family's checkpoints lack is not 0."""
+        require_zero_expert_biases(self.model, self.adapter, self.ranks.pp)
+        stored = self.adapter.stored_shapes
+        yield from self.adapter.export((name, x) for name, x in self.weights(bucket_bytes=0) if name in stored)
 
     def save(
         self,
@@ -320,13 +320,15 @@ class ArchonEngine:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the weights of a checkpoint of the same model; optimizer and schedule stay. Every rank calls it.
 
-        It may be a Hugging Face checkpoint, which sets balancing biases to 0, or a native one of any layout and dtype.
+        It may be a Hugging Face checkpoint, which sets balancing biases that it lacks to 0, or a native one of any
+        layout and dtype.
         """
         folder = find_checkpoint(path)
         if folder is None:
             load_hf_weights(self.model, self.adapter, path)
-            for bias in expert_biases(self.model).values():
-                bias.zero_()
+            for name, bias in expert_biases(self.model).items():
+                if name not in self.adapter.buffer_shapes:
+                    bias.zero_()
             return
         with open_state(folder, model_fingerprint(self.args)) as (_, state):
             load_model_state(self.model, state["engine"]["model"], self._known_names(), any_dtype=True)

@@ -240,6 +240,7 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
     inner, outer = n * network.hidden_dim // layout.etp * b, n * dim * b
     tensors = [
         SavedTensor("normed [r, dim]", rows * dim * b),
+        *([SavedTensor("normed in float32 [r, dim]", rows * dim * wide)] if network.wide_logits and b < wide else []),
         SavedTensor("router's logits [r, E]", rows * network.n_experts * b, saved=False, is_op=True),
         SavedTensor("probabilities [r, E]", rows * network.n_experts * wide),
         SavedTensor("chosen experts [r, k]", rows * chosen * INT64),
@@ -256,6 +257,13 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
     # The forward holds the experts' results before and after the all-to-all; the backward as many gradients, or those
     # inside the experts, as in a dense network.
     working = max((2 if layout.ep > 1 else 1) * outer, 3 * inner - outer)
+    if network.shared_hidden_dim:
+        shared, shared_working = _dense(DenseLayer(network.shared_hidden_dim, network.hidden_act), dim, shard)
+        # Without tensor parallelism its input is the router's.
+        tensors += shared if layout.tp > 1 else shared[1:]
+        if network.shared_gate:
+            tensors.append(SavedTensor("shared experts' result [r, dim]", rows * dim * b))
+        working = max(working, shared_working)
     return tensors, working
 
 

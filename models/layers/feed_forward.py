@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.layers.fused import swiglu
+from archon.models.layers.fused import clamped_swiglu, swiglu
 from archon.models.layers.linear import Linear
 from archon.models.layers.spec import FeedForwardSpec
 from archon.parallel.comm import Group, all_gather
@@ -55,8 +55,21 @@ def get_activation(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def gated(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """Returns act(gate) * up."""
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The gated activation of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with clamped gate and up.
+
+    Gates are at most `limit`, and ups between -limit and limit.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+def gated(act: Activation | ClampedSwiGLU, gate: Tensor, up: Tensor) -> Tensor:
+    """Returns act(gate) * up, or the activation of both."""
+    if isinstance(act, ClampedSwiGLU):
+        return clamped_swiglu(gate, up, act.alpha, act.limit)
     return swiglu(gate, up) if act is F.silu else act(gate) * up
 
 
@@ -65,7 +78,7 @@ class DenseLayer(FeedForwardSpec):
     """A gated network of inner width `hidden_dim`."""
 
     hidden_dim: int
-    hidden_act: str = "silu"
+    hidden_act: str | ClampedSwiGLU = "silu"
     n_experts: int = field(default=0, init=False)
 
     def build(self, dim: int) -> FeedForward:
@@ -87,9 +100,9 @@ class FeedForward(nn.Module):
 
     tp: Group | None = None
 
-    def __init__(self, dim: int, hidden_dim: int, hidden_act: str) -> None:
+    def __init__(self, dim: int, hidden_dim: int, hidden_act: str | ClampedSwiGLU) -> None:
         super().__init__()
-        self.act = get_activation(hidden_act)
+        self.act = get_activation(hidden_act) if isinstance(hidden_act, str) else hidden_act
         self.w1 = Linear(dim, hidden_dim, bias=False, role="column")
         self.w2 = Linear(hidden_dim, dim, bias=False, role="row")
         self.w3 = Linear(dim, hidden_dim, bias=False, role="column")

@@ -51,6 +51,12 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def plain_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Returns (up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most `limit`, up to [-limit, limit]."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -119,6 +125,26 @@ class _SwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * up, gate), up_grad
 
 
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.alpha, ctx.limit = alpha, limit
+        return plain_clamped_swiglu(gate, up, alpha, limit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gate, up = ctx.saved_tensors
+        clamped, factor = gate.clamp(max=ctx.limit), up.clamp(-ctx.limit, ctx.limit).add_(1)
+        sigmoid = torch.sigmoid(clamped * ctx.alpha)
+        up_grad = (clamped * sigmoid).mul_(grad).masked_fill_(up.abs() > ctx.limit, 0)
+        # d(g s(a g))/dg = s + a g s (1 - s)
+        slope = (1 - sigmoid).mul_(clamped).mul_(ctx.alpha).add_(1).mul_(sigmoid)
+        gate_grad = slope.mul_(factor).mul_(grad).masked_fill_(gate > ctx.limit, 0)
+        return gate_grad, up_grad, None, None
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """See `plain_rms_norm`; x [..., d], weight [d]."""
     norm = plain_rms_norm if torch.compiler.is_compiling() else _RMSNorm.apply
@@ -133,3 +159,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `plain_swiglu`; gate and up have the same shape."""
     return plain_swiglu(gate, up) if torch.compiler.is_compiling() else _SwiGLU.apply(gate, up)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `plain_clamped_swiglu`; gate and up have the same shape."""
+    function = plain_clamped_swiglu if torch.compiler.is_compiling() else _ClampedSwiGLU.apply
+    return function(gate, up, alpha, limit)

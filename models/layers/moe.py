@@ -3,24 +3,28 @@ balancing.
 
     out_t = sum over the k experts e chosen for token t of p_te * w2_e (act(w1_e x_t) * w3_e x_t)
 
-with p = softmax of the router's logits, optionally divided by its sum over the k.
+with p the softmax, or the sigmoid, of the router's logits, optionally divided by its sum over the k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.layers.feed_forward import FeedForward, gated, get_activation
+from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated, get_activation
 from archon.models.layers.linear import Linear, Role
 from archon.models.layers.spec import FeedForwardSpec
 from archon.parallel.comm import Group, all_gather, all_reduce, all_reduce_replicated, local, reduce_scatter
 from archon.parallel.expert import ExpertParallel
+from archon.schema.errors import ConfigError
+
+Score = Literal["softmax", "sigmoid"]
+"""How a router turns a token's logits into scores: a softmax over the experts, or a sigmoid of each."""
 
 
 class RouterStats(NamedTuple):
@@ -28,7 +32,7 @@ class RouterStats(NamedTuple):
 
     Attributes:
         counts: [E], how often each expert was chosen.
-        probabilities: [E], sum of each expert's softmax probabilities, differentiable.
+        probabilities: [E], sum of each expert's scores, differentiable.
         tokens: number of tokens, a scalar.
     """
 
@@ -37,58 +41,221 @@ class RouterStats(NamedTuple):
     tokens: Tensor
 
 
+@dataclass(frozen=True)
+class ExpertsLayer(FeedForwardSpec):
+    """A mixture of `n_experts` gated networks of inner width `hidden_dim`, of which each token uses `top_k`.
+
+    Attributes:
+        hidden_act: the name of an activation, or an activation of gate and up.
+        score: the function of the logits that experts are chosen by and weighed with.
+        normalize: divide the chosen experts' scores by their sum plus `normalize_epsilon`. With softmax scores this is
+            the softmax over the chosen experts' logits.
+        scale: factor on the weights.
+        n_groups, top_groups: the experts are `n_groups` groups of neighbors, and a token uses only those of the
+            `top_groups` groups whose two best experts have the highest sum of scores (DeepSeek-AI 2024,
+            arXiv:2412.19437, section 2.1.2).
+        wide_logits: compute the router's logits in at least float32.
+        router_bias: the router's linear layer has a bias.
+        correction_bias: experts are chosen by score plus a bias that checkpoints store, see `Router`.
+        balance: `archon.engine.router_balance` changes that bias, which starts at 0 if checkpoints do not store it.
+        expert_biases: the three matrices of each expert have biases.
+        shared_hidden_dim: inner width of the shared experts, which process every token; 0 for none.
+        shared_gate: the shared experts' output is multiplied by the sigmoid of a linear function of the token.
+
+    Raises ConfigError for values that contradict each other.
+    """
+
+    module_name: ClassVar[str] = "moe"
+    n_experts: int
+    top_k: int
+    hidden_dim: int
+    hidden_act: str | ClampedSwiGLU = "silu"
+    score: Score = "softmax"
+    normalize: bool = False
+    normalize_epsilon: float = 0.0
+    scale: float = 1.0
+    n_groups: int = 1
+    top_groups: int = 1
+    wide_logits: bool = False
+    router_bias: bool = False
+    correction_bias: bool = False
+    balance: bool = False
+    expert_biases: bool = False
+    shared_hidden_dim: int = 0
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.n_experts:
+            raise ConfigError(f"experts per token are {self.top_k}; expected 1 to the {self.n_experts} experts")
+        if self.n_experts % self.n_groups or not 1 <= self.top_groups <= self.n_groups:
+            raise ConfigError(
+                f"a token uses {self.top_groups} of {self.n_groups} groups of the {self.n_experts} experts; expected "
+                "groups that divide the experts, and no more of them than there are"
+            )
+        size = self.n_experts // self.n_groups
+        if self.n_groups > 1 and (size < 2 or self.top_groups * size < self.top_k):
+            raise ConfigError(
+                f"{self.n_groups} groups have {size} experts each, and a token uses {self.top_k} experts of "
+                f"{self.top_groups} groups; expected at least 2 in each group, and enough in the chosen ones"
+            )
+
+    def build(self, dim: int) -> MoE:
+        """See `FeedForwardSpec.build`."""
+        return MoE(dim, self)
+
+    def parameters(self, dim: int) -> tuple[int, int]:
+        """See `FeedForwardSpec.parameters`; the router, the shared and the chosen experts are active."""
+        expert = 3 * dim * self.hidden_dim
+        always = dim * self.n_experts + 3 * dim * self.shared_hidden_dim + dim * self.shared_gate
+        return always + self.top_k * expert, always + self.n_experts * expert
+
+    def balanced(self) -> ExpertsLayer:
+        """See `FeedForwardSpec.balanced`."""
+        return replace(self, balance=True)
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether the router adds a bias to the scores that it chooses by."""
+        return self.correction_bias or self.balance
+
+    @property
+    def has_balancing_loss(self) -> bool:
+        return self.score == "softmax"
+
+    @property
+    def hidden_dims(self) -> tuple[int, ...]:
+        return (self.shared_hidden_dim,) if self.shared_hidden_dim else ()
+
+    @property
+    def n_active_experts(self) -> int:
+        return self.top_k
+
+    @property
+    def expert_dim(self) -> int:
+        return self.hidden_dim
+
+
 class Router(nn.Module):
     """Chooses `top_k` of `n_experts` for each token and computes their weights, in at least float32.
 
-    With `balance`, `expert_bias` [E] is added to the probabilities to choose experts, but not to compute their weights
-    (Wang et al. 2024, arXiv:2408.15664); `archon.engine.router_balance` updates it.
+    If its spec has one, `expert_bias` [E], in at least float32, is added to the scores to choose experts, but not to
+    compute their weights (Wang et al. 2024, arXiv:2408.15664).
     """
 
     expert_bias: Tensor | None
 
-    def __init__(self, dim: int, n_experts: int, top_k: int, *, normalize: bool, balance: bool) -> None:
+    def __init__(self, dim: int, spec: ExpertsLayer) -> None:
         super().__init__()
-        self.top_k, self.normalize = top_k, normalize
-        self.gate = Linear(dim, n_experts, bias=False, role="router")
-        self.register_buffer("expert_bias", torch.zeros(n_experts) if balance else None)
+        self.spec = spec
+        self.gate = Linear(dim, spec.n_experts, bias=spec.router_bias, role="router")
+        self.register_buffer("expert_bias", torch.zeros(spec.n_experts) if spec.has_expert_bias else None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Convert or move the module, but keep the bias in at least float32, and 0 where it is given memory."""
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.expert_bias is not None:
+            device, dtype = self.expert_bias.device, torch.promote_types(self.expert_bias.dtype, torch.float32)
+            given_memory = before.is_meta and device.type != "meta"
+            self.expert_bias = (
+                torch.zeros_like(before, dtype=dtype, device=device) if given_memory else before.to(device, dtype)
+            )
+        return self
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Move the bias to `device`; one on the meta device becomes 0, another one keeps its values."""
+        if self.expert_bias is not None:
+            meta = self.expert_bias.is_meta
+            self.expert_bias = (
+                torch.zeros_like(self.expert_bias, device=device) if meta else self.expert_bias.to(device)
+            )
 
     def forward(self, x: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, RouterStats]:
         """Returns weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], statistics over `valid_mask` [T]."""
-        logits = self.gate(x)
-        p = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        logits = self._logits(x)
+        p = logits.sigmoid() if self.spec.score == "sigmoid" else torch.softmax(logits, dim=-1)
         scores = p.detach() if self.expert_bias is None else p.detach() + self.expert_bias
-        experts = scores.topk(self.top_k, dim=-1).indices
+        experts = self._choose(scores)
         weights = p.gather(-1, experts)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        if self.spec.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + self.spec.normalize_epsilon)
+        if self.spec.scale != 1:
+            weights = weights * self.spec.scale
         ones = torch.ones_like(experts, dtype=p.dtype) if valid_mask is None else valid_mask.to(p.dtype).unsqueeze(-1)
         counts = p.new_zeros(p.shape[-1]).scatter_add_(0, experts.flatten(), ones.expand_as(experts).flatten())
         kept = p if valid_mask is None else p * ones
         tokens = p.new_tensor(float(p.shape[0])) if valid_mask is None else ones.sum()
         return weights.to(x.dtype), experts, RouterStats(counts, kept.sum(0), tokens)
 
+    def _logits(self, x: Tensor) -> Tensor:
+        """Returns the logits [T, E] in at least float32, rounded to the dtype of x first unless `wide_logits`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if not self.spec.wide_logits or x.dtype == wide:
+            return self.gate(x).to(wide)
+        bias = local(self.gate.bias)
+        return F.linear(x.to(wide), local(self.gate.weight).to(wide), None if bias is None else bias.to(wide))
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Returns the k experts of the highest scores [T, E], among those of the best groups: [T, k]."""
+        if self.spec.n_groups > 1:
+            groups = scores.unflatten(-1, (self.spec.n_groups, -1))
+            best = groups.topk(2, dim=-1).values.sum(-1).topk(self.spec.top_groups, dim=-1).indices
+            others = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            scores = groups.masked_fill(others.unsqueeze(-1), float("-inf")).flatten(-2)
+        return scores.topk(self.spec.top_k, dim=-1).indices
+
 
 class GroupedExperts(nn.Module):
-    """The experts' gated networks, with weights [E, out, in]; under expert parallelism of this rank's experts."""
+    """The experts' gated networks, with weights [E, out, in]; under expert parallelism of this rank's experts.
+
+    With `expert_biases` b1, b2 and b3 [E, out] are the biases of w1, w2 and w3. `etp` shards w1, w3, b1, b3 and the
+    columns of w2 by hidden features, so that the ranks' outputs are terms of a sum, and b2 by its features, so that
+    each is in one of these terms.
+    """
 
     role: Role = "experts"
+    etp: Group | None = None
 
-    def __init__(self, n_experts: int, dim: int, hidden_dim: int, hidden_act: str) -> None:
+    def __init__(self, dim: int, spec: ExpertsLayer) -> None:
         super().__init__()
-        self.n_experts = n_experts
-        self.act = get_activation(hidden_act)
+        n_experts, hidden_dim = spec.n_experts, spec.hidden_dim
+        self.n_experts, self.dim = n_experts, dim
+        act = spec.hidden_act
+        self.act = get_activation(act) if isinstance(act, str) else act
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.b1 = nn.Parameter(torch.empty(n_experts, hidden_dim)) if spec.expert_biases else None
+        self.b2 = nn.Parameter(torch.empty(n_experts, dim)) if spec.expert_biases else None
+        self.b3 = nn.Parameter(torch.empty(n_experts, hidden_dim)) if spec.expert_biases else None
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Returns [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert."""
-        w1, w2, w3 = local(self.w1), local(self.w2), local(self.w3)
-        hidden = gated(self.act, grouped_linear(x, w1, counts), grouped_linear(x, w3, counts))
-        return grouped_linear(hidden, w2, counts)
+        gate, up = (grouped_linear(x, local(w), counts) for w in (self.w1, self.w3))
+        if self.b1 is None:
+            return grouped_linear(gated(self.act, gate, up), local(self.w2), counts)
+        experts = torch.arange(counts.shape[0], device=counts.device)
+        experts = experts.repeat_interleave(counts, output_size=x.shape[0])
+        hidden = gated(self.act, _add_rows(gate, local(self.b1), experts), _add_rows(up, local(self.b3), experts))
+        out_bias = local(self.b2)
+        assert out_bias is not None
+        if self.etp is not None:
+            start = self.etp.rank * out_bias.shape[1]
+            out_bias = F.pad(out_bias, (start, self.dim - start - out_bias.shape[1]))
+        return _add_rows(grouped_linear(hidden, local(self.w2), counts), out_bias, experts)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.w1.shape)}"
+
+
+def _add_rows(x: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
+    """Returns x [N, out] plus the row of bias [E, out] of each row's expert, int64 [N].
+
+    The gradient of the bias, a sum over many rows, is accumulated in at least float32.
+    """
+    assert bias is not None
+    wide = torch.promote_types(bias.dtype, torch.float32)
+    return x + bias.to(wide).index_select(0, experts).to(x.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -104,47 +271,6 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
 
 
-@dataclass(frozen=True)
-class ExpertsLayer(FeedForwardSpec):
-    """A mixture of `n_experts` gated networks of inner width `hidden_dim`, of which each token uses `top_k`.
-
-    Attributes:
-        normalize: divide the chosen experts' weights by their sum.
-        balance: keep a balancing bias, see `Router`.
-        shared_hidden_dim: inner width of the shared experts, which process every token; 0 for none.
-    """
-
-    module_name: ClassVar[str] = "moe"
-    n_experts: int
-    top_k: int
-    hidden_dim: int
-    hidden_act: str = "silu"
-    normalize: bool = False
-    balance: bool = False
-    shared_hidden_dim: int = 0
-
-    def build(self, dim: int) -> MoE:
-        """See `FeedForwardSpec.build`."""
-        return MoE(dim, self)
-
-    def parameters(self, dim: int) -> tuple[int, int]:
-        """See `FeedForwardSpec.parameters`; the router, the shared and the chosen experts are active."""
-        expert, always = 3 * dim * self.hidden_dim, dim * self.n_experts + 3 * dim * self.shared_hidden_dim
-        return always + self.top_k * expert, always + self.n_experts * expert
-
-    @property
-    def hidden_dims(self) -> tuple[int, ...]:
-        return (self.shared_hidden_dim,) if self.shared_hidden_dim else ()
-
-    @property
-    def n_active_experts(self) -> int:
-        return self.top_k
-
-    @property
-    def expert_dim(self) -> int:
-        return self.hidden_dim
-
-
 class MoE(nn.Module):
     """Router and experts, and optionally shared experts that process every token.
 
@@ -156,10 +282,11 @@ class MoE(nn.Module):
 
     def __init__(self, dim: int, spec: ExpertsLayer) -> None:
         super().__init__()
-        self.router = Router(dim, spec.n_experts, spec.top_k, normalize=spec.normalize, balance=spec.balance)
-        self.experts = GroupedExperts(spec.n_experts, dim, spec.hidden_dim, spec.hidden_act)
-        shared = spec.shared_hidden_dim
-        self.shared_experts = FeedForward(dim, shared, spec.hidden_act) if shared else None
+        self.router, self.experts = Router(dim, spec), GroupedExperts(dim, spec)
+        self.shared_experts: FeedForward | None = None
+        if spec.shared_hidden_dim:
+            self.shared_experts = FeedForward(dim, spec.shared_hidden_dim, spec.hidden_act)
+        self.shared_gate = Linear(dim, 1, bias=False, role="router") if spec.shared_gate else None
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """Returns [T, dim] for x [T, dim], and the router's statistics over `valid_mask` (bool [T])."""
@@ -171,7 +298,10 @@ class MoE(nn.Module):
         out = self._routed(rows, weights, experts)
         if self.etp is not None:
             out = reduce_scatter(out, self.etp)
-        return (out if self.shared_experts is None else out + self.shared_experts(x)), stats
+        if self.shared_experts is None:
+            return out, stats
+        shared = self.shared_experts(x)
+        return out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared), stats
 
     def _routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         expert_ids = experts.flatten()
@@ -189,7 +319,7 @@ class MoE(nn.Module):
 
 
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the balancing bias [E] (not a copy) of each router that has one, by name, in the order of the layers."""
+    """Returns the bias [E] (not a copy) of each router that has one, by name, in the order of the layers."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")}
 
 
@@ -198,7 +328,8 @@ def load_balancing_loss(stats: Sequence[RouterStats], groups: Sequence[Group] = 
 
     As in transformers (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6, over top-k choices and all layers at
     once), without a gradient through f. It is a scalar over the tokens of `stats` on the ranks of `groups`, equal on
-    every rank; its gradient must be counted once. It is not the mean of the losses of two halves of the tokens.
+    every rank; its gradient must be counted once. It is not the mean of the losses of two halves of the tokens. The
+    scores must be a softmax: those of a sigmoid do not compete, and lowering all of them would lower the loss.
     """
     counts = torch.stack([s.counts for s in stats]).sum(0)
     probabilities = torch.stack([s.probabilities for s in stats]).sum(0)

@@ -68,6 +68,7 @@ class FeedForwardSpec(abc.ABC):
         hidden_dims: the inner widths that tensor parallelism divides.
         n_experts, n_active_experts, expert_dim: the experts of the layer, those that process a token, and the inner
             width of one; 0 for a dense network.
+        has_balancing_loss: whether the load-balancing loss of its router's statistics is defined.
     """
 
     module_name: ClassVar[str] = "feed_forward"
@@ -81,9 +82,17 @@ class FeedForwardSpec(abc.ABC):
     def parameters(self, dim: int) -> tuple[int, int]:
         """Returns (active, all) parameters of its matrix products; active ones are used for a token."""
 
+    def balanced(self) -> FeedForwardSpec:
+        """Returns this network with a balancing bias in its router, if it has one; see `ExpertsLayer.balance`."""
+        return self
+
     @property
     @abc.abstractmethod
     def hidden_dims(self) -> tuple[int, ...]: ...
+
+    @property
+    def has_balancing_loss(self) -> bool:
+        return False
 
     @property
     def n_active_experts(self) -> int:

@@ -186,7 +186,7 @@ def test_a_layout_that_does_not_divide_the_model(
         ({"attention_bias": True}, r"'model.layers.0.self_attn.o_proj.bias' and 1 more has no counterpart"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "RoPE is 'linear'"),
-        ({"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}, "a sliding window is True"),
+        ({"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}, "window is 4; expected None"),
     ],
 )
 def test_a_model_that_gpt_model_would_compute_otherwise(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -46,6 +46,7 @@ QUICK: tuple[Case, ...] = (
     _case("d2e2", "moe", "statistics under recomputation", activation_checkpoint=FULL, **BALANCED),
     _case("t2", "moe", "router statistics counted once", **BALANCED),
     _case("t2", "shared", "shared experts under TP"),
+    _case("(attn:d2t2|ffn:d1t2e2)", "routed", "the experts' output bias under ETP is added once", **BALANCED),
 )
 
 # The rest of the matrix, marked slow.
@@ -117,6 +118,12 @@ FURTHER: tuple[Case, ...] = (
     _pipeline("d2p2e2", "zbv", "moe"),
     _pipeline("d2p2e2", "interleaved_1f1b", "tied_moe"),
     _pipeline("p2t2e2", "1f1b", "moe", dtype="float32"),
+    _case("t2", "routed", "gate of the shared experts under TP"),
+    _case("d2", "routed"),
+    _case("c2", "tied_routed", context_parallel="allgather"),
+    _case("d2e2", "routed", activation_checkpoint=FULL, **BALANCED),
+    _case("(attn:d1t2|ffn:d1t2)", "routed"),
+    _pipeline("p2", "1f1b", "tied_routed", **BALANCED),
 )
 
 # Pairs of features that nothing above has, as many as possible in a case.

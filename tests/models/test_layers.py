@@ -48,6 +48,12 @@ CASES = {
         (torch.randn(5, 8, dtype=t), torch.randn(5, 8, dtype=t)),
         (),
     ),
+    "clamped_swiglu": lambda t: (
+        fused.clamped_swiglu,
+        fused.plain_clamped_swiglu,
+        (torch.randn(5, 8, dtype=t), torch.randn(5, 8, dtype=t)),
+        (1.702, 0.6),  # a limit that clamps a third of the gates and half of the ups
+    ),
 }
 
 

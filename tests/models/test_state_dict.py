@@ -65,7 +65,7 @@ def test_published_models_have_the_parameters_transformers_has(name: str) -> Non
         stacked = ".experts." in native
         assert len(pairs) == (shape[0] if stacked else 1)
         for row, (hf_name, _) in enumerate(pairs):
-            assert adapter.hf_to_native(hf_name) == NativeTarget(native, row if stacked else None)
+            assert adapter.hf_to_native(hf_name) == (NativeTarget(native, row if stacked else None),)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_a_misshapen_tensor_is_named_with_both_shapes() -> None:
 def test_old_exports_rotary_buffers_are_skipped() -> None:
     _, state, adapter = hf_state(UNTIED)
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    assert adapter.hf_to_native(key) == NativeTarget(None)
+    assert adapter.hf_to_native(key) == ()
     assert adapter.from_hf(state | {key: torch.zeros(4)}).keys() == adapter.from_hf(state).keys()
 
 
 def test_a_tied_checkpoint_may_repeat_its_embedding_only_bitwise() -> None:
     _, state, adapter = hf_state(TIED)
-    assert adapter.hf_to_native("lm_head.weight") == NativeTarget("tok_embeddings.weight", must_equal=True)
+    assert adapter.hf_to_native("lm_head.weight") == (NativeTarget("tok_embeddings.weight", must_equal=True),)
     embedding = state["model.embed_tokens.weight"]
     assert "output.weight" not in adapter.from_hf(state | {"lm_head.weight": embedding.clone()})
     changed = embedding.clone()
@@ -162,7 +162,7 @@ def test_a_critic_from_an_actor_skips_the_head_and_expects_no_score(seed: int) -
     native = adapter.from_hf(state)
     assert set(adapter.native_shapes) - set(native) == {"score.weight"}
     assert set(adapter.loadable_names()) == set(native)
-    assert adapter.hf_to_native("lm_head.weight") == NativeTarget(None)
+    assert adapter.hf_to_native("lm_head.weight") == ()
     with pytest.raises(CheckpointError, match=r"unknown key 'score.weight'"):
         adapter.hf_to_native("score.weight")
 
@@ -231,7 +231,7 @@ def test_a_stacked_parameter_is_one_tensor_here_and_one_for_each_expert_there() 
     state = {name: torch.randn(shape) for name, shape in reversed(shapes.items())}
     native = adapter.from_hf(state)
     assert torch.equal(native["layers.1.experts"][2], state["layers.1.experts.2.up"])
-    assert adapter.hf_to_native("layers.0.experts.2.up") == NativeTarget("layers.0.experts", 2)
+    assert adapter.hf_to_native("layers.0.experts.2.up") == (NativeTarget("layers.0.experts", 2),)
     back = adapter.to_hf(native)
     assert all(torch.equal(back[name], state[name]) for name in state)
     with pytest.raises(CheckpointError, match=r"unknown key 'layers.0.experts.3.up'"):
