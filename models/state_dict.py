@@ -109,11 +109,15 @@ class BaseStateDictAdapter:
         is_critic: the model has a value head `score` in place of the language-model head.
         init_score: the critic is built from an actor's checkpoint: its `lm_head` is skipped, `score` is not expected.
 
-    Subclasses set `model_class` and, where they differ, `from_hf_map`.
+    Subclasses set `model_class` and, where they differ, `from_hf_map`. In `carried` they name the keys of what this
+    model does not compute, such as layers that predict further tokens or the vision tower of a composite model:
+    patterns with `*` for any characters and fields of the arguments in braces, as "model.layers.{n_layers}.*". They are
+    not loaded; an export copies them from the checkpoint it is like.
     """
 
     model_class: ClassVar[type[BaseArchonModel]]
     from_hf_map: ClassVar[HFMap] = DENSE_HF_MAP
+    carried: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
@@ -176,7 +180,7 @@ class BaseStateDictAdapter:
         }
 
     def hf_to_native(self, hf_name: str) -> tuple[NativeTarget, ...]:
-        """Returns the parameters that a Hugging Face tensor fills; none for a key to skip.
+        """Returns the parameters that a Hugging Face tensor fills; none for a key to skip or to carry.
 
         Raises CheckpointError for an unknown key.
         """
@@ -185,12 +189,23 @@ class BaseStateDictAdapter:
         targets = self._targets.get(hf_name)
         if targets is not None and not (self.init_score and targets[0].name == "score.weight"):
             return targets
-        if any(pattern.fullmatch(hf_name) for pattern in self._skipped):
+        if any(pattern.fullmatch(hf_name) for pattern in self._skipped) or self.is_carried(hf_name):
             return ()
         raise CheckpointError(
             f"unknown key {hf_name!r}{self._where()}: this {'critic' if self.args.is_critic else 'model'} of "
             f"{self.args.n_layers} layers has no such parameter; is it the config of another checkpoint?"
         )
+
+    def is_carried(self, hf_name: str) -> bool:
+        """Returns whether a key is one that an export copies from the source checkpoint; see `carried`."""
+        if hf_name in self._targets:
+            return False
+        return any(pattern.fullmatch(hf_name) for pattern in self._carried_patterns)
+
+    @cached_property
+    def _carried_patterns(self) -> list[re.Pattern[str]]:
+        patterns = (pattern.format_map(vars(self.args)) for pattern in self.carried)
+        return [re.compile(".*".join(map(re.escape, pattern.split("*")))) for pattern in patterns]
 
     @cached_property
     def _skipped(self) -> list[re.Pattern[str]]:

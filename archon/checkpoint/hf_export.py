@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from archon.checkpoint.hf_reader import (
     INDEX_FILE,
     WEIGHT_DTYPES,
     WEIGHTS_FILE,
+    HFCheckpoint,
     checkpoint_folder,
     read_hf_config,
 )
-from archon.checkpoint.safetensors_file import write_safetensors
+from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
+from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
 from archon.models.state_dict import BaseStateDictAdapter
@@ -68,6 +71,7 @@ def save_hf(
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    carry: bool = True,
 ) -> None:
     """Write a checkpoint that transformers can load: weights, index, config, generation config and tokenizer.
 
@@ -80,12 +84,15 @@ def save_hf(
         tokenizer: a tokenizer to save instead of the files of `like`.
         dtype: dtype to convert the weights to; by default each keeps its own.
         max_shard_bytes: bytes of data in a shard; a larger tensor gets a shard of its own.
+        carry: copy the keys that the family's adapter carries (`carried`) from the weights of `like`, bitwise and in
+            their own dtype; False leaves them out, for a model that was not loaded from a checkpoint.
 
     Everything is written and synced in a hidden folder next to `path`, which one rename (or exchange, where there is an
     earlier export) makes visible: a kill at any moment leaves either the earlier export or the new one.
 
     Raises CheckpointError, leaving `path` untouched, unless the names and shapes are exactly those of the config and
-    every value is finite; where `path` holds files that are not part of an export; or where it cannot be written.
+    every value is finite; where there is no source of keys to carry; where `path` holds files that are not part of an
+    export; or where it cannot be written.
     """
     if hf_config is None and like is None:
         raise CheckpointError(f"{path}: neither hf_config nor like was given; give one, to name the model's config")
@@ -95,6 +102,7 @@ def save_hf(
         raise CheckpointError(f"{path}: dtype is {dtype}; expected torch.float64, float32, float16 or bfloat16")
     assets = None if like is None else checkpoint_folder(like)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
+    adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
     target = Path(os.path.realpath(path))
     kill_point("export.begin")
     with write_errors(target):
@@ -103,7 +111,12 @@ def save_hf(
         _check_replaceable(target)
         with staged_folder(target) as folder:
             kill_point("export.staged")
-            written = _write_weights(folder, weights, dtype, max_shard_bytes)
+            shards = _ShardWriter(folder, max_shard_bytes)
+            with _carried_tensors(target, adapter if carry else None, assets) as carried:
+                written = _write_weights(weights, shards, dtype)
+                for name, tensor in carried.items():
+                    shards.add(name, tensor)
+                shards.finish()
             _check_names_and_shapes(target, config, {name: shape for name, (shape, _) in written.items()})
             _write_config(folder, config, written)
             kill_point("export.config_written")
@@ -121,6 +134,7 @@ def save_hf_distributed(
     *,
     like: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
+    carry: bool = True,
 ) -> None:
     """Call `save_hf` on rank 0 with `weights`, an iterator that gathers tensors from all ranks. A collective.
 
@@ -131,7 +145,7 @@ def save_hf_distributed(
     def export() -> None:
         try:
             if ranks.rank == 0:
-                save_hf(path, weights, like=like, dtype=dtype)
+                save_hf(path, weights, like=like, dtype=dtype, carry=carry)
         finally:
             for _ in weights:  # gathering is a collective, so every rank must finish it, also after an error
                 pass
@@ -168,23 +182,42 @@ def require_zero_biases(moved: Sequence[str], count: int | None = None) -> None:
         )
 
 
-def _write_weights(
-    folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Write shards and index. Returns (shape, dtype) of each tensor."""
-    shards: list[dict[str, int]] = []
-    written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    shard: dict[str, Tensor] = {}
-    shard_bytes = 0
+class _ShardWriter:
+    """Writes tensors into shards of at most `max_bytes`, or of one larger tensor."""
 
-    def flush() -> None:
-        nonlocal shard_bytes
-        write_safetensors(folder / _shard_name(len(shards), 0), shard, "export.tensor")
-        shards.append({name: tensor.numel() * tensor.dtype.itemsize for name, tensor in shard.items()})
-        shard.clear()
-        shard_bytes = 0
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self._sizes: list[dict[str, int]] = []
+        self._shard: dict[str, Tensor | LazyTensor] = {}
+        self._shard_bytes = 0
+
+    def add(self, name: str, tensor: Tensor | LazyTensor) -> None:
+        """Add a tensor to the current shard, after writing that if it is full."""
+        size = tensor.numel() * tensor.dtype.itemsize
+        if self._shard and self._shard_bytes + size > self.max_bytes:
+            self._flush()
+        self._shard[name] = tensor
+        self._shard_bytes += size
+
+    def finish(self) -> None:
+        """Write the last shard and the index."""
+        self._flush()
+        _name_shards(self.folder, self._sizes)
+        kill_point("export.shards_named")
+
+    def _flush(self) -> None:
+        write_safetensors(self.folder / _shard_name(len(self._sizes), 0), self._shard, "export.tensor")
+        self._sizes.append({name: tensor.numel() * tensor.dtype.itemsize for name, tensor in self._shard.items()})
+        self._shard.clear()
+        self._shard_bytes = 0
         kill_point("export.shard_written")
 
+
+def _write_weights(
+    weights: Iterable[tuple[str, Tensor]], shards: _ShardWriter, dtype: torch.dtype | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Write weights. Returns (shape, dtype) of each."""
+    written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in weights:
         if name in written:
             raise CheckpointError(f"weight {name!r} was given twice; expected each weight of an export once")
@@ -198,17 +231,32 @@ def _write_weights(
                 f"weight {name!r} holds NaN or infinite values as {tensor.dtype}; expected finite ones: export an "
                 "earlier checkpoint, or in a wider dtype"
             )
-        tensor = tensor.cpu()
         written[name] = (tuple(tensor.shape), tensor.dtype)
-        size = tensor.numel() * tensor.dtype.itemsize
-        if shard and shard_bytes + size > max_shard_bytes:
-            flush()
-        shard[name] = tensor
-        shard_bytes += size
-    flush()
-    _name_shards(folder, shards)
-    kill_point("export.shards_named")
+        shards.add(name, tensor.cpu())
     return written
+
+
+@contextmanager
+def _carried_tensors(
+    target: Path, adapter: BaseStateDictAdapter | None, source: Path | None
+) -> Iterator[Mapping[str, LazyTensor]]:
+    """Yields the tensors of the checkpoint `source` that the adapter carries through, to be read when written.
+
+    Raises CheckpointError where there is no such checkpoint.
+    """
+    if adapter is None or not adapter.carried:
+        yield {}
+        return
+    why = f"export {target}: keys such as {adapter.carried[0]!r} are copied from the checkpoint that was loaded"
+    if source is None:
+        raise CheckpointError(f"{why}; name that checkpoint by like, or leave them out by carry=False")
+    if not any((source / name).exists() for name in (INDEX_FILE, WEIGHTS_FILE)):
+        raise CheckpointError(
+            f"{why}, but {source} holds no weights; name the checkpoint by like, or leave them out by carry=False"
+        )
+    with HFCheckpoint(source) as checkpoint:
+        keys = [key for key in checkpoint.entries if adapter.is_carried(key)]
+        yield {key: lazy_tensor(checkpoint.files[key], checkpoint.entries[key]) for key in keys}
 
 
 def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:

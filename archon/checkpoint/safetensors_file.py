@@ -32,6 +32,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -80,11 +81,13 @@ class LazyTensor:
 
     Attributes:
         load: returns the data of a region on the CPU.
+        by_rows: reading some rows costs no more than their share, so that a tensor need not be read at once.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     load: Callable[[Region], Tensor]
+    by_rows: bool = False
 
     def read(self, region: Region | None = None) -> Tensor:
         """Returns the data of `region`; by default of the full tensor."""
@@ -92,6 +95,17 @@ class LazyTensor:
 
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yields the data in order: in pieces of rows of about `CHUNK_BYTES` if `by_rows`, else at once."""
+        if not self.by_rows or not self.shape:
+            yield self.read()
+            return
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        rows = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for first in range(0, self.shape[0], rows):
+            own = slice(first, min(first + rows, self.shape[0]))
+            yield self.read((own, *full_region(self.shape[1:])))
 
 
 def parse_header(header: bytes, data_bytes: int, file: str | os.PathLike[str]) -> dict[str, TensorEntry]:
@@ -259,7 +273,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor], ki
 
     Tensors of wider dtypes come first, so that every tensor is aligned to its item size. `kill_at_tensor` is the kill
     point between the first and second half of a chunk. Extra memory is one chunk of a tensor that is not a contiguous
-    CPU tensor, and one lazy tensor.
+    CPU tensor, and one lazy tensor or a piece of it.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header, offset = {"__metadata__": {"format": "pt"}}, 0
@@ -281,12 +295,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor], ki
 
         write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            data = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach()
-            assert (data.dtype, tuple(data.shape)) == (tensor.dtype, tuple(tensor.shape))
-            for _, chunk in chunks(data, tensor.dtype.itemsize):
-                view = bytes_of(chunk.cpu().contiguous())
-                write(view[: len(view) // 2])
-                kill_point(kill_at_tensor)
-                write(view[len(view) // 2 :])
+            written = 0
+            for data in tensor.pieces() if isinstance(tensor, LazyTensor) else (tensor.detach(),):
+                assert (data.dtype, tuple(data.shape[1:])) == (tensor.dtype, tuple(tensor.shape[1:]))
+                written += data.numel()
+                for _, chunk in chunks(data, tensor.dtype.itemsize):
+                    view = bytes_of(chunk.cpu().contiguous())
+                    write(view[: len(view) // 2])
+                    kill_point(kill_at_tensor)
+                    write(view[len(view) // 2 :])
+            assert written == tensor.numel()
         os.fsync(file.fileno())
     return digest.hexdigest()

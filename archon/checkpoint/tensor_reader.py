@@ -115,7 +115,7 @@ def read_region(file: SafetensorsFile, entry: TensorEntry, region: Region, out: 
 
 def lazy_tensor(file: SafetensorsFile, entry: TensorEntry) -> LazyTensor:
     """Returns a tensor of an open file."""
-    return LazyTensor(entry.dtype, entry.shape, functools.partial(read_region, file, entry))
+    return LazyTensor(entry.dtype, entry.shape, functools.partial(read_region, file, entry), by_rows=True)
 
 
 def prefault(target: Tensor) -> None:

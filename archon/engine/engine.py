@@ -311,7 +311,8 @@ class ArchonEngine:
             raise ConfigError(f"format must be 'hf' or 'native', got {format!r} (what was 'dcp' is 'native')")
         if asynchronous:
             raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
-        save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype)
+        carry = not self.config.init_from_scratch
+        save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype, carry=carry)
 
     def wait_for_saves(self) -> None:
         """Wait until the newest asynchronous save is on disk; raises its error."""

@@ -55,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["tied_moe"] = MODELS["moe"] | {"tie_word_embeddings": True}
 MODELS["idle_experts"] = MODELS["moe"] | {"num_experts": 64, "num_experts_per_tok": 2}
 MODELS["shared"] = MODELS["moe"] | {"model_type": "archon_test_shared_moe"}
+MODELS["fused"] = MODELS["moe"] | {"model_type": "archon_test_fused_moe", "attention_bias": True}
 MODELS["routed"] = MODELS["moe"] | {"model_type": "archon_test_routed_moe"}
 MODELS["tied_routed"] = MODELS["routed"] | {"tie_word_embeddings": True}
 # Odd lengths that no rank count divides, two equal neighbors, one document without a prediction.

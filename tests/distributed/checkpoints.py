@@ -23,6 +23,7 @@ from archon.schema.errors import CheckpointError
 from tests.checkpoint.killing import digest
 from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, rows_of
 from tests.engine.tiny import full_tensor
+from tests.models import fused_family
 
 TRAINED = 2
 
@@ -168,3 +169,12 @@ def exported_bytes(case: Case, model: str, out: str, shard_bytes: int) -> tuple[
             pass
     sizes = {ref.cdata: size for ref, size in gathered}.values()
     return peak, max(sizes), sum(tensor.nbytes for _, tensor in engine.weights())
+
+
+def reexport(case: Case, model: str, out: str) -> dict[str, str]:
+    """Load a checkpoint whose tensors hold several parameters, and export it again; the digests of what was loaded."""
+    fused_family.register()
+    engine = engine_of(case, model)
+    loaded = {name: digest(tensor) for name, tensor in engine.weights()}
+    engine.save(out)
+    return loaded

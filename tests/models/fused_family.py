@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from archon.models import BaseStateDictAdapter, get_model_spec
+from archon.models import BaseStateDictAdapter, get_model_spec, is_supported_model, register_model_spec
 from archon.models.args import BaseModelArgs
 from archon.models.fused_tensors import Fused
+from archon.models.layers.moe import ExpertsLayer
+from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
+from archon.models.spec import family_spec
 from archon.models.state_dict import STACKED_EXPERTS_HF_MAP, prefixed
 
 LAYERS = 2
@@ -216,3 +219,58 @@ def checkpoint_by_hand(way: Way, native: Native) -> Native:
     for layer in range(LAYERS):
         state |= way.by_hand(native, layer)
     return {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in state.items()}
+
+
+# All ways at once, as a registered family.
+FUSED_TYPE = "archon_test_fused_moe"
+
+
+@dataclass
+class FusedMoEArgs(Qwen3MoEModelArgs):
+    """Qwen3-MoE whose routers have a bias that checkpoints store."""
+
+    model_types: ClassVar[frozenset[str]] = frozenset({FUSED_TYPE})
+
+    def experts(self) -> ExpertsLayer:
+        """See `MoEModelArgs.experts`."""
+        return replace(super().experts(), correction_bias=True)
+
+
+class FusedMoEModel(Qwen3MoEModel):
+    args_class: ClassVar[type[BaseModelArgs]] = FusedMoEArgs
+
+
+class FusedMoEAdapter(Qwen3MoEStateDictAdapter):
+    """A composite model's checkpoint: every way to fuse, and keys of what is not computed here."""
+
+    model_class = FusedMoEModel
+    from_hf_map: ClassVar = prefixed(
+        Qwen3MoEStateDictAdapter.from_hf_map
+        | WAYS["blocks of heads"].entries
+        | WAYS["alternating columns"].entries
+        | WAYS["transposed"].entries
+        | WAYS["experts of alternating columns"].entries
+        | WAYS["a router's bias"].entries,
+        "model.",
+        "model.language_model.",
+    )
+    carried: ClassVar = ("model.language_model.layers.{n_layers}.*", "mtp.*", "model.visual.*")
+
+
+def register() -> None:
+    """Make the family known in this process."""
+    if not is_supported_model(FUSED_TYPE):
+        register_model_spec(family_spec(FUSED_TYPE, FusedMoEAdapter, make_parallelize_fn(MOE_TP_PLAN)))
+
+
+def carried_tensors(n_layers: int) -> Native:
+    """What such a checkpoint holds besides, of any dtype and shape."""
+    layer = f"model.language_model.layers.{n_layers}."
+    return {
+        f"{layer}self_attn.q_proj.weight": torch.randn(8, 6).to(torch.float8_e4m3fn),
+        f"{layer}self_attn.q_proj.weight_scale_inv": torch.rand(1, 1),
+        f"{layer}mlp.gate.e_score_correction_bias": torch.tensor([float("nan"), 1.0]),
+        "mtp.fc.weight": torch.randn(2, 600, 300, dtype=torch.float64),
+        "mtp.scale": torch.tensor(3, dtype=torch.int64),
+        "model.visual.empty": torch.empty(0, 4),
+    }
