@@ -45,6 +45,7 @@ class BaseModelArgs:
         balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
         is_critic: has a value head `score` in place of the language-model head.
         attn_type: the attention backend, `auto` or a registered name.
+        hf_examples: of fields that other families lack, the values that `archon check-model` tries.
 
     Raises ConfigError for values that contradict each other.
     """
@@ -87,6 +88,7 @@ class BaseModelArgs:
     hf_fields: ClassVar[dict[str, Field]]
     hf_windows: ClassVar[WindowPolicy]
     hf_must_be: ClassVar[dict[str, Any]] = {}
+    hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def __post_init__(self) -> None:
         self.n_kv_heads = self.n_kv_heads or self.n_heads

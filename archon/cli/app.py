@@ -17,6 +17,7 @@ import archon
 from archon.cli import (
     bench,
     bootstrap,
+    check_model,
     convert,
     doctor,
     generate,
@@ -79,7 +80,7 @@ def every_command(
     pass
 
 
-for module in (models, inspect, plan, convert, bootstrap):
+for module in (models, inspect, check_model, plan, convert, bootstrap):
     app.command(**module.SETTINGS)(module.command)
 for name in train.RUNS:
     train.add_command(app, name)

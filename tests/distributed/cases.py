@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from archon.check.layouts import MAX_TOKENS, VOCAB, SequenceLoss, padded_batch
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
-from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, document_sums, loss_token_count, masked_sum
+from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, loss_token_count
 from archon.schema.config import EngineConfig
 from tests.engine.tiny import full_tensor
 
-VOCAB = 104
 PADDING_TOKEN = 46
 """It stands in the batches too, as a token of the text may."""
 DENSE: dict[str, Any] = {
@@ -58,9 +57,6 @@ MODELS["shared"] = MODELS["moe"] | {"model_type": "archon_test_shared_moe"}
 MODELS["fused"] = MODELS["moe"] | {"model_type": "archon_test_fused_moe", "attention_bias": True}
 MODELS["routed"] = MODELS["moe"] | {"model_type": "archon_test_routed_moe"}
 MODELS["tied_routed"] = MODELS["routed"] | {"tie_word_embeddings": True}
-# Odd lengths that no rank count divides, two equal neighbors, one document without a prediction.
-LENGTHS = (13, 5, 5, 1, 21, 8, 3, 17, 2, 9, 30)
-MAX_TOKENS = 40
 STEPS = 3
 
 
@@ -80,18 +76,6 @@ class Case:
         options = "-".join(f"{key}={value}" for key, value in self.config.items())
         parts = [self.model, "critic" if self.critic else "", self.layout, self.dtype, options]
         return "-".join(part for part in parts if part)
-
-
-class SequenceLoss:
-    """A loss that needs whole documents in their order: each document's mean log-probability, squared."""
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
-        counts = document_sums(mb["loss_mask"].to(logprobs.dtype), mb).clamp(min=1)
-        means = document_sums(logprobs * mb["loss_mask"], mb) / counts
-        loss = means.square().sum() - 0.1 * (logprobs * mb["loss_mask"]).sum()
-        if entropy is not None:
-            loss = loss - 0.01 * (entropy * mb["loss_mask"]).sum()
-        return loss, {"logprob": masked_sum(logprobs.detach(), mb["loss_mask"])}
 
 
 class ValueLoss:
@@ -114,19 +98,8 @@ def write_config(folder: Path, model: str) -> str:
 
 
 def batch(lengths: tuple[int, ...], seed: int) -> dict[str, Tensor]:
-    """A padded batch; the second document is not trained at all, and prompts of the others are not."""
-    generator = torch.Generator().manual_seed(seed)
-    width = max(lengths)
-    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
-    loss_mask = mask.clone()
-    for row, length in enumerate(lengths):
-        loss_mask[row, : length if row == 1 else max(1, length // 3)] = False
-    return {
-        "input_ids": torch.randint(VOCAB, (len(lengths), width), generator=generator) * mask,
-        "attention_mask": mask,
-        "loss_mask": loss_mask.long(),
-        "target": torch.randn(len(lengths), width, generator=generator, dtype=torch.float64),
-    }
+    """See `padded_batch`."""
+    return padded_batch(lengths, VOCAB, seed)
 
 
 def engine_config(case: Case, path: str, layout: str, **changes: Any) -> EngineConfig:
@@ -144,13 +117,6 @@ def engine_config(case: Case, path: str, layout: str, **changes: Any) -> EngineC
         | options
         | changes
     )
-
-
-def rows_of(data: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """The documents of one data-parallel rank: uneven shares, so that ranks differ in tokens and micro-batches."""
-    count = data["input_ids"].shape[0]
-    bounds = [0, *(max(r + 1, int(count * ((r + 1) / ranks) ** 1.5)) for r in range(ranks))]
-    return {name: x[bounds[rank] : bounds[rank + 1]] for name, x in data.items()}
 
 
 def whole_gradients(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from archon.check.layouts import LENGTHS, rows_of
 from archon.checkpoint.hf_export import save_hf
 from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
 from archon.checkpoint.safetensors_file import write_safetensors
@@ -21,7 +22,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.schema.errors import CheckpointError
 from tests.checkpoint.killing import digest
-from tests.distributed.cases import LENGTHS, Case, batch, engine_config, loss_of, rows_of
+from tests.distributed.cases import Case, batch, engine_config, loss_of
 from tests.engine.tiny import full_tensor
 from tests.models import fused_family
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from archon.check.rank_pool import Pool
 from tests.distributed.cases import Case
 from tests.distributed.matrix import reference_key, run_reference
-from tests.distributed.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -12,19 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from archon.check.layouts import LENGTHS, compare, rows_of
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
 from tests.distributed.cases import (
-    LENGTHS,
     STEPS,
     Case,
     batch,
     engine_config,
     loss_of,
-    rows_of,
     whole_gradients,
     write_config,
 )
@@ -165,17 +164,3 @@ def check_collectives(engine: ArchonEngine, seen: set[str]) -> None:
     if dims.ep > 1 or (dims.cp > 1 and engine.layout.context_parallel == "ulysses"):
         expected.add("all_to_all_single")
     assert expected <= seen, f"expected {sorted(expected)}, seen {sorted(seen)}"
-
-
-def compare(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Of what this rank holds; between them the ranks must hold everything."""
-    differences = {}
-    for name, wanted in reference.items():
-        if name not in found:
-            continue
-        scale = float(wanted.abs().max())
-        assert scale > 0, f"the reference's {name} is all zero"
-        got = found[name]
-        assert got.shape == wanted.shape, f"{name}: {tuple(got.shape)}, expected {tuple(wanted.shape)}"
-        differences[name] = float((got.double() - wanted.double()).abs().max()) / scale
-    return differences

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.check.rank_pool import Pool, RankError
 from archon.checkpoint.native import load_state
 from archon.checkpoint.state_tree import Shard, select_region
 from archon.engine.engine import ArchonEngine
@@ -19,7 +20,6 @@ from archon.schema.errors import CheckpointError
 from tests.checkpoint.killing import digest
 from tests.distributed import checkpoints
 from tests.distributed.cases import Case, engine_config, write_config
-from tests.distributed.pool import Pool, RankError
 from tests.tolerances import STEPS_FP64
 
 pytestmark = pytest.mark.xdist_group("ranks")

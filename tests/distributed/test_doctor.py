@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from archon.check.rank_pool import Pool
 from archon.doctor.checks import inconsistencies, memory, placements, self_test
 from archon.engine.batch import PackedBatch
 from archon.engine.dry_run import documents
@@ -25,7 +26,6 @@ from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
 from archon.schema.config import EngineConfig
 from tests.distributed.cases import write_config
-from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("ranks")
 TOKENS = 64

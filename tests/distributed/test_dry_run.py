@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from archon.check.rank_pool import Pool
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.engine.dry_run import RankReport, documents, dry_run, rank_report
 from archon.engine.engine import ArchonEngine
@@ -23,7 +24,6 @@ from archon.parallel.pipeline import plan_stages
 from archon.schema.config import EngineConfig, PipelineConfig
 from archon.schema.errors import LayoutError
 from tests.distributed.cases import write_config
-from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

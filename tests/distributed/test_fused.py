@@ -9,12 +9,12 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from archon.check.rank_pool import Pool
 from archon.models import get_model_spec
 from tests.checkpoint.killing import digest
 from tests.checkpoint.tiny_checkpoints import write_checkpoint
 from tests.distributed import checkpoints
 from tests.distributed.cases import MODELS, Case
-from tests.distributed.pool import Pool
 from tests.models import fused_family
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import Pool
+from archon.check.rank_pool import Pool
 from tests.distributed.runs import make_inputs
 from tests.rl.objectives import (
     OBJECTIVES,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from archon.check.rank_pool import Pool
 from tests.distributed.cases import Case
 from tests.distributed.matrix_cases import CASES, FURTHER, PAIRED, QUICK
-from tests.distributed.pool import Pool
 from tests.distributed.verdict import examine, record
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from archon.check.rank_pool import Pool
 from tests.distributed.cases import Case
 from tests.distributed.matrix_cases import CASES
 from tests.distributed.mutations import MUTATIONS, Mutation, run_mutated
-from tests.distributed.pool import Pool
 from tests.distributed.verdict import examine
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from archon.check.layouts import LENGTHS, VOCAB, rows_of
+from archon.check.rank_pool import Pool
 from archon.checkpoint.hf_io import load_model
 from archon.checkpoint.state_tree import Shard
 from archon.engine.engine import ArchonEngine
@@ -29,9 +31,8 @@ from archon.parallel.pipeline_schedule import Pipeline, _Stage
 from archon.parallel.torch_groups import default_group
 from archon.planner.memory_model import in_flight
 from archon.schema.config import PipelineConfig
-from tests.distributed.cases import LENGTHS, VOCAB, Case, batch, engine_config, loss_of, rows_of
+from tests.distributed.cases import Case, batch, engine_config, loss_of
 from tests.distributed.checkpoints import whole_state
-from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

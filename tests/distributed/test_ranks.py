@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from archon.check.layouts import rows_of
+from archon.check.rank_pool import Pool
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, Metrics, loss_token_count
@@ -21,9 +23,8 @@ from archon.parallel.failure import Failure
 from archon.parallel.layout import parse_layout
 from archon.parallel.torch_groups import all_groups, default_group, set_time_limit, time_limit
 from archon.schema.errors import CheckpointError, ConfigError
-from tests.distributed.cases import Case, engine_config, rows_of
+from tests.distributed.cases import Case, engine_config
 from tests.distributed.matrix import data_of
-from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

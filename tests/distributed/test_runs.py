@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.check.rank_pool import Pool, RankError
 from archon.checkpoint.hf_io import load_model
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
@@ -23,7 +24,6 @@ from archon.rl.bootstrap import warm_up
 from archon.schema.errors import ConfigError
 from archon.training.config import WarmupConfig
 from archon.training.metrics import read_jsonl
-from tests.distributed.pool import Pool, RankError
 from tests.distributed.runs import make_inputs, rl_config, sft_config, train_rl, train_sft
 from tests.tolerances import SAME_RUN
 

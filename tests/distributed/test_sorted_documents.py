@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
+from archon.check.rank_pool import Pool
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from tests.distributed import matrix
 from tests.distributed.cases import Case, batch, engine_config
-from tests.distributed.pool import Pool
 from tests.distributed.verdict import examine
 
 pytestmark = pytest.mark.xdist_group("ranks")

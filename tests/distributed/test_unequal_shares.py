@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.check.rank_pool import Pool
 from archon.engine.batch import PackedBatch, pack
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import BatchError
 from tests.distributed.cases import Case, batch, engine_config, loss_of
-from tests.distributed.pool import Pool
 from tests.tolerances import REORDER_FP64, STEPS_FP64
 
 pytestmark = pytest.mark.xdist_group("ranks")

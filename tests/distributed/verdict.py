@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from archon.check.rank_pool import Pool
 from archon.parallel.layout import parse_layout
 from tests.distributed.cases import Case
 from tests.distributed.matrix import run_case
-from tests.distributed.pool import Pool
 from tests.tolerances import REORDER_FP32, REORDER_FP64, STEPS_FP64
 
 RECORD = "ARCHON_MATRIX_RECORD"

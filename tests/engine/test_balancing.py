@@ -12,21 +12,22 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import archon
+from archon.check.layouts import LENGTHS
+from archon.check.oracle import build_pair, checkpoint_tensors, pack, random_config, relative
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.train_step import micro_batches
 from archon.models.layers.moe import expert_biases, load_balancing_loss
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
-from tests.distributed.cases import LENGTHS, Case, batch, engine_config, whole_gradients, write_config
-from tests.models.reference import FIRST_MOE_SEED, build_pair, checkpoint_tensors, pack, random_config, relative
+from tests.distributed.cases import Case, batch, engine_config, whole_gradients, write_config
 from tests.tolerances import PARITY_FP32
 
 # Where every expert is chosen every time, the loss is constant and its gradient rounding.
 SEEDS = [
     seed
-    for seed in range(FIRST_MOE_SEED, FIRST_MOE_SEED + 12)
-    if random_config(seed).num_experts_per_tok < random_config(seed).num_experts
+    for seed in range(12)
+    if random_config(seed, "qwen3_moe").num_experts_per_tok < random_config(seed, "qwen3_moe").num_experts
 ]
 RATE = 0.01
 SFT = CrossEntropyLoss()
@@ -62,7 +63,7 @@ def chosen(engine: ArchonEngine, data: dict[str, Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_auxiliary_loss_and_its_gradients_are_those_of_transformers(seed: int) -> None:
-    config = random_config(seed)
+    config = random_config(seed, "qwen3_moe")
     reference, model, adapter = build_pair(config, seed=seed)
     tokens, positions, cu_seqlens, longest = pack([37], config.vocab_size, seed)
     model(tokens, positions, cu_seqlens, longest)
@@ -84,7 +85,7 @@ def test_the_auxiliary_loss_and_its_gradients_are_those_of_transformers(seed: in
 
 def test_the_engine_adds_the_auxiliary_loss_of_a_micro_batch(tmp_path: Path) -> None:
     """Cross entropy and coefficient times transformers' loss, of one micro-batch, by transformers' own autograd."""
-    config = random_config(SEEDS[0])
+    config = random_config(SEEDS[0], "qwen3_moe")
     reference, _, adapter = build_pair(config, seed=1)
     config.save_pretrained(tmp_path / "in")
     native = adapter.from_hf(checkpoint_tensors(reference))

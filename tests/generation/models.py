@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from archon.check.oracle import checkpoint_tensors, hf_classes, hf_model
 from archon.generation import InProcessEngine
 from archon.models import BaseArchonModel, get_model_spec
 from archon.rl import GenerationHyperparameters, ModelRequest
-from tests.models.reference import HF_CLASSES, checkpoint_tensors, hf_model
 
 VOCAB = 67
 # Where families differ: the fields each adds.
@@ -32,7 +32,7 @@ _OWN: dict[str, dict[str, Any]] = {
 def _pair(
     family: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...]
 ) -> tuple[PreTrainedModel, BaseArchonModel]:
-    config = HF_CLASSES[family][0](
+    config = hf_classes(family)[0](
         **{
             "hidden_size": 24,
             "num_hidden_layers": 3,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from archon.check.oracle import relative
 from archon.models.attention import sdpa
 from archon.models.attention import varlen as varlen_backend
 from archon.models.attention.meta import PackedAttention
@@ -24,7 +25,6 @@ from archon.models.layers import attention as attention_layer
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import Rotation
 from archon.schema.errors import ConfigError
-from tests.models.reference import relative
 from tests.tolerances import FLASH_BF16, FORMULA_FP64
 
 SCALE = 0.4

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from archon.check.oracle import relative
 from archon.models import token_scores as tiles
 from archon.models.head import LMHead
-from tests.models.reference import relative
 from tests.tolerances import FORMULA_FP64, HEAD_BF16, HEAD_FP32
 
 T, D, V = 13, 6, 23

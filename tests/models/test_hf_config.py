@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, Qwen2Config, Qwen3Config
 
+from archon.check.oracle import hf_classes
 from archon.models import RopeConfig, get_model_spec
 from archon.models.hf_config import NO_EFFECT
 from archon.models.qwen2 import Qwen2ModelArgs
 from archon.models.qwen3 import Qwen3ModelArgs
 from archon.models.qwen3_moe import Qwen3MoEModelArgs
+from archon.models.spec import FAMILIES
 from archon.schema.errors import ConfigError, UserError
-from tests.models.reference import HF_CLASSES
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
 PARAMETERS = {
@@ -78,7 +79,7 @@ def test_another_familys_config_is_refused(name: str) -> None:
         Qwen3ModelArgs.from_hf_config(read(name))
 
 
-@pytest.mark.parametrize("config", [configs() for configs, _ in HF_CLASSES.values()], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", [hf_classes(family)[0]() for family in FAMILIES], ids=lambda c: c.model_type)
 def test_defaults_are_those_of_transformers(config: Any) -> None:
     sizes = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     args_class = get_model_spec(config.model_type).model_args_class

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.check.oracle import relative
 from archon.models.attention.cache import PagedRows
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import PackedAttention, PrefixAttention
@@ -17,7 +18,6 @@ from archon.models.attention.prefix import shared_prefixes
 from archon.models.layers.latent_attention import LatentAttention, LatentLayer
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeConfig, RopeSpec, RotaryEmbedding, Rotation
-from tests.models.reference import relative
 from tests.tolerances import REORDER_FP64
 
 DIM, HEADS, RANK, ROTATED = 24, 3, 10, 4

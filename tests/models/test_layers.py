@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
+from archon.check.oracle import relative
 from archon.models.layers import fused
 from archon.models.layers.feed_forward import ACTIVATIONS, FeedForward
 from archon.models.layers.matmul import MIN_MULTIPLICATIONS, add_product, linear, product
 from archon.models.layers.norm import RMSNorm
 from archon.schema.errors import ConfigError
-from tests.models.reference import relative
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3ForSequenceClassification
 
+from archon.check.oracle import build_pair, pack, random_config, reference_logits, relative
 from archon.models import RopeConfig, TokenScores, WeightedLoss
 from archon.models.qwen2 import Qwen2Model, Qwen2ModelArgs
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 from archon.schema.errors import ConfigError
-from tests.models.reference import build_pair, pack, random_config, reference_logits, relative
 from tests.tolerances import BF16_COMPUTE, FORMULA_FP64, HEAD_FP32, PARITY_FP32
 
 LENGTHS = [5, 1, 150, 8]
@@ -105,7 +105,7 @@ def test_a_critic_gives_a_value_for_each_token() -> None:
 
 
 def test_a_critics_values_and_gradients_equal_transformers() -> None:
-    config = random_config(7)
+    config = random_config(7, "qwen3")
     config.num_labels = 1
     # transformers scores the last token that is no padding; without a padding token, that of a single sequence.
     config.pad_token_id = None
@@ -128,7 +128,10 @@ def test_a_critics_values_and_gradients_equal_transformers() -> None:
 
 
 def test_the_padding_token_gets_no_gradient_from_its_embedding_as_in_transformers() -> None:
-    config = random_config(UNTIED := next(s for s in range(1, 40, 2) if not random_config(s).tie_word_embeddings))
+    config = random_config(
+        UNTIED := next(s for s in range(40) if not random_config(s, "qwen3").tie_word_embeddings),
+        "qwen3",
+    )
     config.pad_token_id = 3
     reference, model, _ = build_pair(config, seed=UNTIED)
     tokens, positions, cu_seqlens, longest = pack([9, 20], config.vocab_size, 0)
@@ -219,9 +222,7 @@ def test_fresh_weights_are_hugging_faces() -> None:
 
 
 def test_built_on_meta_and_materialised_it_is_the_same_model() -> None:
-    rope = random_config(
-        next(s for s in range(1, 60, 2) if random_config(s).rope_parameters["rope_type"] == "longrope")
-    )
+    rope = random_config(0, "qwen3", rope_kind="longrope")
     args = Qwen3ModelArgs.from_hf_config(rope)
     model = Qwen3Model(args)
     with torch.device("meta"):

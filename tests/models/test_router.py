@@ -13,12 +13,12 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
+from archon.check.oracle import pack, relative
 from archon.models.attention.meta import PackedAttention
 from archon.models.layers.feed_forward import ClampedSwiGLU
 from archon.models.layers.moe import ExpertsLayer, GroupedExperts, MoE, Router
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs
 from archon.schema.errors import ConfigError
-from tests.models.reference import pack, relative
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
 T, DIM, EXPERTS, TOP_K = 40, 12, 16, 3

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from archon.check.oracle import relative
 from archon.models.attention.cache import PagedRows
 from archon.models.attention.documents import GatheredKeys, PackedDocuments
 from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
@@ -21,7 +22,6 @@ from archon.models.attention.spec import AttentionSpec
 from archon.parallel.comm import Group
 from archon.parallel.context import SequenceShare, zigzag_plan
 from tests.models.naive_attention import NaiveAttention
-from tests.models.reference import relative
 from tests.models.test_prefix import answers
 from tests.tolerances import FORMULA_FP64, PAGED_FP64
 

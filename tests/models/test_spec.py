@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from archon.check.oracle import random_config
 from archon.models import get_model_spec, get_supported_model_types, is_supported_model, register_model_spec, spec
 from archon.models.layers.linear import Linear
 from archon.models.qwen2 import parallelize_qwen2
 from archon.models.qwen3 import SPEC, Qwen3Model, parallelize_qwen3
 from archon.schema.errors import UnknownModelError, UserError
-from tests.models.reference import random_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,7 +118,7 @@ def test_every_weight_belongs_to_a_module_with_a_role_in_the_plan() -> None:
     from archon.models.parallelize import DENSE_TP_PLAN
 
     for is_critic in (False, True):
-        model = Qwen3Model(SPEC.model_args_class.from_hf_config(random_config(1), is_critic=is_critic))
+        model = Qwen3Model(SPEC.model_args_class.from_hf_config(random_config(1, "qwen3"), is_critic=is_critic))
         for name, _ in model.named_parameters():
             assert model.get_submodule(name.rpartition(".")[0]).role in DENSE_TP_PLAN, name
     assert Linear(2, 3, bias=False, role="row").role == "row"

@@ -9,26 +9,27 @@ import torch
 from torch import nn
 from transformers import Qwen2ForSequenceClassification, Qwen3ForSequenceClassification
 
+from archon.check.oracle import build_pair, checkpoint_tensors, hf_classes, random_config
 from archon.models import BaseArchonModel, BaseModelArgs, BaseStateDictAdapter, NativeTarget, get_model_spec
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
+from archon.models.spec import FAMILIES
 from archon.schema.errors import CheckpointError
-from tests.models.reference import FIRST_MOE_SEED, HF_CLASSES, build_pair, checkpoint_tensors, random_config
 from tests.models.test_hf_config import PUBLISHED, read
 
-SEEDS = [*range(12), *range(FIRST_MOE_SEED, FIRST_MOE_SEED + 6)]
+SEEDS = [(family, seed) for family in FAMILIES for seed in range(6)]
 TIED, UNTIED = (
-    next(s for s in range(1, 40, 2) if random_config(s).tie_word_embeddings == tied) for tied in (True, False)
+    next(s for s in range(40) if random_config(s, "qwen3").tie_word_embeddings == tied) for tied in (True, False)
 )
 
 
-def hf_state(seed: int) -> tuple[Any, dict[str, torch.Tensor], BaseStateDictAdapter]:
-    reference, _, adapter = build_pair(random_config(seed))
-    return random_config(seed), checkpoint_tensors(reference), adapter
+def hf_state(seed: int, family: str = "qwen3") -> tuple[Any, dict[str, torch.Tensor], BaseStateDictAdapter]:
+    reference, _, adapter = build_pair(random_config(seed, family))
+    return random_config(seed, family), checkpoint_tensors(reference), adapter
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_parameter_maps_to_hugging_face_and_back_bitwise(seed: int) -> None:
-    _, state, adapter = hf_state(seed)
+@pytest.mark.parametrize(("family", "seed"), SEEDS)
+def test_every_parameter_maps_to_hugging_face_and_back_bitwise(family: str, seed: int) -> None:
+    _, state, adapter = hf_state(seed, family)
     native = adapter.from_hf(state)
     assert sorted(native) == sorted(adapter.native_shapes)
     back = adapter.to_hf(native)
@@ -38,7 +39,7 @@ def test_every_parameter_maps_to_hugging_face_and_back_bitwise(seed: int) -> Non
 
 
 def test_more_than_ten_experts_keep_their_numbers_in_whatever_order_they_come() -> None:
-    config = HF_CLASSES["qwen3_moe"][0](
+    config = hf_classes("qwen3_moe")[0](
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=11,
         intermediate_size=8, moe_intermediate_size=4, num_experts=12, num_experts_per_tok=2,
     )  # fmt: skip
@@ -55,7 +56,7 @@ def test_more_than_ten_experts_keep_their_numbers_in_whatever_order_they_come() 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_the_parameters_transformers_has(name: str) -> None:
     config = read(name)
-    config_class, model_class = HF_CLASSES[config["model_type"]]
+    config_class, model_class = hf_classes(config["model_type"])
     with torch.device("meta"):
         reference = model_class(config_class(**config))
     adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
@@ -140,7 +141,7 @@ def test_export_wants_every_parameter_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("hf_class", [Qwen2ForSequenceClassification, Qwen3ForSequenceClassification])
 def test_a_critic_has_the_keys_of_a_sequence_classifier_of_one_label(hf_class: Any) -> None:
-    config = random_config(0 if "2" in hf_class.__name__ else 1)
+    config = random_config(0, "qwen2" if "2" in hf_class.__name__ else "qwen3")
     config.num_labels = 1
     state = dict(hf_class(config).named_parameters())
     adapter = get_model_spec(config.model_type).state_dict_adapter_class(config, is_critic=True)
@@ -168,21 +169,22 @@ def test_a_critic_from_an_actor_skips_the_head_and_expects_no_score(seed: int) -
 
 
 def test_the_folder_is_named_in_errors() -> None:
-    adapter = Qwen3StateDictAdapter(random_config(UNTIED), "/checkpoints/mine")
+    adapter = Qwen3StateDictAdapter(random_config(UNTIED, "qwen3"), "/checkpoints/mine")
     with pytest.raises(CheckpointError, match="unknown key 'x' in /checkpoints/mine"):
         adapter.hf_to_native("x")
 
 
 MIXED = next(
     seed
-    for seed in range(FIRST_MOE_SEED, FIRST_MOE_SEED + 18)
-    if not random_config(seed).mlp_only_layers and random_config(seed).decoder_sparse_step == 1
+    for seed in range(18)
+    if not random_config(seed, "qwen3_moe").mlp_only_layers
+    and random_config(seed, "qwen3_moe").decoder_sparse_step == 1
 )
-LAST = f"model.layers.{random_config(MIXED).num_hidden_layers - 1}.mlp"
+LAST = f"model.layers.{random_config(MIXED, 'qwen3_moe').num_hidden_layers - 1}.mlp"
 
 
 def test_every_expert_is_accounted_for() -> None:
-    config, state, adapter = hf_state(MIXED)
+    config, state, adapter = hf_state(MIXED, "qwen3_moe")
     last = config.num_experts - 1
     key = f"{LAST}.experts.{last}.down_proj.weight"
     assert key in state
@@ -225,7 +227,7 @@ class StackedAdapter(BaseStateDictAdapter):
 
 
 def test_a_stacked_parameter_is_one_tensor_here_and_one_for_each_expert_there() -> None:
-    adapter = StackedAdapter(random_config(UNTIED))
+    adapter = StackedAdapter(random_config(UNTIED, "qwen3"))
     shapes = adapter.hf_shapes()
     assert shapes["layers.1.experts.2.up"] == (5, 2)
     state = {name: torch.randn(shape) for name, shape in reversed(shapes.items())}

@@ -44,7 +44,10 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="archon-ranks-")
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = CASE_SECONDS) -> list[Any]:
-        """Call `function(*args)` on every rank and return what each returned."""
+        """Call `function(*args)` on every rank. Returns what each returned, in rank order.
+
+        Raises RankError with the tracebacks of the ranks that failed.
+        """
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
@@ -82,12 +85,12 @@ class Pool:
         results: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(results) < self.size:
-            pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in results}
+            pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in results}
             ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
             for pipe in ready:
-                rank = pipes[pipe]  # type: ignore[index]
+                rank = pipes[pipe]
                 try:
-                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                    results[rank] = self._ranks[rank][1].recv()
                 except EOFError:
                     results[rank] = (False, f"the process ended (exit code {self._ranks[rank][0].exitcode})")
                 if not results[rank][0]:

@@ -1,0 +1,156 @@
+"""Every contract of a family in turn, and what each found."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from archon.check.decoding import check_decoding
+from archon.check.family import CheckedFamily
+from archon.check.isolation import check_isolation
+from archon.check.layouts import check_layouts, describe_layouts
+from archon.check.oracle import ContractError, hf_classes, own_config
+from archon.check.parity import FP32_TOLERANCE, SEEDS, parity
+from archon.check.round_trip import own_round_trip, round_trip
+from archon.check.silent_defaults import STYLES, field_outcomes, unread_fields
+from archon.schema.errors import UserError
+
+# How many configurations each contract tries, of a quick check and of a full one.
+QUICK_SEEDS = range(6)
+FEW_SEEDS = range(2)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one contract.
+
+    Attributes:
+        text: what was found, or how the contract is broken.
+        passed: None for a contract that could not be checked.
+    """
+
+    contract: str
+    text: str
+    passed: bool | None
+    seconds: float
+
+
+def check_family(family: CheckedFamily, *, full: bool = False) -> Iterator[Finding]:
+    """Yields the finding of each contract; `full` tries every configuration, tied models in layouts, and all pages."""
+    for name, contract in CONTRACTS.items():
+        started = time.monotonic()
+        passed: bool | None = True
+        try:
+            text = contract(family, full)
+        except _NoReferenceError:
+            text, passed = "transformers has no such type", None
+        except (ContractError, UserError) as error:
+            text, passed = " ".join(str(error).split()), False
+        except Exception as error:  # noqa: BLE001 - a family's code may raise anything; the other contracts go on
+            text, passed = f"{type(error).__name__}: {' '.join(str(error).split())}", False
+        yield Finding(name, text, passed, time.monotonic() - started)
+
+
+class _NoReferenceError(Exception):
+    """The contract compares with transformers, which has no such type."""
+
+
+def _reference(family: CheckedFamily) -> str:
+    if family.reference is None:
+        raise _NoReferenceError
+    return family.reference
+
+
+def _parameters(family: CheckedFamily, full: bool) -> str:
+    """Compare the parameters of the published default sizes with those of transformers, both on the meta device."""
+    reference = _reference(family)
+    config_class, model_class = hf_classes(reference)
+    config = config_class()
+    with torch.device("meta"):
+        theirs = model_class._from_config(config)
+    wanted = sum(parameter.numel() for parameter in theirs.parameters())
+    adapter = family.spec.state_dict_adapter_class(own_config(config, family.model_type))
+    found = sum(math.prod(shape) for shape in adapter.native_shapes.values())
+    if found != wanted:
+        raise ContractError(f"{found:,} parameters by the default config of transformers, which has {wanted:,}")
+    return f"{found:,} by the default config"
+
+
+def _parity(family: CheckedFamily, full: bool) -> str:
+    reference = _reference(family)
+    worst = {"logits": 0.0, "gradients": 0.0}
+    seeds = SEEDS if full else QUICK_SEEDS
+    for seed in seeds:
+        for name, difference in parity(seed, family.model_type, reference).items():
+            if not difference <= FP32_TOLERANCE:
+                raise ContractError(f"configuration {seed}: {name} differs by {difference:.1e} from transformers")
+            kind = "logits" if name == "logits" else "gradients"
+            worst[kind] = max(worst[kind], difference)
+    return f"logits {worst['logits']:.0e}, gradients {worst['gradients']:.0e} over {len(seeds)} configurations"
+
+
+def _config_fields(family: CheckedFamily, full: bool) -> str:
+    if family.reference is None:
+        if lines := unread_fields(family.model_type):
+            raise ContractError("; ".join(lines))
+        return "each mapped field reaches the model's arguments; not compared with transformers"
+    counts, wrong = {"equal": 0, "rejected": 0}, []
+    for style in STYLES if full else STYLES[:1]:
+        outcomes, lines = field_outcomes(family.model_type, style, family.reference)
+        wrong += lines
+        counts = {name: count + outcomes[name] for name, count in counts.items()}
+    if wrong:
+        raise ContractError("; ".join(wrong))
+    return f"{counts['equal']} variants as transformers', {counts['rejected']} refused by name"
+
+
+def _round_trip(family: CheckedFamily, full: bool) -> str:
+    tensors = 0
+    for seed in QUICK_SEEDS if full else FEW_SEEDS:
+        with tempfile.TemporaryDirectory() as folder:
+            if family.reference is None:
+                tensors += own_round_trip(seed, family.model_type, Path(folder))
+            else:
+                tensors += round_trip(seed, family.model_type, Path(folder), family.reference)
+    names = "archon's own files" if family.reference is None else "transformers' names and files"
+    return f"{tensors} tensors bitwise, {names}"
+
+
+def _isolation(family: CheckedFamily, full: bool) -> str:
+    seeds = SEEDS if full else QUICK_SEEDS
+    documents = sum(check_isolation(seed, family.model_type) for seed in seeds)
+    return f"{documents} documents changed, no other noticed"
+
+
+def _generation(family: CheckedFamily, full: bool) -> str:
+    pages = (1, 3, 64) if full else (3,)
+    tokens = sum(
+        check_decoding(seed, family.model_type, family.reference, pages) for seed in (FEW_SEEDS if full else range(1))
+    )
+    reference = "the forward over whole documents" if family.reference is None else "transformers"
+    return f"{tokens} greedy tokens as {reference}"
+
+
+def _layouts(family: CheckedFamily, full: bool) -> str:
+    found = ""
+    for tied in (False, True) if full else (False,):
+        with tempfile.TemporaryDirectory() as folder:
+            found = describe_layouts(check_layouts(family, Path(folder), tied=tied))
+    return found
+
+
+CONTRACTS: dict[str, Callable[[CheckedFamily, bool], str]] = {
+    "parameters": _parameters,
+    "parity": _parity,
+    "config fields": _config_fields,
+    "round trip": _round_trip,
+    "isolation": _isolation,
+    "generation": _generation,
+    "two ranks": _layouts,
+}

@@ -1,0 +1,144 @@
+"""transformers as the oracle of a family: a model of its own with the same weights, run on one document at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from archon.check.random_configs import draw_fields
+from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec
+from archon.schema.errors import ConfigError
+
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class ContractError(Exception):
+    """A family breaks a contract; the message is one line that says how."""
+
+
+def has_reference(model_type: str) -> bool:
+    """Returns whether transformers has a causal language model of this type."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def hf_classes(model_type: str) -> tuple[Any, Any]:
+    """Returns the config class and the causal language model of transformers for a model type.
+
+    Raises ConfigError where it has none.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if not has_reference(model_type):
+        raise ConfigError(f"transformers has no causal language model of the type {model_type!r} to compare with")
+    config_class = CONFIG_MAPPING[model_type]
+    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+
+
+def random_config(
+    seed: int, model_type: str, reference: str | None = None, *, rope_kind: str | None = None, **fixed: Any
+) -> Any:
+    """Returns a transformers config with the fields of `draw_fields`, of the type `reference` where that is given."""
+    return hf_classes(reference or model_type)[0](**draw_fields(seed, model_type, rope_kind=rope_kind, **fixed))
+
+
+def own_config(config: Any, model_type: str | None = None) -> dict[str, Any]:
+    """Returns a transformers config as the `config.json` of a family, by default that of its own type."""
+    fields: dict[str, Any] = config.to_dict()
+    return fields | {"model_type": model_type or config.model_type}
+
+
+def hf_model(config: Any, **options: Any) -> Any:
+    """Returns a fresh transformers model; experts are run one at a time, the plainest way it has and the only one in
+    float64."""
+    if any(getattr(config, name, None) for name in EXPERT_FIELDS):
+        options["experts_implementation"] = "eager"
+    return hf_classes(config.model_type)[1]._from_config(config, **options)
+
+
+@torch.no_grad()
+def randomize_vectors(model: nn.Module) -> None:
+    """Draw biases and norms at random, which fresh models set to 0 and 1."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+
+
+def build_pair(
+    config: Any,
+    *,
+    attention: str = "eager",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    model_type: str | None = None,
+) -> tuple[Any, BaseArchonModel, BaseStateDictAdapter]:
+    """Returns a transformers model with every weight drawn at random, archon's with the same weights, and its adapter.
+
+    Args:
+        config: of the transformers model.
+        attention: transformers' attention implementation.
+        model_type: of archon's family, by default that of the config.
+
+    Raises ContractError where the parameters of the two are not the same.
+    """
+    torch.manual_seed(seed)
+    reference = hf_model(config, attn_implementation=attention).to(dtype)
+    randomize_vectors(reference)
+    spec = get_model_spec(model_type or config.model_type)
+    adapter = spec.state_dict_adapter_class(own_config(config, model_type))
+    model = spec.model_class(adapter.args).to(dtype)
+    missing, unexpected = model.load_state_dict(adapter.from_hf(checkpoint_tensors(reference)), strict=False)
+    if unexpected or not set(missing) <= {"output.weight"}:
+        raise ContractError(f"a checkpoint of transformers leaves out {missing} and fills {unexpected}")
+    model.tie_weights()
+    return reference, model, adapter
+
+
+def checkpoint_tensors(reference: Any, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Returns the weights of a transformers model, or their gradients, as its checkpoints name and shape them.
+
+    In memory transformers stacks the experts, gate and up as one; in a file each may have its matrices. Buffers that
+    checkpoints hold are among them, also with the gradients.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored = reference.state_dict().keys()
+    tensors = {name: buffer for name, buffer in reference.named_buffers() if name in stored}
+    for name, parameter in reference.named_parameters():
+        if gradients and parameter.grad is None:
+            raise ContractError(f"transformers computes no gradient of {name}")
+        tensors[name] = parameter.grad if gradients else parameter.detach()
+    converted: dict[str, Tensor] = revert_weight_conversion(reference, tensors)
+    return converted
+
+
+def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tensor:
+    """Returns logits [T, V] of documents run one at a time, each with rotary state as in a fresh model.
+
+    transformers remembers the longest document that dynamic RoPE has seen; a document's own length is what counts here.
+    """
+    decoder, logits = reference.model, []
+    for document in tokens.split(lengths):
+        if hasattr(decoder, "rotary_emb"):
+            decoder.rotary_emb = type(decoder.rotary_emb)(reference.config)
+        logits.append(reference(input_ids=document.unsqueeze(0), use_cache=False).logits[0])
+    return torch.cat(logits)
+
+
+def pack(lengths: list[int], vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Returns random tokens [T] of documents, their positions [T], boundaries int32 [B + 1] and the longest length."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (sum(lengths),), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    return tokens, positions, cu_seqlens, max(lengths)
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Returns max|a - b| / max|b|. Raises ContractError for tensors of different shapes."""
+    if actual.shape != expected.shape:
+        raise ContractError(f"a tensor of shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    return ((actual - expected).abs().max() / expected.abs().max()).item()

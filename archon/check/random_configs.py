@@ -1,0 +1,195 @@
+"""Small random configurations of any family: each field of its `config.json` is drawn by the field's name.
+
+A family with fields that no draw here knows names values for them in `hf_examples` of its arguments; of its other
+fields, booleans and numbers with a default are varied, and what is left keeps its default.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from archon.models import get_model_spec
+from archon.models.hf_config import REQUIRED, Field
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ACTIVATIONS = ("silu", "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
+WINDOWS = (2, 5, 11)
+OMIT: Any = object()
+"""What a draw returns for a field that is left out of the configuration."""
+
+Draw = Callable[[random.Random, dict[str, Any], frozenset[str]], Any]
+"""Returns the value of a field, from what was drawn before and the names of the family's fields."""
+
+
+def _experts(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
+    return rng.choice([4, 6, 8])
+
+
+def _n_experts(config: Mapping[str, Any]) -> int:
+    found = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next((experts for experts in found if experts), 0)
+
+
+def _chosen_experts(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
+    experts = _n_experts(config)
+    eligible = experts // config.get("n_group", 1) * config.get("topk_group", 1)
+    return min(rng.choice([1, 1, 2, 3, experts]), eligible)
+
+
+def _hidden_size(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> int:
+    """Returns a multiple of the heads, which some config classes want, of at least 24: gradients of narrower models
+    cancel, and transformers itself is then 3e-5 away from its own float64 value."""
+    heads = config["num_attention_heads"]
+    width = max(rng.choice([config.get("head_dim", 8), 6]), -(-24 // heads))
+    return int(heads * (width + width % 2))
+
+
+def _sliding_window(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+    if "use_sliding_window" in names:
+        return rng.choice(WINDOWS) if config["use_sliding_window"] else OMIT
+    return rng.choice(WINDOWS if "layer_types" in names else (None, *WINDOWS))
+
+
+def _layer_types(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+    layers = config["num_hidden_layers"]
+    if "use_sliding_window" in names:
+        windowed = config["use_sliding_window"] and rng.random() < 0.5
+        return ["sliding_attention"] + ["full_attention"] * (layers - 1) if windowed else OMIT
+    kinds = ["sliding_attention", "full_attention"]
+    return rng.sample(kinds * layers, layers)
+
+
+def _max_window_layers(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+    return 1 if config["use_sliding_window"] and "layer_types" not in config else OMIT
+
+
+def _pick(*values: Any) -> Draw:
+    return lambda rng, config, names: rng.choice(values)
+
+
+# In the order of drawing, since some depend on others. Sizes are small and odd.
+DRAWS: dict[str, Draw] = {
+    "num_hidden_layers": _pick(2, 3),
+    "num_key_value_heads": _pick(1, 2, 3),
+    "num_attention_heads": lambda rng, config, names: config.get("num_key_value_heads", 2) * rng.choice([1, 2, 3, 4]),
+    "head_dim": _pick(6, 8, 10, 16),
+    "hidden_size": _hidden_size,
+    "intermediate_size": _pick(32, 52),
+    "vocab_size": _pick(37, 61),
+    "hidden_act": _pick(*ACTIVATIONS),
+    "hidden_activation": _pick(*ACTIVATIONS),
+    "rms_norm_eps": _pick(1e-6, 1e-5),
+    "max_position_embeddings": _pick(16, 32, 64),
+    "pad_token_id": _pick(None, None, 3),
+    # Large enough that attention is far from uniform, small enough that it does not saturate: at 0.2, a tensor whose
+    # gradient cancels puts transformers itself 3e-5 away from its own float64 value.
+    "initializer_range": _pick(0.13),
+    "use_sliding_window": _pick(True, False),
+    "sliding_window": _sliding_window,
+    "layer_types": _layer_types,
+    "max_window_layers": _max_window_layers,
+    "n_group": _pick(1, 2),
+    "topk_group": lambda rng, config, names: rng.choice([1, config["n_group"]]),
+    "num_experts": _experts,
+    "num_local_experts": _experts,
+    "n_routed_experts": _experts,
+    "num_experts_per_tok": _chosen_experts,
+    "moe_intermediate_size": _pick(8, 20),
+    "shared_expert_intermediate_size": _pick(12, 28),
+    "n_shared_experts": _pick(1, 2),
+    # The weight of a single expert, normalized, is 1 whatever the router says: it has no gradient.
+    "norm_topk_prob": lambda rng, config, names: rng.random() < 0.5 and config["num_experts_per_tok"] > 1,
+    "decoder_sparse_step": _pick(1, 2),
+    "mlp_only_layers": lambda rng, config, names: (
+        [rng.randrange(config["num_hidden_layers"])]
+        if config.get("decoder_sparse_step", 1) == 1 and rng.random() < 0.4
+        else OMIT
+    ),
+    "first_k_dense_replace": _pick(0, 1),
+    "final_logit_softcapping": _pick(None, 2.0, 20.0),
+    "attn_logit_softcapping": _pick(None, 2.0, 20.0),
+}
+# Where a family's fields mean something else, or transformers ignores them.
+OWN_DRAWS: dict[str, dict[str, Draw]] = {
+    "qwen3_moe": {"layer_types": _pick(OMIT), "max_window_layers": _pick(OMIT)},
+}
+
+
+def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any]:
+    """Returns `rope_parameters` of one kind, with the optional fields there or not."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice([10.0, 1_000.0, 1_000_000.0])}
+    if kind in ("linear", "dynamic", "yarn", "llama3"):
+        rope["factor"] = rng.choice([1.5, 2.0, 4.0, 8.0])
+    if kind in ("yarn", "llama3", "longrope"):
+        rope["original_max_position_embeddings"] = rng.choice([8, 16])
+    if kind == "yarn":
+        rope |= rng.choice([{}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"truncate": False}])
+        rope |= rng.choice([{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.1}])
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": rng.choice([2.0, 4.0])}
+    if kind == "longrope":
+        rope["short_factor"] = [1 + rng.random() for _ in range(rotary_dim // 2)]
+        rope["long_factor"] = [1 + 5 * rng.random() for _ in range(rotary_dim // 2)]
+        rope |= rng.choice([{}, {"factor": 4.0}, {"attention_factor": 1.2}])
+    return rope
+
+
+def _rope_of_seed(seed: int, kind: str | None) -> Draw:
+    def draw(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        rotary_dim = int(head_dim * (config.get("partial_rotary_factor") or 1))
+        return random_rope(rng, kind or ROPE_KINDS[seed % len(ROPE_KINDS)], rotary_dim)
+
+    return draw
+
+
+def _vary(field: Field) -> Draw:
+    """Returns the draw of a field that is known by its type alone."""
+
+    def draw(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+        if field.kind is bool:
+            return rng.random() < 0.5
+        if field.kind is float and field.native and field.default is not REQUIRED and field.default:
+            return field.default * rng.choice([0.5, 1.0, 1.5])
+        return OMIT
+
+    return draw
+
+
+def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **fixed: Any) -> dict[str, Any]:
+    """Returns the fields of a random configuration of a family, without `model_type`.
+
+    Each field has a random stream of its own, so that a new field changes no other.
+
+    Args:
+        seed: seeds that follow each other walk through the kinds of RoPE.
+        rope_kind: this one instead.
+        fixed: fields that are not drawn.
+    """
+    args = get_model_spec(model_type).model_args_class
+    names = frozenset({*args.hf_fields, *args.hf_windows.fields, "rope_parameters"})
+    draws: dict[str, Draw] = {name: draw for name, draw in DRAWS.items() if name in names}
+    draws |= {name: _vary(field) for name, field in args.hf_fields.items() if name not in draws}
+    draws |= {"rope_parameters": _rope_of_seed(seed, rope_kind)}
+    draws |= {name: _pick(*values) for name, values in args.hf_examples.items()}
+    draws |= OWN_DRAWS.get(model_type, {})
+    config = dict(fixed)
+    for name, draw in draws.items():
+        if name not in config:
+            value = draw(random.Random(f"{seed} {name}"), config, names)
+            if value is not OMIT:
+                config[name] = value
+    return config
+
+
+def random_lengths(seed: int) -> list[int]:
+    """Returns odd lengths, among them one, equals, and one beyond some of the context lengths that are drawn.
+
+    Every fourth pack has a document long enough for attention in blocks without a window.
+    """
+    rng = random.Random(1000 + seed)
+    lengths = [2 * rng.randrange(0, 23) + 1 for _ in range(3)] + [1, 7, 7, 47 if seed % 4 else 141]
+    rng.shuffle(lengths)
+    return lengths

@@ -1,0 +1,150 @@
+"""No config field is ignored: removed or changed, it alters the outputs as transformers' do, or is rejected by name."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+
+from archon.check.oracle import (
+    ContractError,
+    build_pair,
+    hf_classes,
+    own_config,
+    pack,
+    random_config,
+    reference_logits,
+    relative,
+)
+from archon.check.parity import FP32_TOLERANCE
+from archon.models import get_model_spec
+from archon.schema.errors import ConfigError
+
+Style = Literal["transformers 5", "hub"]
+STYLES: tuple[Style, ...] = ("transformers 5", "hub")
+# A document longer than every window and original context that is drawn.
+LENGTHS = [41]
+SEED = 3
+# Of the weights, whatever `initializer_range` says: large ones saturate the attention.
+WEIGHT_SCALE = 0.13
+# Fields whose removal builds a published model of billions of parameters; archon rejects it by name.
+CLASS_SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+OTHER_VALUES: dict[type, Any] = {
+    bool: lambda value: [not value],
+    int: lambda value: [value + 1, value * 2],
+    float: lambda value: [value * 3 + 0.25, value / 2],
+    str: lambda value: ["gelu", "other"],
+    type(None): lambda value: [True, 1, 3, 0.5],
+    list: lambda value: [value[::-1], value[:1]],
+    dict: lambda value: [],
+}
+
+
+def hub_style(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config as published before transformers 5: theta at the top level, scaling with `type` or null."""
+    rope = dict(config["rope_parameters"])
+    outer = {name: value for name, value in config.items() if name != "rope_parameters"}
+    outer["rope_theta"] = rope.pop("rope_theta")
+    return outer | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
+
+
+def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each field with the config in which it is missing or has another value, fields of RoPE included."""
+    for name, value in config.items():
+        if name in ("model_type", "transformers_version", "architectures"):
+            continue
+        yield name, {key: other for key, other in config.items() if key != name}
+        for other in OTHER_VALUES[type(value)](value):
+            yield name, config | {name: other}
+    for outer in ("rope_parameters", "rope_scaling"):
+        for name, value in (config.get(outer) or {}).items():
+            for other in [None] if name == "rope_type" else OTHER_VALUES[type(value)](value):
+                changed = copy.deepcopy(config)
+                changed[outer][name] = other
+                yield name, changed
+
+
+def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) -> str:
+    """Returns `rejected`, `unusable` (for transformers itself) or `equal`.
+
+    Raises ContractError where the outputs differ, or the field is rejected without its name.
+    """
+    model_type = config["model_type"]
+    spec = get_model_spec(model_type)
+    try:
+        args = spec.model_args_class.from_hf_config(config)
+    except ConfigError as error:
+        field = spec.model_args_class.hf_fields.get(name)
+        names = (name, field.native if field else name, "layer_types")  # which counts the layers
+        if not any(other in str(error) for other in names):
+            raise ContractError(f"rejected without its name: {error}") from error
+        return "rejected"
+    if removed and name in CLASS_SIZES:
+        raise ContractError(f"{name} is missing and was not rejected")
+    try:
+        reference_config = hf_classes(reference)[0](**config | {"model_type": reference})
+        scale, reference_config.initializer_range = reference_config.initializer_range, WEIGHT_SCALE
+        theirs, ours, _ = build_pair(reference_config, seed=SEED, model_type=model_type)
+    except (ContractError, RuntimeError) as error:
+        raise ContractError(f"transformers builds other parameters: {error}") from error
+    except Exception:  # noqa: BLE001 - whatever transformers' own checks raise
+        return "unusable"
+    if args.initializer_range != scale:
+        raise ContractError(f"initializer_range is {args.initializer_range}, transformers' {scale}")
+    changed = spec.model_class(args)
+    changed.load_state_dict(ours.state_dict())
+    tokens, positions, cu_seqlens, longest = pack(LENGTHS, reference_config.vocab_size, SEED)
+    with torch.no_grad():
+        try:
+            expected = reference_logits(theirs, tokens, LENGTHS)
+        except (RuntimeError, ValueError, TypeError, AttributeError):
+            return "unusable"
+        if (difference := relative(changed(tokens, positions, cu_seqlens, longest), expected)) > FP32_TOLERANCE:
+            raise ContractError(f"the logits differ by {difference:.1e}")
+    return "equal"
+
+
+def field_outcomes(model_type: str, style: Style, reference: str | None = None) -> tuple[Counter[str], list[str]]:
+    """Returns how often removing or changing a field had each `outcome`, and a line for each contract broken.
+
+    Args:
+        style: of `config.json`: `hub` has RoPE's fields at the top level.
+        reference: transformers' type that computes the same, by default `model_type`.
+    """
+    config = own_config(random_config(SEED, model_type, reference), model_type)
+    config = config if style == "transformers 5" else hub_style(config)
+    outcomes, wrong = Counter[str](), []
+    for name, changed in variants(config):
+        try:
+            outcomes[outcome(name, changed, reference or model_type, removed=name not in changed)] += 1
+        except ContractError as error:
+            wrong.append(f"{name} = {changed.get(name, 'missing')!r} ({style}): {error}")
+    return outcomes, wrong
+
+
+def unread_fields(model_type: str) -> list[str]:
+    """Returns a line for each mapped field whose other value leaves the arguments of the model as they were.
+
+    It is the weaker check of a family that transformers does not have.
+    """
+    from archon.check.random_configs import draw_fields
+
+    args_class = get_model_spec(model_type).model_args_class
+    config = {"model_type": model_type} | draw_fields(SEED, model_type)
+    args, lines = args_class.from_hf_config(config), []
+    for name, field in args_class.hf_fields.items():
+        if not field.native:
+            continue
+        value = config.get(name, field.default)
+        changes = []
+        for other in OTHER_VALUES[list if isinstance(value, tuple) else type(value)](value):
+            try:
+                changes.append(args_class.from_hf_config(config | {name: other}) != args)
+            except ConfigError:
+                changes.append(True)
+        if changes and not any(changes):
+            lines.append(f"{name}: no other value than {value!r} changes the model")
+    return lines
