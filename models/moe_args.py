@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from archon.models.args import BaseModelArgs
-from archon.models.hf_config import as_dict, reject_field
+from archon.models.hf_config import Field, as_dict, reject_field
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec
 from archon.schema.errors import ConfigError
@@ -85,6 +85,30 @@ class MoEModelArgs(BaseModelArgs):
                 if config.setdefault(name, value) != value:
                     reject_field(alias, value, f"it contradicts {name} {config[name]!r}; keep one")
         return super().from_hf_config(config, is_critic, **kwargs)
+
+
+def group_routed_fields(
+    *,
+    n_routed_experts: int,
+    num_experts_per_tok: int,
+    moe_intermediate_size: int,
+    first_k_dense_replace: int,
+    n_group: int = 1,
+    topk_group: int = 1,
+    routed_scaling_factor: float = 1.0,
+) -> dict[str, Field]:
+    """Returns the config fields of `GroupRoutedArgs`, with a family's own defaults."""
+    return {
+        "n_routed_experts": Field("n_experts", int, n_routed_experts),
+        "num_experts_per_tok": Field("n_experts_per_token", int, num_experts_per_tok),
+        "moe_intermediate_size": Field("moe_hidden_dim", int, moe_intermediate_size),
+        "n_shared_experts": Field("n_shared_experts", int, 1),
+        "first_k_dense_replace": Field("n_dense_layers", int, first_k_dense_replace, minimum=0),
+        "n_group": Field("n_group", int, n_group),
+        "topk_group": Field("topk_group", int, topk_group),
+        "routed_scaling_factor": Field("routed_scaling_factor", float, routed_scaling_factor),
+        "norm_topk_prob": Field("norm_topk_prob", bool, True),
+    }
 
 
 @dataclass

@@ -63,6 +63,27 @@ STACKED_EXPERTS_HF_MAP: dict[str, str | Fused | None] = {
     "model.layers.{}.mlp.experts.gate_up_proj": Fused(("layers.{}.moe.experts.w1", "layers.{}.moe.experts.w3"), dim=1),
     "model.layers.{}.mlp.experts.down_proj": "layers.{}.moe.experts.w2",
 }
+# DeepSeek-V3's experts: a bias that corrects the router's choice, and shared experts.
+GROUP_ROUTED_HF_MAP: dict[str, str | Fused | None] = EXPERTS_HF_MAP | {
+    "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.router.expert_bias",
+    "model.layers.{}.mlp.shared_experts.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
+    "model.layers.{}.mlp.shared_experts.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
+    "model.layers.{}.mlp.shared_experts.up_proj.weight": "layers.{}.moe.shared_experts.w3.weight",
+}
+# Qwen's shared expert, whose output has a gate.
+GATED_SHARED_EXPERT_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.mlp.shared_expert.gate_proj.weight": "layers.{}.moe.shared_experts.w1.weight",
+    "model.layers.{}.mlp.shared_expert.down_proj.weight": "layers.{}.moe.shared_experts.w2.weight",
+    "model.layers.{}.mlp.shared_expert.up_proj.weight": "layers.{}.moe.shared_experts.w3.weight",
+    "model.layers.{}.mlp.shared_expert_gate.weight": "layers.{}.moe.shared_gate.weight",
+}
+# The experts of Mixtral and MiniMax-M2.
+BLOCK_SPARSE_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.block_sparse_moe.gate.weight": "layers.{}.moe.router.gate.weight",
+    "model.layers.{}.block_sparse_moe.experts.{}.w1.weight": "layers.{}.moe.experts.w1",
+    "model.layers.{}.block_sparse_moe.experts.{}.w2.weight": "layers.{}.moe.experts.w2",
+    "model.layers.{}.block_sparse_moe.experts.{}.w3.weight": "layers.{}.moe.experts.w3",
+}
 
 
 def prefixed(hf_map: HFMap, old: str, new: str) -> dict[str, str | Fused | None]:
