@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from archon.check.oracle import ContractError, hf_classes, own_config
 from archon.check.parity import FP32_TOLERANCE, SEEDS, parity
 from archon.check.round_trip import own_round_trip, round_trip
 from archon.check.silent_defaults import STYLES, field_outcomes, unread_fields
-from archon.schema.errors import UserError
+from archon.schema.errors import ConfigError, UserError
 
 # How many configurations each contract tries, of a quick check and of a full one.
 QUICK_SEEDS = range(6)
@@ -41,9 +41,15 @@ class Finding:
     seconds: float
 
 
-def check_family(family: CheckedFamily, *, full: bool = False) -> Iterator[Finding]:
-    """Yields the finding of each contract; `full` tries every configuration, tied models in layouts, and all pages."""
-    for name, contract in CONTRACTS.items():
+def check_family(family: CheckedFamily, *, full: bool = False, only: Collection[str] = ()) -> Iterator[Finding]:
+    """Yields the finding of each contract, or of those named in `only`.
+
+    `full` tries every configuration, tied models in layouts, and all pages. Raises ConfigError for an unknown contract.
+    """
+    if unknown := set(only) - CONTRACTS.keys():
+        raise ConfigError(f"no contract is named {sorted(unknown)[0]!r}; expected one of {', '.join(CONTRACTS)}")
+    for name in only or CONTRACTS:
+        contract = CONTRACTS[name]
         started = time.monotonic()
         passed: bool | None = True
         try:

@@ -24,6 +24,9 @@ def command(
         str | None,
         typer.Option(metavar="TYPE", help="model type of transformers that computes the same; default: its own"),
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="CONTRACT", help="this contract alone; may be repeated")
+    ] = None,
     cards: Annotated[Path | None, typer.Option(metavar="FOLDER", help="write the card TYPE.md there")] = None,
 ) -> None:
     import transformers
@@ -38,7 +41,7 @@ def command(
     for family in load_families(target, reference):
         print(f"{family.model_type}: {family.lines} lines in {family.file.name}", flush=True)
         findings = []
-        for finding in check_family(family, full=full):
+        for finding in check_family(family, full=full, only=only or ()):
             findings.append(finding)
             mark, seconds = MARKS[finding.passed], f"{finding.seconds:.0f} s"
             print(f"  {mark} {finding.contract:<14} {finding.text}  ({seconds})", flush=True)
