@@ -22,6 +22,13 @@ _.media_type
 _.pre_tokenizer
 _.TIMEOUT_WARNING_SHOWN
 
+# torch.distributed.checkpoint calls them, and zipfile those of a file.
+_.lookup_object
+_.storage_meta
+_.seekable
+_.tell
+_.readinto
+
 # transformers and torchtitan read them, in the benchmarks' peers.
 _._validate_hf_rope_config
 _.inner_attention

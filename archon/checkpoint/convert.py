@@ -1,4 +1,6 @@
-"""Bitwise conversion of weights between Hugging Face checkpoints, archon's `native` format and megatron-core's ranks.
+"""Bitwise conversion of weights between Hugging Face checkpoints and the folders of training programs.
+
+Those are archon's `native` format, torch.distributed.checkpoint's (`dcp`) and megatron-core's ranks.
 
 Every source is presented as tensors under Hugging Face names that are read when they are written: one source tensor is
 in memory at a time, and when exporting to Hugging Face one file of weights.
@@ -17,6 +19,9 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.atomic import publish, staged_folder, sync_tree, write_errors, write_json
+from archon.checkpoint.dcp.folder import is_dcp_folder, open_dcp, write_dcp
+from archon.checkpoint.dcp.metadata import METADATA_FILE
+from archon.checkpoint.dcp.names import Names, match_names, named_tensors, scheme_to_write, write_marker
 from archon.checkpoint.hf_export import copy_assets, require_zero_biases, save_hf
 from archon.checkpoint.hf_reader import CONFIG_FILE, HFCheckpoint, checkpoint_folder, match_parameters, read_hf_config
 from archon.checkpoint.megatron.rank_files import is_megatron_folder, open_ranks, write_ranks
@@ -29,7 +34,7 @@ from archon.models import get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.schema.errors import CheckpointError, ConfigError
 
-Format = Literal["hf", "native", "megatron"]
+Format = Literal["hf", "native", "dcp", "megatron"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 VOCAB_MULTIPLE = 128
 """Megatron-LM's default of make_vocab_size_divisible_by."""
@@ -63,6 +68,7 @@ def convert(
     vocab_multiple: int = VOCAB_MULTIPLE,
     dtype: torch.dtype | None = None,
     drop_padding: bool = False,
+    names: Names | None = None,
 ) -> OpenWeights:
     """Write the weights of `source` to the new folder `target`, atomically.
 
@@ -74,6 +80,8 @@ def convert(
         vocab_multiple: for `megatron`: the embedding is padded with zeros to a multiple of this times tp.
         dtype: for `hf`: dtype to convert the weights to; by default, and in the other formats, each keeps its own.
         drop_padding: for a `megatron` source: see `open_ranks`.
+        names: of the tensors in `target` where it is `dcp`, by default `native`; otherwise of those in a `dcp` source,
+            by default detected.
 
     A native source may be the checkpoint of a run; only its weights are used. A native target holds weights alone, and
     `ArchonEngine.load` reads it.
@@ -87,20 +95,22 @@ def convert(
         raise CheckpointError(
             f"{destination}: it exists and is not empty; expected a new folder: name another, or move it"
         )
-    with open_weights(folder, source_format, like, drop_padding=drop_padding) as weights:
+    names_there = None if to == "dcp" else names
+    with open_weights(folder, source_format, like, drop_padding=drop_padding, names=names_there) as weights:
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
             save_hf(destination, tensors, weights.hf_config, like=weights.assets, dtype=dtype)
         elif to == "native":
             _write_folder(destination, lambda staged: write_state(staged, weights))
+        elif to == "dcp":
+            _write_dcp(destination, weights, names or "native")
         else:
             rows = padded_vocabulary(weights.adapter.args.vocab_size, (layout or MegatronLayout()).tp, vocab_multiple)
             rank_tensors = RankTensors(weights.adapter, replace(layout or MegatronLayout(), vocab_rows=rows))
 
             def write(staged: Path) -> None:
                 write_ranks(staged, rank_tensors, weights.tensors)
-                write_json(staged / CONFIG_FILE, weights.hf_config)
-                copy_assets(staged, weights.assets)
+                _write_config_and_assets(staged, weights)
 
             _write_folder(destination, write)
     return weights
@@ -110,19 +120,26 @@ def detect_format(folder: Path) -> Format:
     """Returns the format of a checkpoint folder. Raises CheckpointError where it is none."""
     if is_megatron_folder(folder):
         return "megatron"
+    if is_dcp_folder(folder):
+        return "dcp"
     if find_checkpoint(folder) is not None:
         return "native"
     if not (folder / CONFIG_FILE).is_file():
         fail(
             folder,
-            f"it is not a checkpoint: expected {CONFIG_FILE} (hf), step-* folders (native) or mp_rank_* folders "
-            "(megatron) in it",
+            f"it is not a checkpoint: expected {CONFIG_FILE} (hf), step-* folders (native), {METADATA_FILE} (dcp) or "
+            "mp_rank_* folders (megatron) in it",
         )
     return "hf"
 
 
 def open_weights(
-    folder: Path, format: Format, like: str | os.PathLike[str] | None = None, *, drop_padding: bool = False
+    folder: Path,
+    format: Format,
+    like: str | os.PathLike[str] | None = None,
+    *,
+    drop_padding: bool = False,
+    names: Names | None = None,
 ) -> AbstractContextManager[OpenWeights]:
     """Returns a context manager of a checkpoint's weights, which can be read within its block; see `convert`.
 
@@ -139,6 +156,8 @@ def open_weights(
             f"{folder}: it holds no {CONFIG_FILE}; name the Hugging Face checkpoint of the same model by like (--like)"
         )
     assets = checkpoint_folder(like or folder)
+    if format == "dcp":
+        return _open_dcp(folder, assets, names)
     return _open_native(folder, assets) if format == "native" else _open_megatron(folder, assets, drop_padding)
 
 
@@ -172,10 +191,41 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
         args = replace(args, balance_by_bias=True)
     with open_state(found, model_fingerprint(args)) as (_, state):
         model = _model_tensors(found, state, adapter)
-        tensors = {
-            key: _hf_tensor(shape, adapter.hf_to_native(key), model) for key, shape in adapter.hf_shapes().items()
-        }
+        yield OpenWeights(hf_config, assets, adapter, _hf_tensors(model, adapter))
+
+
+def _hf_tensors(parameters: Mapping[str, LazyTensor], adapter: BaseStateDictAdapter) -> dict[str, LazyTensor]:
+    """Returns the tensors of a Hugging Face checkpoint, read from the model's parameters."""
+    return {key: _hf_tensor(shape, adapter.hf_to_native(key), parameters) for key, shape in adapter.hf_shapes().items()}
+
+
+@contextmanager
+def _open_dcp(folder: Path, assets: Path, names: Names | None) -> Iterator[OpenWeights]:
+    hf_config = read_hf_config(assets)
+    with open_dcp(folder) as stored:
+        is_critic = any(name == "score.weight" or name.endswith(".score.weight") for name in stored)
+        adapter = _adapter(hf_config, assets, is_critic=is_critic)
+        scheme, found = match_names(folder, stored, adapter, hf_config["model_type"], names)
+        tensors = found if scheme.names == "hf" else _hf_tensors(found, adapter)
         yield OpenWeights(hf_config, assets, adapter, tensors)
+
+
+def _write_dcp(target: Path, weights: OpenWeights, names: Names) -> None:
+    scheme = scheme_to_write(names, weights.adapter, weights.hf_config["model_type"])
+    tensors = weights.tensors if names == "hf" else _parameters(weights)
+    named = named_tensors(scheme, tensors, weights.adapter)
+
+    def write(staged: Path) -> None:
+        write_dcp(staged, named)
+        write_marker(staged, names)
+        _write_config_and_assets(staged, weights)
+
+    _write_folder(target, write)
+
+
+def _write_config_and_assets(folder: Path, weights: OpenWeights) -> None:
+    write_json(folder / CONFIG_FILE, weights.hf_config)
+    copy_assets(folder, weights.assets)
 
 
 def _hf_tensor(
@@ -250,17 +300,21 @@ def _open_megatron(folder: Path, assets: Path, drop_padding: bool) -> Iterator[O
 
 def write_state(root: Path, weights: OpenWeights) -> None:
     """Write a native checkpoint of the weights alone, as step 0 in `root`."""
+    shards = {name: Shard.of(parameter) for name, parameter in _parameters(weights).items()}
+    save_state(root, 0, {"engine": {"model": shards}}, fingerprint=model_fingerprint(weights.adapter.args))
+
+
+def _parameters(weights: OpenWeights) -> dict[str, LazyTensor]:
+    """Returns the model's parameters by name, read from the tensors of a Hugging Face checkpoint."""
     adapter = weights.adapter
     sources: dict[str, dict[str, NativeTarget]] = {}
     for key in adapter.hf_shapes():
         for target in adapter.hf_to_native(key):
             sources.setdefault(target.name, {})[key] = target
-    parameters = {
+    return {
         name: _native_parameter(name, adapter.stored_shapes[name], targets, weights.tensors)
         for name, targets in sources.items()
     }
-    shards = {name: Shard.of(parameter) for name, parameter in parameters.items()}
-    save_state(root, 0, {"engine": {"model": shards}}, fingerprint=model_fingerprint(adapter.args))
 
 
 def _native_parameter(

@@ -183,10 +183,10 @@ def fail(file: str | os.PathLike[str], why: str) -> NoReturn:
     raise CheckpointError(f"{os.fspath(file)}: {why}")
 
 
-class SafetensorsFile:
-    """An open safetensors file with a valid header; `entries` are by name, in the order of their data.
+class RegularFile:
+    """A file open for reading at any offset; thread-safe.
 
-    Reading is thread-safe. Raises CheckpointError where the file is missing, is no regular file or is malformed.
+    Raises CheckpointError where it is missing or no regular file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -198,25 +198,7 @@ class SafetensorsFile:
             self._handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             fail(path, f"cannot be read: {resource_error_message(error) or os.strerror(error.errno or 0)}")
-        try:
-            self.size = os.fstat(self._handle).st_size
-            self.header = self._read_header()
-            self.entries = parse_header(self.header, self.size - 8 - len(self.header), path)
-        except BaseException:
-            self.close()
-            raise
-
-    def _read_header(self) -> bytes:
-        if self.size < 8:
-            fail(self.path, f"it holds {self.size} bytes, too few for a safetensors file; truncated?")
-        length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
-        if length > MAX_HEADER_BYTES:
-            fail(self.path, f"its header claims {length} bytes, more than {MAX_HEADER_BYTES}; not a safetensors file?")
-        if length > self.size - 8:
-            fail(self.path, f"its header claims {length} bytes, but the file holds {self.size}; truncated?")
-        header = bytearray(length)
-        self.read_into(memoryview(header), 8, "its header")
-        return bytes(header)
+        self.size = os.fstat(self._handle).st_size
 
     def read_into(self, view: memoryview, offset: int, what: str) -> None:
         """Fill `view` (bytes) from `offset` of the file; releases the GIL while it reads."""
@@ -237,6 +219,34 @@ class SafetensorsFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class SafetensorsFile(RegularFile):
+    """An open safetensors file with a valid header; `entries` are by name, in the order of their data.
+
+    Raises CheckpointError where the file is missing, is no regular file or is malformed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        try:
+            self.header = self._read_header()
+            self.entries = parse_header(self.header, self.size - 8 - len(self.header), path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> bytes:
+        if self.size < 8:
+            fail(self.path, f"it holds {self.size} bytes, too few for a safetensors file; truncated?")
+        length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
+        if length > MAX_HEADER_BYTES:
+            fail(self.path, f"its header claims {length} bytes, more than {MAX_HEADER_BYTES}; not a safetensors file?")
+        if length > self.size - 8:
+            fail(self.path, f"its header claims {length} bytes, but the file holds {self.size}; truncated?")
+        header = bytearray(length)
+        self.read_into(memoryview(header), 8, "its header")
+        return bytes(header)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

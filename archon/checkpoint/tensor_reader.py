@@ -17,6 +17,7 @@ from archon.checkpoint.safetensors_file import (
     CHUNK_BYTES,
     LazyTensor,
     Region,
+    RegularFile,
     SafetensorsFile,
     TensorEntry,
     bytes_of,
@@ -36,7 +37,7 @@ class ReadJob:
     `inner`, where given, is the region of each row of shape `row` that `target` takes.
     """
 
-    file: SafetensorsFile
+    file: RegularFile
     entry: TensorEntry
     offset: int
     target: Tensor
@@ -45,7 +46,7 @@ class ReadJob:
 
 
 def read_jobs(
-    file: SafetensorsFile,
+    file: RegularFile,
     entry: TensorEntry,
     region: Region,
     target: Tensor,
@@ -57,7 +58,7 @@ def read_jobs(
 
 
 def _jobs(
-    file: SafetensorsFile, entry: TensorEntry, start: int, shape: tuple[int, ...], region: Region, target: Tensor
+    file: RegularFile, entry: TensorEntry, start: int, shape: tuple[int, ...], region: Region, target: Tensor
 ) -> Iterator[ReadJob]:
     """Yield the jobs for a region of a tensor of `shape` whose data begin at byte `start` of the file."""
     rows, *inner = region or (slice(0, 1),)
@@ -104,7 +105,7 @@ class JobReader:
         target.copy_(values.to(target.device))
 
 
-def read_region(file: SafetensorsFile, entry: TensorEntry, region: Region, out: Tensor | None = None) -> Tensor:
+def read_region(file: RegularFile, entry: TensorEntry, region: Region, out: Tensor | None = None) -> Tensor:
     """Returns a region of a tensor in a file, read into `out` where it is given."""
     out = torch.empty(region_shape(region), dtype=entry.dtype) if out is None else out
     reader = JobReader()

@@ -1,4 +1,4 @@
-"""`archon convert SRC DST --to hf|native|megatron`: copies weights bit for bit between formats."""
+"""`archon convert SRC DST --to hf|native|dcp|megatron`: copies weights bit for bit between formats."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import typer
 
 SETTINGS: dict[str, Any] = {
     "name": "convert",
-    "help": "Convert weights between Hugging Face, archon and megatron-core.\n\n"
-    "hf is a Hugging Face checkpoint, native a checkpoint of archon's training, megatron one folder per rank for "
-    "megatron-core's GPTModel.",
+    "help": "Convert weights between Hugging Face, archon, PyTorch and megatron-core.\n\n"
+    "hf is a Hugging Face checkpoint, native a checkpoint of archon's training, dcp a folder of "
+    "torch.distributed.checkpoint, megatron one folder per rank for megatron-core's GPTModel.",
 }
 
 
-Format = Literal["hf", "native", "megatron"]
+Format = Literal["hf", "native", "dcp", "megatron"]
 
 
 def command(
@@ -24,7 +24,8 @@ def command(
     to: Annotated[Format, typer.Option("--to", help="format to write")],
     origin: Annotated[Format | None, typer.Option("--from", help="format of SRC; detected when left out")] = None,
     like: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Hugging Face folder with config and tokenizer, for native")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Hugging Face folder with config and tokenizer, for native, dcp"),
     ] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="megatron: tensor-parallel ranks [1]")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="megatron: pipeline stages [1]")] = None,
@@ -40,6 +41,10 @@ def command(
     vocab_multiple: Annotated[
         int | None,
         typer.Option(min=1, max=2**20, help="megatron: pad the vocabulary to a multiple of this times tp [128]"),
+    ] = None,
+    names: Annotated[
+        Literal["native", "hf", "torchtitan"] | None,
+        typer.Option(help="dcp: whose names the tensors have; detected when reading, native when writing"),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
@@ -68,6 +73,8 @@ def command(
         for name, value in values.items():
             if value is not None and given != wanted:
                 raise ConfigError(f"--{name} belongs to --{option} {wanted}; here it is {given}")
+    if names is not None and "dcp" not in (kind, to):
+        raise ConfigError(f"--names belongs to dcp; here --from is {kind} and --to {to}")
     weights = convert(
         source,
         target,
@@ -78,8 +85,9 @@ def command(
         vocab_multiple=vocab_multiple or VOCAB_MULTIPLE,
         dtype=None if dtype is None else getattr(torch, dtype),
         drop_padding=drop_padding,
+        names=names,
     )
-    files = list(target.rglob("*.safetensors"))
+    files = [file for pattern in ("*.safetensors", "*.distcp") for file in target.rglob(pattern)]
     size = sum(file.stat().st_size for file in files)
     print(
         f"{weights.hf_config['model_type']}, {len(weights.tensors):,} tensors: {kind} {source} -> {to} {target}, "
