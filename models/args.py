@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Self
 
 from archon.models.attention.registry import candidates
 from archon.models.hf_config import Field, WindowPolicy, read_config
+from archon.models.hf_rope import RopePolicy
 from archon.models.layers.attention import AttentionLayer
 from archon.models.layers.feed_forward import DenseLayer, get_activation
 from archon.models.layers.norm import NormSpec
-from archon.models.layers.rope import RopeConfig, RopeSpec
+from archon.models.layers.rope import RopeConfig, RopeSpec, RopeUse
 from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec, NormPlacement
 from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
@@ -29,11 +30,16 @@ class BaseModelArgs:
         max_seq_len: max_position_embeddings; limits only the RoPE kinds that use it.
         attention_bias, attention_out_bias: biases on wq, wk, wv and on wo.
         qk_norm: RMS norms over each head's queries and keys.
+        full_width_qk_norm: these norms are over the features of all heads together.
         sliding_window: each token sees itself and the window - 1 tokens before it, where `layer_windows` says so.
         layer_windows: the window of each layer, None for full attention; empty means `sliding_window` in all.
         pad_token_id: the embedding row that gets no gradient from lookups, as in transformers; None for none.
         rotary_dim: features of a head that RoPE rotates; 0 means head_dim.
         rope_interleaved: RoPE rotates pairs of adjacent features.
+        local_rope_theta, local_rope_scaling: `rope_theta` and `rope_scaling` of the layers that `layer_ropes` says.
+        layer_ropes: the rotation of each layer, see `archon.models.layers.rope.RopeUse`; empty means `global` in all.
+        query_beta: see `RopeSpec.query_beta`, whose period is the original context of `rope_scaling`.
+        norm_rounds_once: see `archon.models.layers.norm.NormSpec`.
         norm_offset: what checkpoints leave out of the norms' factors: 1 where they store the factor - 1.
         norm_placement: see `archon.models.layers.spec.NormPlacement`.
         attention_scale: factor on attention scores; None means head_dim^(-1/2).
@@ -65,12 +71,18 @@ class BaseModelArgs:
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
+    full_width_qk_norm: bool = False
     sliding_window: int | None = None
     layer_windows: tuple[int | None, ...] = ()
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     rotary_dim: int = 0
     rope_interleaved: bool = False
+    local_rope_theta: float = 10_000.0
+    local_rope_scaling: RopeConfig = field(default_factory=RopeConfig)
+    layer_ropes: tuple[RopeUse, ...] = ()
+    query_beta: float | None = None
+    norm_rounds_once: bool = False
     norm_offset: float = 0.0
     norm_placement: NormPlacement = "before"
     attention_scale: float | None = None
@@ -87,6 +99,7 @@ class BaseModelArgs:
     model_types: ClassVar[frozenset[str]] = frozenset()
     hf_fields: ClassVar[dict[str, Field]]
     hf_windows: ClassVar[WindowPolicy]
+    hf_ropes: ClassVar[RopePolicy] = RopePolicy()
     hf_must_be: ClassVar[dict[str, Any]] = {}
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -95,6 +108,8 @@ class BaseModelArgs:
         self.head_dim = self.head_dim or self.dim // max(self.n_heads, 1)
         self.rotary_dim = self.rotary_dim or self.head_dim
         self.layer_windows = tuple(self.layer_windows) or (self.sliding_window,) * self.n_layers
+        uses: tuple[RopeUse, ...] = ("global",)
+        self.layer_ropes = tuple(self.layer_ropes) or uses * self.n_layers
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
@@ -108,28 +123,33 @@ class BaseModelArgs:
             )
         get_activation(self.hidden_act)  # raises for an unknown name, as the next line does
         candidates(self.attn_type)
-        if len(self.layer_windows) != self.n_layers:
-            raise ConfigError(
-                f"layer_windows has {len(self.layer_windows)} entries; expected one per layer, {self.n_layers}"
-            )
+        for name in ("layer_windows", "layer_ropes"):
+            if len(getattr(self, name)) != self.n_layers:
+                raise ConfigError(
+                    f"{name} has {len(getattr(self, name))} entries; expected one per layer, {self.n_layers}"
+                )
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ConfigError(f"pad_token_id is {self.pad_token_id}; expected a token below {self.vocab_size}, or null")
-        for name in ("short_factor", "long_factor"):
-            divisors = getattr(self.rope_scaling, name)
-            if divisors is not None and len(divisors) != self.rotary_dim // 2:
-                raise ConfigError(
-                    f"RoPE {name} has {len(divisors)} entries; expected {self.rotary_dim // 2}, half of the rotated "
-                    "features"
-                )
+        for scaling in (self.rope_scaling, self.local_rope_scaling):
+            scaling.check_length(self.rotary_dim)
 
     @property
     def norm(self) -> NormSpec:
         """The norms of the residual stream."""
-        return NormSpec(self.norm_eps, self.norm_offset)
+        return NormSpec(self.norm_eps, self.norm_offset, self.norm_rounds_once)
 
     def rope(self, layer: int) -> RopeSpec | None:
         """Returns the rotation of a layer (from 0); None for a layer without positions."""
-        return RopeSpec(self.rotary_dim, self.rope_theta, self.rope_scaling, self.max_seq_len, self.rope_interleaved)
+        use = self.layer_ropes[layer]
+        if use == "none":
+            return None
+        theta, scaling = self.rope_theta, self.rope_scaling
+        if use == "local":
+            theta, scaling = self.local_rope_theta, self.local_rope_scaling
+        period = None if self.query_beta is None else scaling.original_max_seq_len
+        return RopeSpec(
+            self.rotary_dim, theta, scaling, self.max_seq_len, self.rope_interleaved, self.query_beta, period
+        )
 
     def mixer(self, layer: int) -> MixerSpec:
         """Returns what mixes tokens in a layer (from 0)."""
@@ -145,6 +165,7 @@ class BaseModelArgs:
             qk_norm=self.norm if self.qk_norm else None,
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
+            full_width_qk_norm=self.full_width_qk_norm,
         )
 
     def feed_forward(self, layer: int) -> FeedForwardSpec:
@@ -208,7 +229,7 @@ class BaseModelArgs:
                 close = difflib.get_close_matches(name, names, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
-        args = read_config(hf_config, cls.hf_fields, cls.model_types, cls.hf_windows, cls.hf_must_be)
+        args = read_config(hf_config, cls.hf_fields, cls.model_types, cls.hf_windows, cls.hf_ropes, cls.hf_must_be)
         if "sliding_window" in kwargs:
             # It applies to the layers that have a window in the config, or to all layers if none has.
             windows, window = args["layer_windows"], kwargs["sliding_window"]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from archon.models.layers.rope import RopeConfig
+from archon.models.hf_checks import check_kind, reject_field
+from archon.models.hf_rope import RopePolicy
 from archon.schema.errors import ConfigError
 
 REQUIRED: Any = object()
@@ -88,8 +89,6 @@ class WindowPolicy:
     read: Callable[[Mapping[str, Any], int], Windows]
 
 
-_ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-
 # Fields that change the computation unless they have this value. A family overrides them by a field of its own, or in
 # its `hf_must_be`.
 MUST_BE: dict[str, Any] = {
@@ -124,38 +123,6 @@ NO_EFFECT = frozenset(
     """.split()  # noqa: SIM905 - a table is easier to read than quoted names
 )
 
-# Type of each RoPE field, and the RoPE types that use it (transformers' `_validate_*_rope_parameters`). A tuple is read
-# from a list of numbers.
-_ORIGINAL_LENGTH = "original_max_position_embeddings"
-_ROPE_SCALING_FIELDS: dict[str, tuple[type, set[str]]] = {
-    "factor": (float, {"linear", "dynamic", "yarn", "llama3", "longrope"}),
-    _ORIGINAL_LENGTH: (int, {"yarn", "llama3", "longrope"}),
-    "attention_factor": (float, {"yarn", "longrope"}),
-    "beta_fast": (float, {"yarn"}),
-    "beta_slow": (float, {"yarn"}),
-    "mscale": (float, {"yarn"}),
-    "mscale_all_dim": (float, {"yarn"}),
-    "truncate": (bool, {"yarn"}),
-    "low_freq_factor": (float, {"llama3"}),
-    "high_freq_factor": (float, {"llama3"}),
-    "short_factor": (tuple, {"longrope"}),
-    "long_factor": (tuple, {"longrope"}),
-}
-_ROPE_REQUIRED = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
-DEFAULT_THETA = 10_000.0
-
-
-def reject_field(name: str, value: Any, expected: str) -> NoReturn:
-    """Raise ConfigError with a field, its value, and what was expected."""
-    raise ConfigError(f"config field {name!r} is {value!r}; {expected}", field=name)
-
 
 def as_dict(hf_config: Any) -> dict[str, Any]:
     """Returns a transformers config object or a parsed `config.json` as a plain dictionary."""
@@ -166,24 +133,12 @@ def as_dict(hf_config: Any) -> dict[str, Any]:
     raise ConfigError(f"expected a transformers config or a dictionary, got {type(hf_config).__name__}")
 
 
-def check_kind(name: str, value: Any, kind: type) -> Any:
-    """Returns `value` as `kind`; an integer is accepted as a float, a bool is not a number.
-
-    Raises ConfigError, naming the field, for another type, NaN or infinity.
-    """
-    wanted: tuple[type, ...] = (int, float) if kind is float else (kind,)
-    if isinstance(value, wanted) and (kind is bool or not isinstance(value, bool)):
-        converted = kind(value)
-        if kind is not float or abs(converted) < float("inf"):
-            return converted
-    reject_field(name, value, f"expected {'a number' if kind is float else 'type ' + kind.__name__}")
-
-
 def read_config(
     hf_config: Any,
     fields: Mapping[str, Field],
     model_types: frozenset[str],
     windows: WindowPolicy,
+    ropes: RopePolicy,
     must_be: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the arguments of a model, by native name, from a config of one of `model_types`.
@@ -192,6 +147,7 @@ def read_config(
         hf_config: object or dictionary.
         fields: those that become arguments, by name.
         windows: how the config says which layers have a sliding window.
+        ropes: how it gives the rotations of the layers.
         must_be: further fields, which change the computation unless they have this value (or null, or are missing).
 
     Raises ConfigError, naming field and value, for anything unsupported.
@@ -200,8 +156,9 @@ def read_config(
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in model_types:
         reject_field("model_type", model_type, f"expected {' or '.join(sorted(model_types))} in this family")
-    must_be = {name: value for name, value in (MUST_BE | dict(must_be)).items() if name not in fields}
-    known = {*fields, *_ROPE_FIELDS, *windows.fields, *must_be, *NO_EFFECT}
+    read = {*fields, *ropes.known_fields, *windows.fields}
+    must_be = {name: value for name, value in (MUST_BE | dict(must_be)).items() if name not in read}
+    known = {*read, *must_be, *NO_EFFECT}
     for name, value in config.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -211,9 +168,8 @@ def read_config(
             reject_field(name, value, f"archon supports only {must_be[name]!r}")
     args = {field.native: _read_field(config, name, field) for name, field in fields.items()}
     args.pop("", None)
-    args["rope_theta"], args["rope_scaling"] = _read_rope(config, args["max_seq_len"])
     args["sliding_window"], args["layer_windows"] = windows.read(config, args["n_layers"])
-    return args
+    return args | ropes.read(config, args)
 
 
 def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
@@ -236,58 +192,6 @@ def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
     return value
 
 
-def _read_rope(config: Mapping[str, Any], max_seq_len: int) -> tuple[float, RopeConfig]:
-    """Returns theta and scaling, from the old fields (`rope_theta`, `rope_scaling`) or the new `rope_parameters`."""
-    old, new = config.get("rope_scaling"), config.get("rope_parameters")
-    if old and new and old != new:
-        reject_field("rope_scaling", old, f"it contradicts rope_parameters {new!r}; keep one")
-    source = "rope_scaling" if old else "rope_parameters"
-    parameters = old or new or {}
-    if not isinstance(parameters, Mapping):
-        reject_field(source, parameters, "expected a dictionary or null")
-    scaling = dict(parameters)
-    kinds = [scaling.pop(key) for key in ("rope_type", "type") if key in scaling] or ["default"]
-    kind = kinds[0]
-    if kind != kinds[-1] or not isinstance(kind, str) or kind not in _ROPE_REQUIRED:
-        reject_field(f"{source}.rope_type", kind, f"expected one of {', '.join(_ROPE_REQUIRED)}, given once")
-    outer, inner = config.get("rope_theta"), scaling.pop("rope_theta", None)
-    if outer is not None and inner is not None and outer != inner:
-        reject_field("rope_theta", outer, f"it contradicts the {inner!r} of {source}; keep one")
-    theta = inner if inner is not None else outer
-    theta = DEFAULT_THETA if theta is None else check_kind("rope_theta", theta, float)
-    if theta <= 1:
-        reject_field("rope_theta", theta, "expected a number above 1")
-    if (partial := scaling.pop("partial_rotary_factor", None)) not in (None, 1, 1.0):
-        reject_field(f"{source}.partial_rotary_factor", partial, "archon supports only 1.0")
-
-    values: dict[str, Any] = {"kind": kind}
-    for name, value in scaling.items():
-        value_kind, used_by = _ROPE_SCALING_FIELDS.get(name, (float, set()))
-        if kind not in used_by:
-            reject_field(f"{source}.{name}", value, f"RoPE of type {kind!r} has no such field; remove it")
-        values[name] = None if value is None else _rope_value(f"{source}.{name}", value, value_kind)
-    for name in _ROPE_REQUIRED[kind]:
-        nullable = kind == "yarn"
-        if name not in scaling or (scaling[name] is None and not nullable):
-            raise ConfigError(f"config field {source!r} lacks {name!r}, which RoPE of type {kind!r} needs")
-    if values.get("truncate", True) is None:
-        reject_field(f"{source}.truncate", None, "expected true or false")
-    if kind in _ROPE_SCALING_FIELDS[_ORIGINAL_LENGTH][1]:
-        # The top-level field, else the inner one, else max_position_embeddings.
-        inner, outer = values.pop(_ORIGINAL_LENGTH, None), config.get(_ORIGINAL_LENGTH)
-        length = max_seq_len if inner is None else inner
-        values["original_max_seq_len"] = length if outer is None else check_kind(_ORIGINAL_LENGTH, outer, int)
-    return theta, RopeConfig(**values)
-
-
-def _rope_value(name: str, value: Any, kind: type) -> Any:
-    if kind is not tuple:
-        return check_kind(name, value, kind)
-    if not isinstance(value, (list, tuple)):
-        reject_field(name, value, "expected a list of numbers")
-    return tuple(check_kind(name, item, float) for item in value)
-
-
 def _read_window(config: Mapping[str, Any], default: int | None) -> int | None:
     window = config.get("sliding_window", default)
     if window is not None and check_kind("sliding_window", window, int) < 1:
@@ -295,25 +199,29 @@ def _read_window(config: Mapping[str, Any], default: int | None) -> int | None:
     return window
 
 
+def read_layer_types(config: Mapping[str, Any], n_layers: int) -> list[bool] | None:
+    """Returns which layers slide by `layer_types`; None without it. Raises ConfigError for other types."""
+    layer_types, known = config.get("layer_types"), ("full_attention", "sliding_attention")
+    if layer_types is None:
+        return None
+    is_list = isinstance(layer_types, list | tuple)
+    if not is_list or len(layer_types) != n_layers or any(t not in known for t in layer_types):
+        reject_field("layer_types", layer_types, f"expected {' or '.join(known)} for each of {n_layers} layers")
+    return [layer_type == "sliding_attention" for layer_type in layer_types]
+
+
 def _read_switched_window(config: Mapping[str, Any], n_layers: int) -> Windows:
     """Returns the window, and each layer's: by `layer_types`, else that of layers from `max_window_layers` on."""
     window = _read_window(config, 4096)
     if not check_kind("use_sliding_window", config.get("use_sliding_window") or False, bool):
         window = None
-    layer_types = config.get("layer_types")
-    if layer_types is None:
+    slides = read_layer_types(config, n_layers)
+    if slides is None:
         first = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
         slides = [window is not None and layer >= first for layer in range(n_layers)]
-    else:
-        known = ("full_attention", "sliding_attention")
-        is_list = isinstance(layer_types, list | tuple)
-        if not is_list or len(layer_types) != n_layers or any(t not in known for t in layer_types):
-            reject_field("layer_types", layer_types, f"expected {' or '.join(known)} for each of {n_layers} layers")
-        slides = [layer_type == "sliding_attention" for layer_type in layer_types]
     if any(slides) and window is None:
-        reject_field(
-            "layer_types", layer_types, "it has sliding layers, but use_sliding_window or sliding_window is off"
-        )
+        expected = "it has sliding layers, but use_sliding_window or sliding_window is off"
+        reject_field("layer_types", config.get("layer_types"), expected)
     return window, tuple(window if slide else None for slide in slides)
 
 
@@ -325,6 +233,31 @@ def uniform_window(default: int | None) -> WindowPolicy:
         return window, (window,) * n_layers
 
     return WindowPolicy(("sliding_window",), read)
+
+
+def layer_type_windows(default: int | None, pattern: int, pattern_field: str | None = None) -> WindowPolicy:
+    """Returns the policy of families whose `sliding_window` applies where `layer_types` says so.
+
+    Without `layer_types`, all layers but each `pattern`-th slide; `pattern_field` is a config field with that number.
+    """
+
+    def read(config: Mapping[str, Any], n_layers: int) -> Windows:
+        window, period = _read_window(config, default), pattern
+        if pattern_field is not None:
+            period = check_kind(pattern_field, config.get(pattern_field, pattern), int)
+            if period < 1:
+                reject_field(pattern_field, period, "expected at least 1")
+        slides = read_layer_types(config, n_layers)
+        if slides is None:
+            slides = [(layer + 1) % period != 0 for layer in range(n_layers)]
+        if any(slides) and window is None:
+            reject_field("sliding_window", None, "expected the window of the layers that slide")
+        return window, tuple(window if slide else None for slide in slides)
+
+    return WindowPolicy(
+        ("sliding_window", "layer_types", *(() if pattern_field is None else (pattern_field, f"_{pattern_field}"))),
+        read,
+    )
 
 
 NO_WINDOWS = WindowPolicy((), lambda _, n_layers: (None, (None,) * n_layers))

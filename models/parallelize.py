@@ -20,6 +20,7 @@ DENSE_TP_PLAN: dict[str, Treatment] = {
     "norm": "replicate",
     "head_norm": "replicate",
     "heads": "split_rows",
+    "heads_norm": "split_rows",
     "embedding": "split_rows",
     "head": "split_rows",
     "value_head": "replicate",

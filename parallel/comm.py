@@ -1,8 +1,9 @@
 """Differentiable collectives along the first dimension, distinguished by their backward pass.
 
-Ranks use the result of `all_gather` in different ways (each with another shard of a weight), so its gradients are
-summed; they use that of `all_gather_replicated` in the same way (each computes the same loss), so each rank keeps its
-slice of its own gradient. All are functional collectives, which `torch.compile` and the fake process group support.
+Ranks use the result of `all_gather` and of `all_reduce_sharded` in different ways (each with another shard of a
+weight), so its gradients are summed; they use that of `all_gather_replicated` and `all_reduce_replicated` in the same
+way (each computes the same loss), so each rank keeps its own gradient, or its slice of it. All are functional
+collectives, which `torch.compile` and the fake process group support.
 """
 
 from __future__ import annotations
@@ -106,6 +107,17 @@ class _AllReduceReplicated(torch.autograd.Function):
         return grad, None
 
 
+class _AllReduceSharded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, out_splits: list[int], in_splits: list[int], group: Group) -> Tensor:
@@ -136,6 +148,11 @@ def all_gather_replicated(x: Tensor, group: Group) -> Tensor:
 def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
     """Sums over the ranks for a computation that every rank repeats; the gradient passes unchanged."""
     return x if group.size == 1 else _AllReduceReplicated.apply(x, group)
+
+
+def all_reduce_sharded(x: Tensor, group: Group) -> Tensor:
+    """Sums over the ranks for computations that differ between ranks; the backward sums the gradient too."""
+    return x if group.size == 1 else _AllReduceSharded.apply(x, group)
 
 
 def all_to_all(

@@ -12,8 +12,11 @@ from typing import Any
 
 from archon.models import get_model_spec
 from archon.models.hf_config import REQUIRED, Field
+from archon.models.hf_rope import GLOBAL, LOCAL, RopePolicy
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+PERIODIC_ROPE_KINDS = ("yarn", "llama3", "longrope")
+"""Those with an original context, whose length factors on queries grow by."""
 ACTIVATIONS = ("silu", "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu")
 WINDOWS = (2, 5, 11)
 OMIT: Any = object()
@@ -136,11 +139,28 @@ def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any
     return rope
 
 
-def _rope_of_seed(seed: int, kind: str | None) -> Draw:
+def rope_kinds(policy: RopePolicy) -> tuple[str, ...]:
+    """Returns the kinds of RoPE that a family's configurations walk through."""
+    return PERIODIC_ROPE_KINDS if policy.query_beta_field is not None else ROPE_KINDS
+
+
+def _rope_of_seed(seed: int, kind: str | None, policy: RopePolicy) -> Draw:
     def draw(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+        kinds = rope_kinds(policy)
+        chosen = kinds[seed % len(kinds)] if kind is None else kind if kind in kinds else kinds[0]
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        rotary_dim = int(head_dim * (config.get("partial_rotary_factor") or 1))
-        return random_rope(rng, kind or ROPE_KINDS[seed % len(ROPE_KINDS)], rotary_dim)
+        share = config.get("partial_rotary_factor")
+        rotary_dim = int(head_dim * (share or 1))
+        if policy.partial is not None and share is None:
+            rotary_dim = rng.choice(range(2, head_dim + 1, 2))
+        rope = random_rope(rng, chosen, rotary_dim)
+        if policy.partial is not None and share is None:
+            rope["partial_rotary_factor"] = rotary_dim / head_dim
+        if policy.query_beta_field is not None:
+            rope[policy.query_beta_field] = rng.choice([0.1, 0.5])
+        if policy.local_theta is None:
+            return rope
+        return {GLOBAL: rope, LOCAL: random_rope(rng, rng.choice(("default", "default", "linear")), head_dim)}
 
     return draw
 
@@ -165,14 +185,14 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
 
     Args:
         seed: seeds that follow each other walk through the kinds of RoPE.
-        rope_kind: this one instead.
+        rope_kind: this one instead, or the family's first where it does not have it.
         fixed: fields that are not drawn.
     """
     args = get_model_spec(model_type).model_args_class
     names = frozenset({*args.hf_fields, *args.hf_windows.fields, "rope_parameters"})
     draws: dict[str, Draw] = {name: draw for name, draw in DRAWS.items() if name in names}
     draws |= {name: _vary(field) for name, field in args.hf_fields.items() if name not in draws}
-    draws |= {"rope_parameters": _rope_of_seed(seed, rope_kind)}
+    draws |= {"rope_parameters": _rope_of_seed(seed, rope_kind, args.hf_ropes)}
     draws |= {name: _pick(*values) for name, values in args.hf_examples.items()}
     draws |= OWN_DRAWS.get(model_type, {})
     config = dict(fixed)

@@ -21,6 +21,7 @@ from archon.check.oracle import (
 )
 from archon.check.parity import FP32_TOLERANCE
 from archon.models import get_model_spec
+from archon.models.hf_rope import GLOBAL, LOCAL
 from archon.schema.errors import ConfigError
 
 Style = Literal["transformers 5", "hub"]
@@ -45,9 +46,14 @@ OTHER_VALUES: dict[type, Any] = {
 
 def hub_style(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config as published before transformers 5: theta at the top level, scaling with `type` or null."""
-    rope = dict(config["rope_parameters"])
+    policy = get_model_spec(config["model_type"]).model_args_class.hf_ropes
     outer = {name: value for name, value in config.items() if name != "rope_parameters"}
+    rope = dict(config["rope_parameters"].get(GLOBAL, config["rope_parameters"]))
     outer["rope_theta"] = rope.pop("rope_theta")
+    if policy.local_theta_field is not None:
+        outer[policy.local_theta_field] = config["rope_parameters"][LOCAL]["rope_theta"]
+    elif policy.local_theta is not None:  # which the old form cannot change
+        outer["rope_theta"] = policy.theta
     return outer | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
 
 
@@ -59,12 +65,18 @@ def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, {key: other for key, other in config.items() if key != name}
         for other in OTHER_VALUES[type(value)](value):
             yield name, config | {name: other}
-    for outer in ("rope_parameters", "rope_scaling"):
-        for name, value in (config.get(outer) or {}).items():
+    for path in (("rope_parameters",), ("rope_scaling",), ("rope_parameters", GLOBAL), ("rope_parameters", LOCAL)):
+        for name, value in _inner(config, path).items():
             for other in [None] if name == "rope_type" else OTHER_VALUES[type(value)](value):
                 changed = copy.deepcopy(config)
-                changed[outer][name] = other
+                _inner(changed, path)[name] = other
                 yield name, changed
+
+
+def _inner(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    for name in path:
+        config = config.get(name) or {}
+    return config
 
 
 def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) -> str:

@@ -14,7 +14,7 @@ from archon.models.attention.meta import AttentionMeta
 from archon.models.attention.spec import AttentionSpec
 from archon.models.layers.fused import rotate
 from archon.models.layers.linear import Linear, Role
-from archon.models.layers.norm import NormSpec
+from archon.models.layers.norm import FullWidthRMSNorm, NormSpec, RMSNorm
 from archon.models.layers.rope import RopeSpec, Rotation
 from archon.models.layers.spec import MixerSpec
 from archon.parallel.comm import Group, all_gather, local
@@ -30,6 +30,7 @@ class AttentionLayer(MixerSpec):
         window: each token sees itself and the window - 1 tokens before it; None for all.
         bias, out_bias: biases on wq, wk, wv and on wo.
         qk_norm: norms over each head's queries and keys; None for none.
+        full_width_qk_norm: they are over the features of all heads together.
         soft_cap: see `AttentionSpec`.
         sinks: each query head has a learned sink, see `AttentionSpec`.
     """
@@ -43,6 +44,7 @@ class AttentionLayer(MixerSpec):
     bias: bool = False
     out_bias: bool = False
     qk_norm: NormSpec | None = None
+    full_width_qk_norm: bool = False
     soft_cap: float | None = None
     sinks: bool = False
 
@@ -87,9 +89,19 @@ class Attention(nn.Module):
         self.wk = Linear(dim, s.n_kv_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_kv_heads)
         self.wv = Linear(dim, s.n_kv_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_kv_heads)
         self.wo = Linear(s.n_heads * s.head_dim, dim, bias=s.out_bias, role="row")
-        self.q_norm = None if s.qk_norm is None else s.qk_norm.build(s.head_dim, "head_norm")
-        self.k_norm = None if s.qk_norm is None else s.qk_norm.build(s.head_dim, "head_norm")
+        self.q_norm, self.k_norm = self._qk_norm(s, s.n_heads), self._qk_norm(s, s.n_kv_heads)
         self.sinks = nn.Parameter(torch.empty(s.n_heads)) if s.sinks else None
+
+    @staticmethod
+    def _qk_norm(s: AttentionLayer, heads: int) -> RMSNorm | None:
+        if s.qk_norm is None or not s.full_width_qk_norm:
+            return None if s.qk_norm is None else s.qk_norm.build(s.head_dim, "head_norm")
+        return s.qk_norm.build_full_width(heads, s.head_dim)
+
+    def _normed(self, norm: RMSNorm | None, x_THK: Tensor) -> Tensor:
+        if norm is None:
+            return x_THK
+        return norm(x_THK.flatten(-2)).view_as(x_THK) if isinstance(norm, FullWidthRMSNorm) else norm(x_THK)
 
     def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:
         """Returns [T, dim] for x [T, dim]."""
@@ -97,8 +109,7 @@ class Attention(nn.Module):
             x = all_gather(x, self.tp)
         # The head count is read off the tensor, since a sharded projection holds fewer heads.
         q_THK, k_TGK, v_TGK = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
+        q_THK, k_TGK = self._normed(self.q_norm, q_THK), self._normed(self.k_norm, k_TGK)
         if rotation is not None:
             q_THK, k_TGK = (rotate(x, rotation.cos, rotation.sin, self.interleaved) for x in (q_THK, k_TGK))
             if rotation.query_scale is not None:

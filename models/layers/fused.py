@@ -14,15 +14,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
     """Returns (offset + weight) * x / sqrt(mean(x^2) + eps).
 
     Statistics are in at least float32. The normalized x is rounded to its dtype before it is multiplied by the weight,
-    as in Llama; with an offset, after it is multiplied by the sum, as in Gemma.
+    as in Llama; with an offset or `rounds_once`, after it is multiplied by the sum, as in Gemma and OLMo.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * (offset + weight.to(wide.dtype))).to(x.dtype) if offset else weight * normed.to(x.dtype)
+    if offset or rounds_once:
+        return (normed * (offset + weight.to(wide.dtype))).to(x.dtype)
+    return weight * normed.to(x.dtype)
 
 
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -59,7 +61,7 @@ def plain_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, rounds_once: bool) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # The 2-norm reads x once and does not write its square to memory.
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -67,13 +69,13 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
         out = wide * rstd
-        if offset:
+        if offset or rounds_once:
             return out.mul_(offset + weight.to(out.dtype)).to(x.dtype)
         return out.mul_(weight) if out.dtype == weight.dtype else out.to(x.dtype) * weight
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, rstd = ctx.saved_tensors
         wide, wide_weight, wide_grad = (t.to(rstd.dtype) for t in (x, weight, grad))
         if ctx.offset:
@@ -84,7 +86,7 @@ class _RMSNorm(torch.autograd.Function):
         slope = (product @ wide_weight).unsqueeze(-1).mul_(rstd).mul_(rstd).mul_(rstd).div_(dim)
         weight_grad = (rstd.reshape(1, -1) @ product.reshape(-1, dim)).reshape(dim).to(weight.dtype)
         x_grad = torch.mul(wide_grad, wide_weight, out=product).mul_(rstd).addcmul_(wide, slope, value=-1)
-        return x_grad.to(x.dtype), weight_grad, None, None
+        return x_grad.to(x.dtype), weight_grad, None, None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -145,10 +147,10 @@ class _ClampedSwiGLU(torch.autograd.Function):
         return gate_grad, up_grad, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False) -> Tensor:
     """See `plain_rms_norm`; x [..., d], weight [d]."""
     norm = plain_rms_norm if torch.compiler.is_compiling() else _RMSNorm.apply
-    return norm(x, weight, eps, offset)
+    return norm(x, weight, eps, offset, rounds_once)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

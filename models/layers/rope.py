@@ -1,4 +1,4 @@
-"""Rotary position embedding: default, linear, dynamic NTK, YaRN, llama3 and LongRoPE frequencies.
+"""Rotary position embedding: default, linear, dynamic NTK, YaRN, llama3, LongRoPE and proportional frequencies.
 
 The inverse frequencies are constants of a checkpoint: they are computed on the CPU in float32, operation by operation
 as transformers (`modeling_rope_utils`) does, because one ulp of a frequency becomes a visible angle at a far position.
@@ -14,7 +14,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+from archon.schema.errors import ConfigError
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
+RopeUse = Literal["global", "local", "none"]
+"""Which of a model's rotations a layer has: that of most layers, that of layers with a sliding window, or none."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class RopeConfig:
     """How the frequencies theta^(-2i/d) are scaled. Fields that `kind` does not use are None.
 
     Attributes:
-        kind: `default | linear | dynamic | yarn | llama3 | longrope`.
+        kind: `default | linear | dynamic | yarn | llama3 | longrope | proportional`.
         factor: the context-extension factor; for yarn and longrope None means max_seq_len / original_max_seq_len.
         original_max_seq_len: the context length of pre-training, in tokens (yarn, llama3, longrope).
         attention_factor: multiplies cos and sin; None means the paper's value (yarn, longrope).
@@ -31,6 +35,7 @@ class RopeConfig:
         truncate: whether YaRN's ramp bounds are rounded outwards.
         low_freq_factor, high_freq_factor: llama3's wavelength bounds as divisors of the original context.
         short_factor, long_factor: LongRoPE's divisors of the frequencies, head_dim / 2 each.
+        proportion: the share of the frequencies, from the highest, that are not 0 (proportional).
     """
 
     kind: RopeKind = "default"
@@ -46,11 +51,21 @@ class RopeConfig:
     high_freq_factor: float | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    proportion: float | None = None
 
     @property
     def depends_on_length(self) -> bool:
         """Whether the frequencies depend on the document's length, so that cached keys become invalid as it grows."""
         return self.kind in ("dynamic", "longrope")
+
+    def check_length(self, dim: int) -> None:
+        """Raises ConfigError unless LongRoPE's divisors are as many as pairs of `dim` features."""
+        for name in ("short_factor", "long_factor"):
+            divisors = getattr(self, name)
+            if divisors is not None and len(divisors) != dim // 2:
+                raise ConfigError(
+                    f"RoPE {name} has {len(divisors)} entries; expected {dim // 2}, half of the rotated features"
+                )
 
 
 @dataclass(frozen=True)
@@ -152,6 +167,15 @@ def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
     return torch.where(between, blended, scaled)
 
 
+def _proportional(config: RopeConfig, theta: float, head_dim: int) -> Tensor:
+    """Returns the frequencies of which only a share rotates; the others are 0, which leaves their features alone."""
+    share = 1.0 if config.proportion is None else config.proportion
+    rotated = int(share * head_dim // 2)
+    inv_freq = torch.zeros(head_dim // 2, dtype=torch.float32, device="cpu")
+    inv_freq[:rotated] = 1.0 / (theta ** _exponents(head_dim)[:rotated])
+    return inv_freq / (config.factor or 1.0)
+
+
 def _longrope(config: RopeConfig, theta: float, head_dim: int, max_seq_len: int) -> tuple[Tensor, Tensor, float]:
     """Returns LongRoPE's short and long frequencies and attention factor (Ding et al. 2024, arXiv:2402.13753)."""
     original, short, long = config.original_max_seq_len, config.short_factor, config.long_factor
@@ -195,6 +219,8 @@ class RotaryEmbedding(nn.Module):
             inv_freq, self.attention_factor = _yarn(config, theta, head_dim, self.max_seq_len)
         elif config.kind == "llama3":
             inv_freq = _llama3(config, inv_freq)
+        elif config.kind == "proportional":
+            inv_freq = _proportional(config, theta, head_dim)
         elif config.kind == "longrope":
             inv_freq, long_inv_freq, self.attention_factor = _longrope(config, theta, head_dim, self.max_seq_len)
         self._inv_freq = inv_freq.to(device)

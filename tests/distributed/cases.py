@@ -51,6 +51,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
 }
+MODELS["grown_queries"] = DENSE | {
+    "model_type": "ministral3",
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
 MODELS["tied_moe"] = MODELS["moe"] | {"tie_word_embeddings": True}
 MODELS["idle_experts"] = MODELS["moe"] | {"num_experts": 64, "num_experts_per_tok": 2}
 MODELS["shared"] = MODELS["moe"] | {"model_type": "archon_test_shared_moe"}

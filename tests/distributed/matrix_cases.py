@@ -287,4 +287,13 @@ PAIRED: tuple[Case, ...] = (
     _pipeline("p2c2e2", "zbv", "moe", context_parallel="allgather", reshard_after_forward="never", loss="fused"),
 )
 
-CASES = QUICK + FURTHER + PAIRED
+# What families add to the shared decoder, each in every kind of layout; marked slow.
+BLOCKS: tuple[Case, ...] = (
+    _case("t2", "grown_queries"),
+    _case("d2", "grown_queries"),
+    _case("c2", "grown_queries", "query factors of a document across a rank boundary", context_parallel="allgather"),
+    _case("c2", "grown_queries", context_parallel="ulysses"),
+    _pipeline("p2", "1f1b", "grown_queries"),
+)
+
+CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -9,7 +9,7 @@ import pytest
 
 from archon.check.rank_pool import Pool
 from tests.distributed.cases import Case
-from tests.distributed.matrix_cases import CASES, FURTHER, PAIRED, QUICK
+from tests.distributed.matrix_cases import BLOCKS, CASES, FURTHER, PAIRED, QUICK
 from tests.distributed.verdict import examine, record
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -30,7 +30,7 @@ def test_layout_computes_what_one_process_computes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FURTHER + PAIRED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FURTHER + PAIRED + BLOCKS, ids=lambda case: case.name)
 def test_further_layout_computes_what_one_process_computes(
     case: Case, ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
 ) -> None:

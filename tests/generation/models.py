@@ -16,6 +16,16 @@ from archon.rl import GenerationHyperparameters, ModelRequest
 VOCAB = 67
 # Where families differ: the fields each adds.
 _OWN: dict[str, dict[str, Any]] = {
+    "ministral3": {
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {
         "head_dim": 8,

@@ -22,6 +22,7 @@ RAGGED = prompts(1, 2, 3, 4, 5, 8, 9, 17, 33)
 
 FAMILIES = {
     "llama": ("llama", {"attention_bias": True}),
+    "ministral3": ("ministral3", {}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 6}),
     "qwen3": ("qwen3", {}),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, Qwen2Config, Qwen3Config
 
 from archon.check.oracle import hf_classes
@@ -85,6 +86,16 @@ def test_defaults_are_those_of_transformers(config: Any) -> None:
     args_class = get_model_spec(config.model_type).model_args_class
     bare = {name: getattr(config, name) for name in sizes}
     assert args_class.from_hf_config(bare) == args_class.from_hf_config(config)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {t for t, _ in PARAMETERS.values()}])
+def test_a_config_of_defaults_has_as_many_parameters_as_in_transformers(family: str) -> None:
+    config_class, model_class = hf_classes(family)
+    config = config_class()
+    with torch.device("meta"):
+        reference = model_class(config)
+    shapes = get_model_spec(family).state_dict_adapter_class(config).hf_shapes()
+    assert {name: tuple(p.shape) for name, p in reference.named_parameters()} == shapes
 
 
 def test_fields_are_mapped() -> None:

@@ -11,7 +11,8 @@ import torch
 
 from archon.check.oracle import random_config
 from archon.check.parity import FP32_TOLERANCE, SEEDS, parity
-from archon.check.random_configs import ROPE_KINDS, random_lengths
+from archon.check.random_configs import random_lengths, rope_kinds
+from archon.models import get_model_spec
 from archon.models.spec import FAMILIES
 from tests.tolerances import PARITY_FP64
 
@@ -50,6 +51,7 @@ SWITCHED: tuple[Feature, ...] = (
 BIASES: tuple[Feature, ...] = (lambda c: c.attention_bias, lambda c: not c.attention_bias)
 OWN: dict[str, tuple[Feature, ...]] = {
     "llama": BIASES,
+    "ministral3": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),
     "mistral": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),
     "qwen2": SWITCHED,
     "qwen3": SWITCHED + BIASES,
@@ -74,7 +76,8 @@ def test_the_configurations_of_a_family_cover_its_features(family: str) -> None:
     lengths = [random_lengths(seed) for seed in SEEDS]
     kinds = Counter(c.rope_parameters["rope_type"] for c in configs if "rope_type" in c.rope_parameters)
     if kinds:
-        assert kinds == dict.fromkeys(ROPE_KINDS, 3)
+        expected = rope_kinds(get_model_spec(family).model_args_class.hf_ropes)
+        assert kinds == dict.fromkeys(expected, len(SEEDS) // len(expected))
         assert sum(max(n) > c.max_position_embeddings for c, n in zip(configs, lengths, strict=True)) >= 4
     for number, feature in enumerate(COMMON + OWN.get(family, ())):
         assert sum(bool(feature(c)) for c in configs) >= 2, f"feature {number} of {family}"
