@@ -201,6 +201,9 @@ class BaseModelArgs:
     def sizes(self) -> ModelSizes:
         """The sizes that a parallel layout divides."""
         networks = {spec.feed_forward for spec in self.layer_specs}
+        mixers = [spec.mixer for spec in self.layer_specs]
+        others = {mixer.heads for mixer in mixers} - {(self.n_heads, self.n_kv_heads)}
+        scans = {mixer.module_name for mixer in mixers if not mixer.gathers_keys}
         sparse = [network for network in networks if network.n_experts]
         return ModelSizes(
             self.n_heads,
@@ -210,6 +213,8 @@ class BaseModelArgs:
             tuple(sorted({width for network in networks for width in network.hidden_dims})),
             experts=max((network.n_experts for network in sparse), default=0),
             expert_hidden=max((network.expert_dim for network in sparse), default=0),
+            further_heads=tuple(sorted(others)),
+            needs_ulysses=f"a {min(scans)} layer has a state in place of keys" if scans else None,
         )
 
     @classmethod

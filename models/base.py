@@ -13,6 +13,7 @@ from archon.models.args import BaseModelArgs
 from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.registry import saved_ops
 from archon.models.head import LMHead, TokenScores, WeightedLoss
+from archon.models.layers.convolution import ShortConvolution
 from archon.models.layers.linear import Embedding, Linear
 from archon.models.layers.moe import GroupedExperts, Router, RouterStats
 from archon.models.layers.norm import RMSNorm
@@ -203,7 +204,7 @@ class BaseArchonModel(nn.Module):
         """Yields each parameter's name and the function that initializes it in place; a tied one occurs twice."""
         normal = partial(nn.init.normal_, std=self.args.initializer_range)
         for prefix, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, (nn.Linear, nn.Embedding, ShortConvolution)):
                 yield f"{prefix}.weight", normal
             if isinstance(module, nn.Linear) and module.bias is not None:
                 yield f"{prefix}.bias", nn.init.zeros_

@@ -35,7 +35,7 @@ def apply_fsdp(
     Parameters stay in the dtype they were built in, the master weights; each block is cast to `param_dtype` when it
     runs, and gradients are accumulated and reduced in `reduce_dtype`. `default` frees a block's gathered weights after
     its forward and keeps the root's, which the backward needs at once; `always` frees the root's too; `never` keeps
-    all: more memory, less traffic.
+    all: more memory, less traffic. A module with `full_precision` computes in the dtype of its parameters.
 
     Gradients are summed over `mesh`, never averaged: the loss is divided by one denominator for all ranks. Experts are
     sharded, and their gradients summed, over `expert_mesh`, the ranks that hold the same ones. `cpu_offload` keeps
@@ -63,6 +63,10 @@ def apply_fsdp(
             fully_shard(
                 experts, mesh=expert_mesh, reshard_after_forward=free_block, shard_placement_fn=place, **options
             )
+        for module in (module for module in block.modules() if getattr(module, "full_precision", False)):
+            # Of a group of its own, since a group has one dtype.
+            wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+            fully_shard(module, mesh=mesh, reshard_after_forward=free_block, **options | {"mp_policy": wide})
         fully_shard(block, mesh=mesh, reshard_after_forward=free_block, **options)
     fully_shard(model, mesh=mesh, reshard_after_forward=free_root, **options)
     for module in model.modules():

@@ -61,7 +61,14 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that a layout divides; `hidden` are the widths of dense networks and shared experts."""
+    """The sizes of a model that a layout divides.
+
+    Attributes:
+        heads, kv_heads: of attention.
+        hidden: the widths of dense networks and shared experts.
+        further_heads: (heads, key heads) of mixers with other counts.
+        needs_ulysses: why context parallelism cannot gather keys in every layer; None if it can.
+    """
 
     heads: int
     kv_heads: int
@@ -70,6 +77,13 @@ class ModelSizes:
     hidden: tuple[int, ...] = ()
     experts: int = 0
     expert_hidden: int = 0
+    further_heads: tuple[tuple[int, int], ...] = ()
+    needs_ulysses: str | None = None
+
+    @property
+    def mixer_heads(self) -> tuple[tuple[int, int], ...]:
+        """The distinct (heads, key heads) of the layers."""
+        return ((self.heads, self.kv_heads), *self.further_heads)
 
 
 def parse_layout(text: str, world_size: int | None = None) -> ParallelLayout:

@@ -57,7 +57,7 @@ def resolve_layout(
             f"layout {layout}: {rule}; nearest layouts that this model fits: {', '.join(map(str, near)) or 'none'}"
         )
     dims = layout.dims(device_type)
-    kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, sizes.heads, sizes.kv_heads)
+    kind = model_context_parallel_kind(config.context_parallel, layout, sizes)
     check_config(config, dims, sizes.experts > 0, kind, supports_gathered)
     if dims.cp_enabled and config.context_parallel == "auto":
         logger.info("context parallelism over %d ranks: %s", layout.cp, kind)
@@ -76,10 +76,11 @@ def violation(
     Where `tp` exceeds the key heads, neighboring ranks share one.
     """
     tp, ep, etp = layout.tp, layout.ep, layout.etp
-    if sizes.heads % tp:
-        return f"tp = {tp} does not divide the {sizes.heads} attention heads"
-    if sizes.kv_heads % tp and tp % sizes.kv_heads:
-        return f"tp = {tp} neither divides the {sizes.kv_heads} KV heads nor is a multiple of them"
+    for heads, kv_heads in sizes.mixer_heads:
+        if heads % tp:
+            return f"tp = {tp} does not divide the {heads} attention heads"
+        if kv_heads % tp and tp % kv_heads:
+            return f"tp = {tp} neither divides the {kv_heads} KV heads nor is a multiple of them"
     if sizes.vocab % tp:
         return f"tp = {tp} does not divide the vocabulary of {sizes.vocab}"
     for hidden in sizes.hidden:
@@ -92,12 +93,32 @@ def violation(
     if sizes.expert_hidden % etp:
         return f"etp = {etp} does not divide the {sizes.expert_hidden} hidden features of an expert"
     try:
-        context_parallel_kind(context_parallel, layout.cp, tp, sizes.heads, sizes.kv_heads)
+        model_context_parallel_kind(context_parallel, layout, sizes)
         if layout.pp > 1:
             plan_stages(pipeline or PipelineConfig(), layout.pp, sizes.layers)
     except LayoutError as error:
         return str(error)
     return None
+
+
+def model_context_parallel_kind(kind: str, layout: ParallelLayout, sizes: ModelSizes) -> ContextParallelKind:
+    """Resolves `auto` for all layers of a model: Ulysses where the ranks can divide the heads of each.
+
+    Raises LayoutError where Ulysses is requested or needed, and impossible.
+    """
+    if layout.cp > 1 and sizes.needs_ulysses is not None:
+        if kind == "allgather":
+            raise LayoutError(
+                f"context_parallel = allgather gathers keys, and {sizes.needs_ulysses}; set context_parallel = ulysses"
+            )
+        for heads, kv_heads in sizes.mixer_heads:
+            if context_parallel_kind("auto", layout.cp, layout.tp, heads, kv_heads) != "ulysses":
+                raise LayoutError(
+                    f"cp = {layout.cp} does not divide the {heads // layout.tp} heads of a rank, as it must where "
+                    f"{sizes.needs_ulysses}"
+                )
+    kinds = {context_parallel_kind(kind, layout.cp, layout.tp, *heads) for heads in sizes.mixer_heads}
+    return "ulysses" if kinds == {"ulysses"} else "allgather"
 
 
 def context_parallel_kind(kind: str, cp: int, tp: int, heads: int, kv_heads: int) -> ContextParallelKind:

@@ -13,7 +13,9 @@ from functools import singledispatch
 import torch
 
 from archon.models.args import BaseModelArgs
+from archon.models.attention.documents import MAX_CHUNK
 from archon.models.layers.attention import AttentionLayer
+from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.feed_forward import DenseLayer
 from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.moe import ExpertsLayer
@@ -133,6 +135,8 @@ def _attention(mixer: AttentionLayer, shard: MicroBatchShard, context_parallel: 
         SavedTensor("attention's result [T, H, D]", q, is_op=True),
         SavedTensor("log-sum-exp [H, T]", H * T * wide, is_op=True),
     ]
+    if mixer.gated:
+        out.append(SavedTensor("the gate and its sigmoid [T, H, D]", 2 * q, is_op=False))
     if layout.cp == 1:
         return [
             *projected,
@@ -203,6 +207,32 @@ def _latent(mixer: LatentLayer, shard: MicroBatchShard, context_parallel: str) -
         SavedTensor("gathered keys and values [T·c + T/2, 2 H, D]", 2 * attended * H * D * b),
         SavedTensor("their indices", attended * INT64),
         *out,
+    ]
+
+
+@mixer_activations.register
+def _delta_net(mixer: DeltaNetLayer, shard: MicroBatchShard, context_parallel: str) -> list[SavedTensor]:
+    layout, T, b, wide = shard.layout, shard.tokens, shard.bytes, shard.wide
+    H, G = mixer.n_heads // layout.tp, max(1, mixer.n_key_heads // layout.tp)
+    keys, values = G * mixer.key_dim, H * mixer.value_dim
+    # Ulysses gives a rank all tokens of some heads, key heads repeated where they are fewer than ranks.
+    repeat = ulysses_repeat(H, G, layout.cp) if layout.cp > 1 else 1
+    channels = 2 * keys * repeat + values
+    # Per token and head: queries, keys and decayed copies of them, values and corrections; a chunk's square matrices.
+    scan = H * (6 * mixer.key_dim + 3 * mixer.value_dim + 4 * MAX_CHUNK)
+    states = -(-T * layout.cp // MAX_CHUNK) * H // layout.cp * mixer.key_dim * mixer.value_dim
+    exchanged = [SavedTensor("exchanged queries, keys and values", T * channels * b)] if layout.cp > 1 else []
+    return [
+        SavedTensor("wq's, wk's, wv's results [T, 2 G K + H V]", T * (2 * keys + values) * b, saved=False, is_op=True),
+        SavedTensor("wa's, wb's results, log-decay and beta [T, H]", T * H * (2 * b + 2 * wide)),
+        *exchanged,
+        SavedTensor("the convolution's input and result [T, 2 G K + H V]", 2 * T * channels * b),
+        SavedTensor("activated queries, keys and values", T * channels * b),
+        SavedTensor("the scan's operands, in float32", T * scan * wide),
+        SavedTensor("the chunks' states [T / 64, H, K, V]", 2 * states * wide),
+        SavedTensor("the scan's result and its 1/rms [T, H V + H]", T * (values * b + H * wide)),
+        SavedTensor("wz's result and its gate [T, H V]", T * values * (b + 2 * wide), is_op=False),
+        SavedTensor("wo's input [T, H V]", T * values * b),
     ]
 
 

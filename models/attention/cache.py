@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 
 class CacheSpec:
@@ -49,3 +50,20 @@ class PagedRows(CacheSpec):
         """See `CacheSpec.local_features`."""
         row = self.key_features + (0 if self.values_in_keys else self.value_features)
         return max(1, self.heads // tp) * row
+
+
+@dataclass(frozen=True)
+class RecurrentStates(CacheSpec):
+    """A state of each sequence, which every token changes.
+
+    Attributes:
+        inputs: shape of the last inputs of a convolution, in the dtype of the model.
+        matrices: shape of what a scan carries along, in at least float32.
+    """
+
+    inputs: tuple[int, ...]
+    matrices: tuple[int, ...]
+
+    @property
+    def sequence_features(self) -> int:
+        return prod(self.inputs) + prod(self.matrices)

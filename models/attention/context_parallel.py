@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from archon.models.attention.documents import GatheredKeys
 from archon.models.attention.latent import LatentKeys
-from archon.models.attention.meta import AttentionMeta, PackedAttention
+from archon.models.attention.meta import AttentionMeta, PackedAttention, Scan
 from archon.models.attention.registry import resolve_backend
 from archon.models.attention.spec import AttentionSpec
 from archon.parallel.comm import Group, all_gather, all_to_all
@@ -51,6 +52,17 @@ class UlyssesAttention(ContextParallelAttention):
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         q, k, v = (_tokens_to_heads(x, group) for x in (q, k, v))
         return _heads_to_tokens(self.packed.attend(layer, q, k, v, spec), group)
+
+    @torch.compiler.disable
+    def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+        group, heads = self.share.cp, max(x.shape[1] for x in rows)
+        repeats = [ulysses_repeat(heads, x.shape[1], group.size) for x in rows]
+        rows = [_tokens_to_heads(x.repeat_interleave(n, 1), group) for x, n in zip(rows, repeats, strict=True)]
+        own = [
+            weight.repeat_interleave(ulysses_repeat(heads, len(weight), group.size), 0).chunk(group.size)[group.rank]
+            for weight in weights
+        ]
+        return _heads_to_tokens(self.packed.recur(layer, rows, own, scan), group)
 
 
 def _tokens_to_heads(x: Tensor, group: Group) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -27,6 +28,7 @@ class PackedDocuments:
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, lengths: tuple[int, ...] | None = None) -> None:
         self.cu_seqlens, self.max_seqlen = cu_seqlens, int(max_seqlen)
+        self._spaced: dict[int, SpacedRows] = {}
         if lengths is not None:
             self.lengths = lengths
 
@@ -39,6 +41,84 @@ class PackedDocuments:
     def length_tensor(self) -> Tensor:
         """`lengths` as int64 [B] on the CPU, for compiled code, which treats a tuple as constants."""
         return torch.tensor(self.lengths)
+
+    @cached_property
+    def chunks(self) -> DocumentChunks:
+        """How a scan reads the documents in chunks of equal size."""
+        return DocumentChunks.of(self.lengths, self.cu_seqlens.device)
+
+    def spaced(self, gap: int) -> SpacedRows:
+        """Returns the rows of the documents with `gap` rows before each; computed once for each gap."""
+        if gap not in self._spaced:
+            self._spaced[gap] = SpacedRows.of(self.lengths, gap, self.cu_seqlens.device)
+        return self._spaced[gap]
+
+
+@dataclass(frozen=True)
+class SpacedRows:
+    """Documents one after another, each with `gap` rows before it.
+
+    Attributes:
+        length: number of rows, T + B * gap.
+        rows: int64 [T], the row of each token.
+        history_rows: int64 [B * gap], the rows before each document.
+        last_rows: int64 [B * gap], the last `gap` rows of each document and the gap before it.
+    """
+
+    length: int
+    rows: Tensor
+    history_rows: Tensor
+    last_rows: Tensor
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], gap: int, device: torch.device) -> SpacedRows:
+        """Returns the rows of documents of these lengths."""
+        counts = torch.tensor(lengths)
+        ends = (counts + gap).cumsum(0)
+        gaps = torch.arange(gap)
+        document = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+        rows = torch.arange(sum(lengths)) + (document + 1) * gap
+        history, last = ((first.unsqueeze(1) + gaps).flatten() for first in (ends - counts - gap, ends - gap))
+        return cls(sum(lengths) + len(lengths) * gap, rows.to(device), history.to(device), last.to(device))
+
+
+MAX_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class DocumentChunks:
+    """Documents cut into N chunks of `size` tokens, a document's last one padded.
+
+    The first chunks of all documents come first, then the second ones, those of longer documents before shorter ones.
+
+    Attributes:
+        positions: int64 [T], the position of each token among the N * size.
+        steps: how many documents have a first chunk, a second one, and so on.
+        order: int64 [B], the document of each first chunk.
+        rank: int64 [B], the first chunk of each document.
+    """
+
+    size: int
+    positions: Tensor
+    steps: tuple[int, ...]
+    order: Tensor
+    rank: Tensor
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> DocumentChunks:
+        """Returns the chunks of documents of these lengths: of 64 tokens, or as few as the longest one has."""
+        size = min(MAX_CHUNK, 1 << (max(lengths) - 1).bit_length())
+        counts = (torch.tensor(lengths) + size - 1) // size
+        order = counts.argsort(descending=True, stable=True)
+        rank = order.argsort()
+        steps = [int((counts > step).sum()) for step in range(int(counts.max()))]
+        firsts = torch.tensor([0, *steps]).cumsum(0)
+        spans = [torch.arange(length) for length in lengths]
+        # Chunk i of a document is the one at its rank among those of step i.
+        positions = torch.cat(
+            [(firsts[span // size] + rank[document]) * size + span % size for document, span in enumerate(spans)]
+        )
+        return cls(size, positions.to(device), tuple(steps), order.to(device), rank.to(device))
 
 
 class GatheredKeys:

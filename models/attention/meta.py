@@ -6,6 +6,7 @@ Training passes `PackedAttention`, decoding `archon.models.attention.paged.Paged
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,15 @@ from archon.models.attention.latent import LatentKeys
 from archon.models.attention.prefix import SharedPrefixes
 from archon.models.attention.registry import resolve_backend
 from archon.models.attention.spec import AttentionSpec
+from archon.schema.errors import ConfigError
+
+RecurrentState = tuple[Tensor, ...]
+"""What a recurrent mixer knows of the tokens before: tensors [B, ...], a row for each of B documents."""
+
+Scan = Callable[
+    [Sequence[Tensor], Sequence[Tensor], PackedDocuments, RecurrentState | None], tuple[Tensor, RecurrentState]
+]
+"""(rows, weights, documents, state before) -> (outputs [T, H, V], state after), see `AttentionMeta.recur`."""
 
 
 class AttentionMeta(abc.ABC):
@@ -47,6 +57,19 @@ class AttentionMeta(abc.ABC):
         """Returns attention [T, H, V] of queries q [T, H, N + R] to the keys that `keys` expands to."""
         k, v = keys.expand(keys.rows)
         return self.attend(layer, keys.pad(q), k, v, spec)[..., : keys.value_features]
+
+    def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+        """Returns the outputs [T, H, V] of a mixer with a state, which starts anew in each document.
+
+        Args:
+            layer: index of the layer, for caches.
+            rows: tensors [T, H_i, ...] of the tokens, by heads; each H_i divides the largest.
+            weights: tensors [H_i, ...] of the heads.
+            scan: what the mixer computes of any share of the heads.
+
+        Raises ConfigError where tokens and states cannot be brought together.
+        """
+        raise ConfigError(f"a layer with a recurrent state cannot run under {type(self).__name__}")
 
     def document_lengths(self, positions: Tensor) -> Tensor | None:
         """Returns the length [T] of each token's document, for dynamic and LongRoPE frequencies; None if unknown."""
@@ -88,6 +111,9 @@ class PackedAttention(AttentionMeta):
         assert self.backend is not None
         self.backend.require(spec)
         return self.backend.packed(q, k, v, self.documents, spec)
+
+    def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+        return scan(rows, weights, self.documents, None)[0]
 
     def document_lengths(self, positions: Tensor) -> Tensor:
         check_lengths(sum(self.documents.lengths), positions.numel())

@@ -33,6 +33,7 @@ class AttentionLayer(MixerSpec):
         full_width_qk_norm: they are over the features of all heads together.
         soft_cap: see `AttentionSpec`.
         sinks: each query head has a learned sink, see `AttentionSpec`.
+        gated: a head's output is multiplied by the sigmoid of a gate, which wq gives after its query (Qwen3-Next).
     """
 
     n_heads: int
@@ -47,6 +48,7 @@ class AttentionLayer(MixerSpec):
     full_width_qk_norm: bool = False
     soft_cap: float | None = None
     sinks: bool = False
+    gated: bool = False
 
     def build(self, layer: int, dim: int) -> Attention:
         """See `MixerSpec.build`."""
@@ -54,7 +56,7 @@ class AttentionLayer(MixerSpec):
 
     def parameters(self, dim: int) -> int:
         """See `MixerSpec.parameters`."""
-        return dim * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads)
+        return dim * self.head_dim * ((3 if self.gated else 2) * self.n_heads + 2 * self.n_kv_heads)
 
     @property
     def attention_width(self) -> int:
@@ -82,10 +84,11 @@ class Attention(nn.Module):
 
     def __init__(self, layer: int, dim: int, layer_spec: AttentionLayer) -> None:
         super().__init__()
-        s, self.layer, self.head_dim = layer_spec, layer, layer_spec.head_dim
+        s, self.layer, self.head_dim, self.gated = layer_spec, layer, layer_spec.head_dim, layer_spec.gated
+        q_dim = (2 if s.gated else 1) * s.head_dim
         self.interleaved = s.rope is not None and s.rope.interleaved
         self.spec = AttentionSpec(s.head_dim**-0.5 if s.scale is None else s.scale, s.window, s.soft_cap)
-        self.wq = Linear(dim, s.n_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_heads)
+        self.wq = Linear(dim, s.n_heads * q_dim, bias=s.bias, role="column", heads=s.n_heads)
         self.wk = Linear(dim, s.n_kv_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_kv_heads)
         self.wv = Linear(dim, s.n_kv_heads * s.head_dim, bias=s.bias, role="column", heads=s.n_kv_heads)
         self.wo = Linear(s.n_heads * s.head_dim, dim, bias=s.out_bias, role="row")
@@ -109,6 +112,9 @@ class Attention(nn.Module):
             x = all_gather(x, self.tp)
         # The head count is read off the tensor, since a sharded projection holds fewer heads.
         q_THK, k_TGK, v_TGK = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
+        gate_THK = None
+        if self.gated:
+            q_THK, gate_THK = q_THK.unflatten(1, (-1, 2)).unbind(2)
         q_THK, k_TGK = self._normed(self.q_norm, q_THK), self._normed(self.k_norm, k_TGK)
         if rotation is not None:
             q_THK, k_TGK = (rotate(x, rotation.cos, rotation.sin, self.interleaved) for x in (q_THK, k_TGK))
@@ -116,4 +122,6 @@ class Attention(nn.Module):
                 q_THK = q_THK * rotation.query_scale
         spec = self.spec if self.sinks is None else replace(self.spec, sinks=local(self.sinks))
         out_THK = attention.attend(self.layer, q_THK, k_TGK, v_TGK, spec)
+        if gate_THK is not None:
+            out_THK = out_THK * torch.sigmoid(gate_THK)
         return self.wo(out_THK.flatten(-2))

@@ -30,10 +30,13 @@ class MixerSpec(abc.ABC):
         attention_width: query heads times the mean of key and value features, which attention's FLOPs are proportional
             to; 0 for a mixer without attention.
         shares_prefixes: whether documents with a common prefix can share its computation.
+        gathers_keys: whether context parallelism can gather keys and values for it; else it must exchange tokens for
+            heads, as Ulysses does.
     """
 
     module_name: ClassVar[str] = "attention"
     shares_prefixes: ClassVar[bool] = True
+    gathers_keys: ClassVar[bool] = True
     rope: RopeSpec | None
     window: int | None
 

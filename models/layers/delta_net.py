@@ -1,0 +1,185 @@
+"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464) as in Qwen3-Next: a mixer with a state of fixed size.
+
+q, k, v = act(conv([wq x, wk x, wv x]))      g = -exp(A_log) softplus(wa x + dt_bias)      beta = sigmoid(wb x)
+out = wo (rms_norm(gated_delta_rule(q, k, v, g, beta)) * silu(wz x))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from archon.models.attention.cache import RecurrentStates
+from archon.models.attention.documents import PackedDocuments
+from archon.models.attention.meta import AttentionMeta, RecurrentState
+from archon.models.layers.convolution import ShortConvolution, causal_convolution
+from archon.models.layers.delta_rule import gated_delta_rule
+from archon.models.layers.feed_forward import get_activation
+from archon.models.layers.linear import Linear, Role
+from archon.models.layers.norm import NormSpec
+from archon.models.layers.rope import RopeSpec, Rotation
+from archon.models.layers.spec import MixerSpec
+from archon.parallel.comm import Group, all_gather, local
+
+
+@dataclass(frozen=True)
+class DeltaNetLayer(MixerSpec):
+    """A gated delta net of `n_heads` value heads, several of which may share one of the `n_key_heads`.
+
+    Attributes:
+        key_dim, value_dim: features of a head's keys and queries, and of its values.
+        taps: the tokens that the convolution sees.
+        norm: of each head's output.
+        hidden_act: activation after the convolution.
+    """
+
+    module_name: ClassVar[str] = "delta_net"
+    shares_prefixes: ClassVar[bool] = False
+    gathers_keys: ClassVar[bool] = False
+    n_heads: int
+    n_key_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    norm: NormSpec
+    hidden_act: str = "silu"
+    rope: RopeSpec | None = None
+    window: int | None = None
+
+    def build(self, layer: int, dim: int) -> DeltaNet:
+        """See `MixerSpec.build`."""
+        return DeltaNet(layer, dim, self)
+
+    def parameters(self, dim: int) -> int:
+        """See `MixerSpec.parameters`; the convolution and the state's products count as matrices of their sizes.
+
+        A token decays, corrects, updates and reads each head's state: as many products as three matrices of its size.
+        """
+        keys, values = self.n_key_heads * self.key_dim, self.n_heads * self.value_dim
+        projections = dim * (2 * keys + 3 * values + 2 * self.n_heads)
+        return projections + self.taps * (2 * keys + values) + 3 * values * self.key_dim
+
+    @property
+    def attention_width(self) -> int:
+        return 0
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.n_heads, self.n_key_heads
+
+    @property
+    def cache(self) -> RecurrentStates:
+        keys, values = self.n_key_heads * self.key_dim, self.n_heads * self.value_dim
+        return RecurrentStates((self.taps - 1, 2 * keys + values), (self.n_heads, self.key_dim, self.value_dim))
+
+
+class DeltaNet(nn.Module):
+    """See `DeltaNetLayer`.
+
+    Args:
+        layer: index of the layer, which a cache needs.
+        dim: width of the residual stream.
+    """
+
+    tp: Group | None = None
+
+    def __init__(self, layer: int, dim: int, spec: DeltaNetLayer) -> None:
+        super().__init__()
+        s, self.layer, self.key_dim, self.value_dim = spec, layer, spec.key_dim, spec.value_dim
+        self.act = get_activation(s.hidden_act)
+        self.wq = Linear(dim, s.n_key_heads * s.key_dim, bias=False, role="column", heads=s.n_key_heads)
+        self.wk = Linear(dim, s.n_key_heads * s.key_dim, bias=False, role="column", heads=s.n_key_heads)
+        self.wv = Linear(dim, s.n_heads * s.value_dim, bias=False, role="column", heads=s.n_heads)
+        self.wz = Linear(dim, s.n_heads * s.value_dim, bias=False, role="column", heads=s.n_heads)
+        self.wa = Linear(dim, s.n_heads, bias=False, role="column", heads=s.n_heads)
+        self.wb = Linear(dim, s.n_heads, bias=False, role="column", heads=s.n_heads)
+        self.q_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.taps)
+        self.k_conv = ShortConvolution(s.n_key_heads, s.key_dim, s.taps)
+        self.v_conv = ShortConvolution(s.n_heads, s.value_dim, s.taps)
+        self.decay = LogDecay(s.n_heads)
+        self.norm = s.norm.build(s.value_dim, "head_norm")
+        self.wo = Linear(s.n_heads * s.value_dim, dim, bias=False, role="row")
+
+    def forward(self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta) -> Tensor:
+        """Returns [T, dim] for x [T, dim]."""
+        if self.tp is not None:
+            x = all_gather(x, self.tp)
+        # The head counts are read off the tensors, since a sharded projection holds fewer heads.
+        q_TGK, k_TGK = (proj(x).unflatten(-1, (-1, self.key_dim)) for proj in (self.wq, self.wk))
+        v_THV, z_THV = (proj(x).unflatten(-1, (-1, self.value_dim)) for proj in (self.wv, self.wz))
+        gates_TH2 = torch.stack((self.decay(self.wa(x)), self.wb(x).sigmoid()), dim=-1)
+        rows = torch.cat((q_TGK, k_TGK), dim=-1), v_THV, gates_TH2
+        filters = torch.cat((self.q_conv(), self.k_conv()), dim=1), self.v_conv()
+        out_THV = attention.recur(self.layer, rows, filters, self.scan)
+        gate = F.silu(z_THV.to(torch.promote_types(z_THV.dtype, torch.float32)))
+        return self.wo((self.norm(out_THV) * gate).to(x.dtype).flatten(-2))
+
+    @torch.compiler.disable
+    def scan(
+        self,
+        rows: Sequence[Tensor],
+        filters: Sequence[Tensor],
+        documents: PackedDocuments,
+        state: RecurrentState | None,
+    ) -> tuple[Tensor, RecurrentState]:
+        """Returns the heads' outputs [T, H, V], and the state after each of the B documents: see `AttentionMeta.recur`.
+
+        Args:
+            rows: queries and keys [T, G, 2 K], values [T, H, V], log-decay and beta [T, H, 2], before the convolution.
+            filters: the convolution's weights [G, 2 K, taps] and [H, V, taps].
+            state: the convolution's last inputs [B, taps - 1, channels], and the matrices [B, H, K, V].
+        """
+        qk, v, gates = rows
+        inputs, matrices = state or (None, None)
+        channels = torch.cat((qk.flatten(1), v.flatten(1)), dim=1)
+        weight = torch.cat([part.flatten(0, 1) for part in filters])
+        mixed, inputs = causal_convolution(channels, weight, documents, inputs)
+        qk, v = self.act(mixed).split([qk[0].numel(), v[0].numel()], dim=1)
+        q, k = qk.unflatten(1, (-1, 2 * self.key_dim)).chunk(2, dim=-1)
+        v = v.unflatten(1, (-1, self.value_dim))
+        log_decay, beta = gates.unbind(-1)
+        out, matrices = gated_delta_rule(q, k, v, log_decay, beta, documents, matrices)
+        return out, (inputs, matrices)
+
+
+def _log_uniform(x: Tensor) -> Tensor:
+    """Fills x with logarithms of numbers between 0.01 and 16, as transformers does."""
+    return x.uniform_(0.01, 16).log_()
+
+
+class LogDecay(nn.Module):
+    """The logarithm of each head's decay, -exp(A_log) softplus(a + dt_bias).
+
+    Parameters and result are at least float32, whatever the model computes in: the decays of a document's tokens are
+    multiplied.
+    """
+
+    parameter_roles: ClassVar[Mapping[str, Role]] = {"A_log": "heads", "dt_bias": "heads"}
+    parameter_initializers: ClassVar[Mapping[str, Callable[[Tensor], Any]]] = {
+        "A_log": _log_uniform,
+        "dt_bias": nn.init.ones_,
+    }
+    full_precision: ClassVar[bool] = True
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+
+    def forward(self, a: Tensor) -> Tensor:
+        """Returns [T, H] for a [T, H]."""
+        wide = torch.promote_types(a.dtype, torch.float32)
+        rate, bias = local(self.A_log).to(wide).exp(), local(self.dt_bias).to(wide)
+        return -rate * F.softplus(a.to(wide) + bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def keep_wide(x: Tensor) -> Tensor:
+            converted = fn(x)
+            return converted if converted.dtype.itemsize >= 4 else x.to(converted.device)
+
+        return super()._apply(keep_wide, recurse)

@@ -1,0 +1,108 @@
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) over packed documents.
+
+Each head keeps a matrix S [K, V] that maps keys to values. A token with query q, key k and value v lets it decay,
+corrects what it holds for k by a part beta of the error, and reads it:
+
+    S_t = e^(g_t) S_{t-1} + beta_t k_t (v_t - e^(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
+
+In chunks (section 3.3 there; the UT transform of Yang et al. 2024, arXiv:2406.06484): with G_i the sum of g up to token
+i of a chunk and D_ij = e^(G_i - G_j) for j <= i, the corrections u of a chunk that starts with S solve one triangular
+system,
+
+    u_i + beta_i * sum over j < i of D_ij (k_i k_j) u_j = beta_i (v_i - e^(G_i) S^T k_i)
+
+and o_i = e^(G_i) S^T q_i + sum over j <= i of D_ij (q_i k_j) u_j. Everything is computed in at least float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from archon.models.attention.documents import DocumentChunks, PackedDocuments
+
+L2_EPS = 1e-6
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """Returns x / sqrt(|x|^2 + 1e-6) over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    documents: PackedDocuments,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns o [T, H, V] in the dtype of v, and the documents' last states [B, H, K, V].
+
+    Args:
+        q, k: [T, G, K] with H a multiple of G, of any length: they are normalized, and q divided by sqrt(K).
+        v: [T, H, V].
+        log_decay, beta: [T, H], g and beta above.
+        documents: the B documents of the T tokens; the state starts anew in each.
+        state: [B, H, K, V] before their first tokens; zeros by default.
+    """
+    wide, dtype = torch.promote_types(v.dtype, torch.float32), v.dtype
+    q, k = (unit_vectors(x.to(wide)).repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    q, v, log_decay, beta = q * k.shape[-1] ** -0.5, v.to(wide), log_decay.to(wide), beta.to(wide)
+    if state is None:
+        state = v.new_zeros(len(documents.lengths), v.shape[1], k.shape[-1], v.shape[-1])
+    step = documents.max_seqlen == 1
+    out, state = (_one_token if step else _chunks)(q, k, v, log_decay, beta, documents, state.to(wide))
+    return out.to(dtype), state
+
+
+def _one_token(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns `gated_delta_rule` of documents of one token each, by the definition."""
+    state = state * log_decay.exp()[..., None, None]
+    held = (k.unsqueeze(-2) @ state).squeeze(-2)
+    correction = (v - held) * beta.unsqueeze(-1)
+    state = state + k.unsqueeze(-1) * correction.unsqueeze(-2)
+    return (q.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    chunks = documents.chunks
+    # [N, H, C, ...]; padding has a key, a value and a beta of 0, so that it changes no state.
+    q, k, v, log_decay, beta = (_by_chunk(x, chunks) for x in (q, k, v, log_decay, beta))
+    total = log_decay.cumsum(-1)
+    later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).triu(1)
+    # Masked before the exponential, which would overflow.
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    from_start = total.exp().unsqueeze(-1)
+    k_beta = k * beta.unsqueeze(-1)
+    system = (k_beta @ k.mT) * decay  # its diagonal counts as ones below
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat((v * beta.unsqueeze(-1), k_beta * from_start), -1), upper=False, unitriangular=True
+    )
+    of_values, of_state = solved.split([v.shape[-1], k.shape[-1]], -1)
+    scores, reads = (q @ k.mT) * decay, q * from_start
+    kept, writes = total[..., -1:].exp().unsqueeze(-1), (k * (total[..., -1:] - total).exp().unsqueeze(-1)).mT
+
+    outs, ended, first = list[Tensor](), list[Tensor](), 0
+    state = state.index_select(0, chunks.order)
+    for active in chunks.steps:
+        ended.append(state[active:])
+        state, now = state[:active], slice(first, first + active)
+        corrections = of_values[now] - of_state[now] @ state
+        outs.append(reads[now] @ state + scores[now] @ corrections)
+        state = state * kept[now] + writes[now] @ corrections
+        first += active
+    last = torch.cat([state, *reversed(ended)])
+    out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
+    return out.index_select(0, chunks.positions), last.index_select(0, chunks.rank)
+
+
+def _by_chunk(x: Tensor, chunks: DocumentChunks) -> Tensor:
+    """Returns x [T, H, ...] as [N, H, size, ...], with zeros for padding."""
+    padded = x.new_zeros(sum(chunks.steps) * chunks.size, *x.shape[1:]).index_copy(0, chunks.positions, x)
+    return padded.unflatten(0, (-1, chunks.size)).transpose(1, 2)

@@ -1,0 +1,158 @@
+"""The gated delta rule against its definition, and what documents, states and dtypes must not change."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from archon.check.oracle import relative
+from archon.models.attention.documents import PackedDocuments
+from archon.models.attention.meta import PackedAttention
+from archon.models.layers.convolution import causal_convolution
+from archon.models.layers.delta_net import DeltaNet, DeltaNetLayer
+from archon.models.layers.delta_rule import gated_delta_rule
+from archon.models.layers.norm import NormSpec
+from tests.tolerances import REORDER_FP64
+
+SLOW_DECAY = 0.05
+"""A of a head whose state outlives a document: what leaks from one into the next does not fade."""
+LAYER = DeltaNetLayer(n_heads=4, n_key_heads=2, key_dim=6, value_dim=5, taps=4, norm=NormSpec(1e-6))
+# Chunks of 64: shorter, equal, one more, two and a part; and packs that need smaller chunks.
+PACKS = [(5, 130, 1, 64, 65, 7, 200), (7, 3, 12), (1, 1, 1), (1,), (64, 64), (33, 2)]
+
+
+def documents_of(lengths: tuple[int, ...]) -> PackedDocuments:
+    return PackedDocuments(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths))
+
+
+def token_by_token(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, lengths: tuple[int, ...], state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition: one token after another, one document after another, starting from `state` [B, H, K, V]."""
+    repeat = v.shape[1] // q.shape[1]
+    q, k = (F.normalize(x, dim=-1, eps=0) for x in (q, k))
+    q, k = q.repeat_interleave(repeat, 1) / math.sqrt(q.shape[-1]), k.repeat_interleave(repeat, 1)
+    outs, ends, token = [], [], 0
+    for document, length in enumerate(lengths):
+        now = state[document]
+        for t in range(token, token + length):
+            now = torch.exp(log_decay[t])[:, None, None] * now
+            error = v[t] - torch.einsum("hkv,hk->hv", now, k[t])
+            now = now + torch.einsum("h,hk,hv->hkv", beta[t], k[t], error)
+            outs.append(torch.einsum("hkv,hk->hv", now, q[t]))
+        ends.append(now)
+        token += length
+    return torch.stack(outs), torch.stack(ends)
+
+
+def random_inputs(lengths: tuple[int, ...], *, keys: int = 2, heads: int = 4) -> list[Tensor]:
+    """q, k, v, logits of decay and beta, and a state; float64 with gradients. Keys are long, so that the small constant
+    in their norm is below the rounding."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tokens, key_dim, value_dim = sum(lengths), 6, 5
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        x = torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+        return x.requires_grad_()
+
+    qk = [draw(tokens, keys, key_dim, scale=1e4) for _ in range(2)]
+    return [
+        *qk,
+        draw(tokens, heads, value_dim),
+        draw(tokens, heads),
+        draw(tokens, heads),
+        draw(len(lengths), heads, key_dim, value_dim),
+    ]
+
+
+@pytest.mark.parametrize("rate", [SLOW_DECAY, 3.0])
+@pytest.mark.parametrize("lengths", PACKS)
+def test_chunks_compute_the_definition_and_its_gradients(lengths: tuple[int, ...], rate: float) -> None:
+    inputs = random_inputs(lengths)
+    found = []
+    for rule in (gated_delta_rule, token_by_token):
+        q, k, v, a, b, state = inputs
+        of = documents_of(lengths) if rule is gated_delta_rule else lengths
+        out, end = rule(q, k, v, -rate * F.softplus(a), b.sigmoid(), of, state)
+        weight = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)
+        grads = torch.autograd.grad((out * weight).sum() + end.square().sum(), inputs)
+        found.append([out, end, *grads])
+    for ours, wanted in zip(*found, strict=True):
+        assert relative(ours, wanted) < REORDER_FP64
+
+
+def test_a_state_continues_a_document() -> None:
+    """Two halves of each document, the second from the first's state, are the whole documents."""
+    first, second = (5, 70, 1), (3, 64, 9)
+    whole = tuple(a + b for a, b in zip(first, second, strict=True))
+    q, k, v, a, b, _ = (x.detach() for x in random_inputs(whole))
+    a, b = -SLOW_DECAY * F.softplus(a), b.sigmoid()
+    expected, end = gated_delta_rule(q, k, v, a, b, documents_of(whole))
+    halves = torch.cat([torch.arange(n) < cut for n, cut in zip(whole, first, strict=True)])
+    out, state = torch.empty_like(expected), None
+    for part, lengths in ((halves, first), (~halves, second)):
+        rows = [x[part] for x in (q, k, v, a, b)]
+        out[part], state = gated_delta_rule(*rows, documents_of(lengths), state)
+    assert relative(out, expected) < REORDER_FP64
+    assert state is not None and relative(state, end) < REORDER_FP64
+
+
+@pytest.mark.parametrize("lengths", PACKS)
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_the_convolution_is_that_of_each_document_alone(lengths: tuple[int, ...], taps: int) -> None:
+    x = torch.randn(sum(lengths), 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, taps, dtype=torch.float64, requires_grad=True)
+    out, last = causal_convolution(x, weight, documents_of(lengths))
+    padded = [F.pad(document, (0, 0, taps - 1, 0)) for document in x.split(lengths)]
+    alone = [F.conv1d(rows.t(), weight.unsqueeze(1), groups=6).t() for rows in padded]
+    assert relative(out, torch.cat(alone)) < REORDER_FP64
+    assert torch.equal(last, torch.stack([rows[len(rows) - taps + 1 :] for rows in padded]))
+    scale = torch.randn_like(out)
+    for ours, wanted in zip(
+        torch.autograd.grad((out * scale).sum(), (x, weight)),
+        torch.autograd.grad((torch.cat(alone) * scale).sum(), (x, weight)),
+        strict=True,
+    ):
+        assert relative(ours, wanted) < REORDER_FP64
+
+
+def slow_layer(dtype: torch.dtype = torch.float32) -> DeltaNet:
+    torch.manual_seed(0)
+    module = LAYER.build(0, 24)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.nn.init.constant_(module.decay.A_log, math.log(SLOW_DECAY))
+    return module.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(5, 130, 7), (20, 9, 3)])
+def test_a_document_does_not_see_the_one_before_it(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    module = slow_layer(dtype)
+    x = torch.randn(sum(lengths), 24, dtype=dtype)
+    other = x.clone()
+    before = lengths[0] + lengths[1]
+    other[lengths[0] : before] += 1
+    bounds = documents_of(lengths)
+    out, changed = (module(rows, None, PackedAttention(bounds.cu_seqlens, bounds.max_seqlen)) for rows in (x, other))
+    assert torch.equal(out[: lengths[0]], changed[: lengths[0]])
+    assert torch.equal(out[before:], changed[before:])
+    assert not torch.equal(out[lengths[0] : before], changed[lengths[0] : before])
+    # The same tokens as one document: the state does reach as far.
+    (length,) = whole = (sum(lengths),)
+    one = [module(rows, None, PackedAttention(documents_of(whole).cu_seqlens, length)) for rows in (x, other)]
+    assert not torch.equal(one[0][before:], one[1][before:])
+
+
+def test_decays_stay_float32_in_a_bfloat16_model() -> None:
+    module = slow_layer(torch.bfloat16)
+    assert {name for name, p in module.named_parameters() if p.dtype == torch.float32} == {
+        "decay.A_log",
+        "decay.dt_bias",
+    }
+    assert module.decay(torch.randn(3, 4, dtype=torch.bfloat16)).dtype == torch.float32
+    assert slow_layer(torch.float64).decay.A_log.dtype == torch.float64
