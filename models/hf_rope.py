@@ -246,8 +246,10 @@ class _Rope:
             nullable = kind == "yarn"
             if name not in left or (left[name] is None and not nullable):
                 raise ConfigError(f"config field {self.source!r} lacks {name!r}, which RoPE of type {kind!r} needs")
-        if values.get("truncate", True) is None:
+        if (truncate := values.get("truncate", True)) is None:
             reject_field(f"{self.source}.truncate", None, "expected true or false")
+        if not truncate and self.policy.local_theta is not None:
+            reject_field(f"{self.source}.truncate", truncate, "transformers overlooks it by kind of layer; remove it")
         return values
 
 

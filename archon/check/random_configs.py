@@ -116,6 +116,8 @@ DRAWS: dict[str, Draw] = {
 }
 # Where a family's fields mean something else, or transformers ignores them.
 OWN_DRAWS: dict[str, dict[str, Draw]] = {
+    # Norms of small results magnify rounding: at 0.13 transformers itself is 4e-5 away from its own float64 value.
+    "olmo3": {"initializer_range": _pick(0.3)},
     "qwen3_moe": {"layer_types": _pick(OMIT), "max_window_layers": _pick(OMIT)},
 }
 
@@ -160,6 +162,7 @@ def _rope_of_seed(seed: int, kind: str | None, policy: RopePolicy) -> Draw:
             rope[policy.query_beta_field] = rng.choice([0.1, 0.5])
         if policy.local_theta is None:
             return rope
+        rope.pop("truncate", None)  # which transformers overlooks here
         return {GLOBAL: rope, LOCAL: random_rope(rng, rng.choice(("default", "default", "linear")), head_dim)}
 
     return draw

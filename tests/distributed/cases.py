@@ -63,6 +63,16 @@ MODELS["grown_queries"] = DENSE | {
         "llama_4_scaling_beta": 0.5,
     },
 }
+MODELS["norms_after"] = DENSE | {
+    "model_type": "olmo3",
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+}
+MODELS["norms_after_few_kv"] = MODELS["norms_after"] | {"num_key_value_heads": 2}
 MODELS["tied_moe"] = MODELS["moe"] | {"tie_word_embeddings": True}
 MODELS["idle_experts"] = MODELS["moe"] | {"num_experts": 64, "num_experts_per_tok": 2}
 MODELS["shared"] = MODELS["moe"] | {"model_type": "archon_test_shared_moe"}

@@ -294,6 +294,12 @@ BLOCKS: tuple[Case, ...] = (
     _case("c2", "grown_queries", "query factors of a document across a rank boundary", context_parallel="allgather"),
     _case("c2", "grown_queries", context_parallel="ulysses"),
     _pipeline("p2", "1f1b", "grown_queries"),
+    _case("t2", "norms_after", "norms over all heads under TP"),
+    _case("t4", "norms_after_few_kv", "norms over all heads with fewer key heads than ranks"),
+    _case("d2", "norms_after"),
+    _case("c2", "norms_after", context_parallel="allgather"),
+    _case("c2", "norms_after", context_parallel="ulysses"),
+    _pipeline("p2", "1f1b", "norms_after"),
 )
 
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

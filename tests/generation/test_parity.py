@@ -24,6 +24,10 @@ FAMILIES = {
     "llama": ("llama", {"attention_bias": True}),
     "ministral3": ("ministral3", {}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 6, "layer_types": ("sliding_attention", "full_attention", "sliding_attention")},
+    ),
     "mistral-window": ("mistral", {"sliding_window": 6}),
     "qwen3": ("qwen3", {}),
     "qwen3-window": (

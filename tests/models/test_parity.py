@@ -53,6 +53,7 @@ OWN: dict[str, tuple[Feature, ...]] = {
     "llama": BIASES,
     "ministral3": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),
     "mistral": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),
+    "olmo3": (*BIASES, lambda c: len({*c.layer_types}) == 2),
     "qwen2": SWITCHED,
     "qwen3": SWITCHED + BIASES,
     "qwen3_moe": (
