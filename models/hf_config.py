@@ -13,6 +13,8 @@ from typing import Any
 
 from archon.models.hf_checks import check_kind, reject_field
 from archon.models.hf_rope import RopePolicy
+from archon.models.quantization import FIELD as QUANTIZATION_FIELD
+from archon.models.quantization import read_quantization
 from archon.schema.errors import ConfigError
 
 REQUIRED: Any = object()
@@ -101,7 +103,6 @@ MUST_BE: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "chunk_size_feed_forward": 0,
     "pruned_heads": {},
-    "quantization_config": None,
     "per_layer_config": None,
     "auto_map": None,
 }
@@ -158,7 +159,7 @@ def read_config(
         reject_field("model_type", model_type, f"expected {' or '.join(sorted(model_types))} in this family")
     read = {*fields, *ropes.known_fields, *windows.fields}
     must_be = {name: value for name, value in (MUST_BE | dict(must_be)).items() if name not in read}
-    known = {*read, *must_be, *NO_EFFECT}
+    known = {*read, *must_be, *NO_EFFECT, QUANTIZATION_FIELD}
     for name, value in config.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -166,6 +167,7 @@ def read_config(
             reject_field(name, value, f"archon does not know this field; {hint}")
         if name in must_be and value is not None and value != must_be[name]:
             reject_field(name, value, f"archon supports only {must_be[name]!r}")
+    read_quantization(config.get(QUANTIZATION_FIELD))
     args = {field.native: _read_field(config, name, field) for name, field in fields.items()}
     args.pop("", None)
     args["sliding_window"], args["layer_windows"] = windows.read(config, args["n_layers"])

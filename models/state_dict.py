@@ -17,6 +17,9 @@ from torch import Tensor
 
 from archon.models.base import BaseArchonModel
 from archon.models.fused_tensors import Fused, Placement, place_parts
+from archon.models.hf_config import as_dict
+from archon.models.quantization import FIELD as QUANTIZATION_FIELD
+from archon.models.quantization import read_quantization
 from archon.schema.errors import CheckpointError
 
 HFMap = Mapping[str, str | Fused | None]
@@ -107,6 +110,11 @@ class NativeTarget:
     placement: Placement | None = None
     must_equal: bool = False
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the tensor's last two dimensions are the parameter's in reverse."""
+        return self.placement is not None and self.placement.transposed
+
     def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the Hugging Face tensor for that of the parameter."""
         shape = shape if self.index is None else shape[1:]
@@ -144,6 +152,7 @@ class BaseStateDictAdapter:
         self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
     ) -> None:
         self.args = self.model_class.args_class.from_hf_config(hf_config, is_critic=is_critic)
+        self.quantization = read_quantization(as_dict(hf_config).get(QUANTIZATION_FIELD))
         self.hf_assets_path = hf_assets_path
         self.init_score = is_critic and init_score
 
@@ -401,7 +410,7 @@ class BaseStateDictAdapter:
 def _whole(tensor: Tensor, target: NativeTarget) -> Tensor:
     """Returns the Hugging Face tensor that a parameter, or a row of it, fills alone."""
     part = tensor if target.index is None else tensor[target.index]
-    return part.mT if target.placement is not None and target.placement.transposed else part
+    return part.mT if target.is_transposed else part
 
 
 def _shorten(names: Iterable[str], limit: int = 5) -> str:

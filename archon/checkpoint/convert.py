@@ -23,13 +23,13 @@ from archon.checkpoint.dcp.folder import is_dcp_folder, open_dcp, write_dcp
 from archon.checkpoint.dcp.metadata import METADATA_FILE
 from archon.checkpoint.dcp.names import Names, match_names, named_tensors, scheme_to_write, write_marker
 from archon.checkpoint.hf_export import copy_assets, require_zero_biases, save_hf
+from archon.checkpoint.hf_io import config_dtype
 from archon.checkpoint.hf_reader import CONFIG_FILE, HFCheckpoint, checkpoint_folder, match_parameters, read_hf_config
 from archon.checkpoint.megatron.rank_files import is_megatron_folder, open_ranks, write_ranks
 from archon.checkpoint.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest, save_state
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
 from archon.checkpoint.state_tree import Shard
-from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models import get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.schema.errors import CheckpointError, ConfigError
@@ -143,6 +143,8 @@ def open_weights(
 ) -> AbstractContextManager[OpenWeights]:
     """Returns a context manager of a checkpoint's weights, which can be read within its block; see `convert`.
 
+    Quantized weights of a hf checkpoint are read as the dtype that its config names.
+
     Raises CheckpointError unless the checkpoint holds exactly the model's tensors.
     """
     if format == "hf":
@@ -174,7 +176,11 @@ def _open_hf(folder: Path) -> Iterator[OpenWeights]:
         with torch.device("meta"):
             model = adapter.model_class(adapter.args)
         match_parameters(checkpoint, model, adapter)
-        tensors = {key: lazy_tensor(checkpoint.files[key], checkpoint.entries[key]) for key in adapter.hf_shapes()}
+        stored, dtype = checkpoint.tensors(adapter), config_dtype(hf_config)
+        tensors = {
+            key: stored[key].lazy(dtype, transposed=adapter.hf_to_native(key)[0].is_transposed)
+            for key in adapter.hf_shapes()
+        }
         yield OpenWeights(hf_config, folder, adapter, tensors)
 
 

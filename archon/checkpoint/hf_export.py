@@ -35,6 +35,7 @@ from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
 from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
+from archon.models.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.comm import Group, all_reduce
 from archon.parallel.control_plane import ControlPlane
@@ -292,7 +293,8 @@ def _check_names_and_shapes(target: Path, config: dict[str, Any], shapes: Mappin
 def _write_config(
     folder: Path, config: dict[str, Any], written: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """Write `config.json`, with the dtype and the architecture of the weights."""
+    """Write `config.json`, with the dtype and the architecture of the weights, which are not quantized."""
+    config.pop(QUANTIZATION_FIELD, None)
     # Of several dtypes the config names the widest, which can represent all of them exactly.
     dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in written.values()))
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from archon.checkpoint.quantized import StoredTensor, stored_tensors
 from archon.checkpoint.safetensors_file import CHUNK_BYTES, Region, SafetensorsFile, TensorEntry, bytes_of, fail
-from archon.checkpoint.tensor_reader import JobReader, read_jobs
+from archon.checkpoint.tensor_reader import JobReader, RowDecoder, read_jobs
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.schema.errors import CheckpointError
@@ -82,6 +83,10 @@ class HFCheckpoint:
             if key not in weight_map:
                 fail(file.path, f"key {key!r} is not listed in {INDEX_FILE}")
 
+    def tensors(self, adapter: BaseStateDictAdapter) -> dict[str, StoredTensor]:
+        """Returns the stored tensors by key, quantized ones by the key of what they stand for; see `stored_tensors`."""
+        return stored_tensors(self.entries, self.files, adapter.quantization, adapter.hf_shapes())
+
     def same_bytes(self, key: str, other: str) -> bool:
         """Returns whether two tensors are bitwise equal, dtype and shape included."""
         first, second = self.entries[key], self.entries[other]
@@ -102,7 +107,7 @@ class HFCheckpoint:
         jobs = [
             job
             for t in ordered
-            for job in read_jobs(self.files[t.key], self.entries[t.key], t.region, t.tensor, t.shape)
+            for job in read_jobs(self.files[t.key], self.entries[t.key], t.region, t.tensor, t.shape, t.decoder)
         ]
         reader = JobReader()
         # Workers use one thread each. PyTorch keeps that number per thread, but threads started later get the last
@@ -125,13 +130,14 @@ class HFCheckpoint:
 class ReadTarget(NamedTuple):
     """A tensor to fill, and the region of a key's tensor to fill it with: one slice per dimension, of equal shape.
 
-    The region is one of the key's tensor viewed as `shape`; by default as its own.
+    The region is one of the key's tensor viewed as `shape`, by default as its own, and decoded by `decoder`.
     """
 
     key: str
     tensor: Tensor
     region: Region
     shape: tuple[int, ...] | None = None
+    decoder: RowDecoder | None = None
 
 
 @torch.no_grad()
@@ -163,8 +169,9 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
             "key 'score.weight' missing from its weights; to build a critic from an actor set init_score=True",
         )
     ties, read_targets, filled = list[tuple[str, str]](), list[ReadTarget](), set[str]()
-    for key, entry in checkpoint.entries.items():
-        file = checkpoint.files[key].path
+    stored = checkpoint.tensors(adapter)
+    for key, tensor in stored.items():
+        file = tensor.file.path
         try:
             targets = adapter.hf_to_native(key)
         except CheckpointError as error:
@@ -173,17 +180,17 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
             if target.must_equal:
                 ties.append((key, target.name))
                 continue
-            _check_entry(file, entry, expected[key])
+            _check_stored(key, tensor, target, expected[key])
             if target.name in own:
-                read_targets += _read_targets(file, entry, target, own[target.name], adapter)
+                read_targets += _read_targets(key, tensor, target, own[target.name], adapter)
             elif holds_all:
                 fail(file, f"key {key!r} is parameter {target.name!r}, which the model does not have")
             if target.name == "tok_embeddings.weight" and "output.weight" in own and adapter.is_tied:
                 head = own["output.weight"]
-                read_targets.append(ReadTarget(key, local_tensor(head), own_part(head)))
+                read_targets += _read_targets(key, tensor, target, head, adapter)
                 filled.add("output.weight")
             filled.add(target.name)
-    missing = [key for key in expected if key not in checkpoint.entries]
+    missing = [key for key in expected if key not in stored]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         fail(checkpoint.path, f"key {missing[0]!r}{more} missing from its weights")
@@ -208,16 +215,20 @@ def loadable_tensors(model: nn.Module, adapter: BaseStateDictAdapter) -> dict[st
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
 
 
-def _check_entry(file: Path, entry: TensorEntry, expected: tuple[int, ...]) -> None:
+def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected: tuple[int, ...]) -> None:
     """Raise CheckpointError where the shape or the dtype of a key is not that of the config."""
-    if entry.shape != expected:
-        fail(file, f"key {entry.name!r} has shape {list(entry.shape)}, expected {list(expected)} by its config")
-    if entry.dtype not in WEIGHT_DTYPES:
-        fail(file, f"key {entry.name!r} is {entry.dtype}; weights must be float64, float32, float16 or bfloat16")
+    if stored.is_native and target.is_transposed:
+        expected = (*expected[:-2], expected[-1], expected[-2])
+    name, file = stored.entry.name, stored.file.path
+    if stored.shape != expected:
+        what = f"key {name!r} has shape" if name == key else f"key {name!r} stands for shape"
+        fail(file, f"{what} {list(stored.shape)}, expected {list(expected)} by its config")
+    if stored.decoder is None and stored.entry.dtype not in WEIGHT_DTYPES:
+        fail(file, f"key {key!r} is {stored.entry.dtype}; weights must be float64, float32, float16 or bfloat16")
 
 
 def _read_targets(
-    file: Path, entry: TensorEntry, target: NativeTarget, parameter: Tensor, adapter: BaseStateDictAdapter
+    key: str, stored: StoredTensor, target: NativeTarget, parameter: Tensor, adapter: BaseStateDictAdapter
 ) -> Iterator[ReadTarget]:
     """Yields what to read of a key for a parameter; nothing where other ranks hold all of it.
 
@@ -226,8 +237,8 @@ def _read_targets(
     expected = adapter.stored_shapes[target.name]
     if tuple(parameter.shape) != expected:
         fail(
-            file,
-            f"what key {entry.name!r} fills has shape {list(expected)}, but the model's parameter {target.name!r} "
+            stored.file.path,
+            f"what key {key!r} fills has shape {list(expected)}, but the model's parameter {target.name!r} "
             f"has {list(parameter.shape)}; was the model built from another config?",
         )
     local, region = local_tensor(parameter), own_part(parameter)
@@ -235,11 +246,13 @@ def _read_targets(
         if not region[0].start <= target.index < region[0].stop:
             return
         local, region, expected = local[target.index - region[0].start], region[1:], expected[1:]
+    name, decoder = stored.entry.name, stored.decoder
     if target.placement is None:
-        yield ReadTarget(entry.name, local, region)
+        yield ReadTarget(name, local, region, stored.shape, decoder)
         return
-    selections = target.placement.selections(expected, region, local, transposed=target.placement.transposed)
-    yield from (ReadTarget(entry.name, part.target, part.region, part.shape) for part in selections)
+    transposed = target.is_transposed and not stored.is_native
+    for part in target.placement.selections(expected, region, local, transposed=transposed):
+        yield ReadTarget(name, part.target, part.region, part.shape, decoder)
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import mmap
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from archon.checkpoint.safetensors_file import (
     LazyTensor,
     Region,
     RegularFile,
-    SafetensorsFile,
     TensorEntry,
     bytes_of,
     chunks,
@@ -30,15 +30,47 @@ _MADV_POPULATE_WRITE = 23
 _madvise = getattr(ctypes.CDLL(None), "madvise", None)
 
 
+class RowDecoder(Protocol):
+    """Decodes rows of a tensor whose data are quantized; a row is its last dimension.
+
+    Attributes:
+        row: elements of a row.
+        row_bytes: bytes of a row's data.
+    """
+
+    @property
+    def row(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    def decode(self, data: Tensor, first: int) -> Tensor:
+        """Returns rows `first` to first + n of all rows as float32 [n, row] from their data, uint8 [n, row_bytes]."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor in a file, and how its data are decoded if they are quantized."""
+
+    file: RegularFile
+    entry: TensorEntry
+    decoder: RowDecoder | None
+
+    def byte_count(self, elements: int) -> int:
+        """Returns the bytes of so many elements."""
+        if self.decoder is None:
+            return elements * self.entry.dtype.itemsize
+        return elements * self.decoder.row_bytes // self.decoder.row
+
+
 @dataclass(frozen=True)
 class ReadJob:
-    """One read: the data of `entry` from byte `offset` of a file, and the view `target` to fill with it.
+    """One read: the data of a tensor from byte `offset` of a file, and the view `target` to fill with it.
 
     `inner`, where given, is the region of each row of shape `row` that `target` takes.
     """
 
-    file: RegularFile
-    entry: TensorEntry
+    source: _Source
     offset: int
     target: Tensor
     row: tuple[int, ...] = ()
@@ -51,31 +83,39 @@ def read_jobs(
     region: Region,
     target: Tensor,
     shape: tuple[int, ...] | None = None,
+    decoder: RowDecoder | None = None,
 ) -> Iterator[ReadJob]:
-    """Yield jobs of about `CHUNK_BYTES` that fill `target` with a region of a tensor, viewed as `shape` if given."""
+    """Yield jobs of about `CHUNK_BYTES` that fill `target` with a region of a tensor.
+
+    Args:
+        shape: views the tensor in this shape; by default in its own. It needs one if it is quantized.
+        decoder: decodes its data if it is.
+    """
     if target.numel():
-        yield from _jobs(file, entry, entry.start, entry.shape if shape is None else shape, region, target)
+        yield from _jobs(
+            _Source(file, entry, decoder), entry.start, entry.shape if shape is None else shape, region, target
+        )
 
 
-def _jobs(
-    file: RegularFile, entry: TensorEntry, start: int, shape: tuple[int, ...], region: Region, target: Tensor
-) -> Iterator[ReadJob]:
+def _jobs(source: _Source, start: int, shape: tuple[int, ...], region: Region, target: Tensor) -> Iterator[ReadJob]:
     """Yield the jobs for a region of a tensor of `shape` whose data begin at byte `start` of the file."""
     rows, *inner = region or (slice(0, 1),)
-    row_bytes = math.prod(shape[1:]) * entry.dtype.itemsize
+    row_bytes = source.byte_count(math.prod(shape[1:]))
     first = start + rows.start * row_bytes
-    if tuple(inner) == full_region(shape[1:]):
-        for offset, view in chunks(target, entry.dtype.itemsize):
-            yield ReadJob(file, entry, first + offset, view)
-    elif row_bytes > CHUNK_BYTES:
+    is_quantized = source.decoder is not None
+    if tuple(inner) == full_region(shape[1:]) and not is_quantized:
+        for offset, view in chunks(target, source.entry.dtype.itemsize):
+            yield ReadJob(source, first + offset, view)
+    # The rows of a quantized tensor are decoded whole.
+    elif row_bytes > CHUNK_BYTES and (source.decoder is None or math.prod(shape[1:]) > source.decoder.row):
         for row in range(rows.stop - rows.start):
-            yield from _jobs(file, entry, first + row * row_bytes, shape[1:], tuple(inner), target[row])
+            yield from _jobs(source, first + row * row_bytes, shape[1:], tuple(inner), target[row])
     else:
         # For some columns of a matrix whole rows are read, because the other columns are in the same pages anyway.
         step = max(1, CHUNK_BYTES // row_bytes)
         for row in range(0, rows.stop - rows.start, step):
             view = target[row : row + step]
-            yield ReadJob(file, entry, first + row * row_bytes, view, shape[1:], tuple(inner))
+            yield ReadJob(source, first + row * row_bytes, view, shape[1:], tuple(inner))
 
 
 class JobReader:
@@ -85,36 +125,52 @@ class JobReader:
         self._buffers = threading.local()
 
     def read(self, job: ReadJob) -> None:
-        target, entry = job.target, job.entry
+        target, source, entry = job.target, job.source, job.source.entry
         is_plain = target.device.type == "cpu" and target.is_contiguous()
         if is_plain:
             prefault(target)
         if is_plain and target.dtype == entry.dtype and job.inner is None:
-            job.file.read_into(bytes_of(target), job.offset, f"key {entry.name!r}")
+            source.file.read_into(bytes_of(target), job.offset, f"key {entry.name!r}")
             return
-        if not hasattr(self._buffers, "bytes"):
-            self._buffers.bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=target.is_cuda)
         shape = target.shape if job.inner is None else (target.shape[0], *job.row)
-        size = math.prod(shape) * entry.dtype.itemsize
-        staged = self._buffers.bytes[:size]
-        job.file.read_into(bytes_of(staged), job.offset, f"key {entry.name!r}")
-        values = staged.view(entry.dtype).view(shape)
+        size = source.byte_count(math.prod(shape))
+        staged = self._buffer(size, target.is_cuda)[:size]
+        source.file.read_into(bytes_of(staged), job.offset, f"key {entry.name!r}")
+        if source.decoder is None:
+            values = staged.view(entry.dtype).view(shape)
+        else:
+            row_bytes = source.decoder.row_bytes
+            values = source.decoder.decode(staged.view(-1, row_bytes), (job.offset - entry.start) // row_bytes)
+            values = values.view(shape).to(target.dtype)
         if job.inner is not None:
             values = values[(slice(None), *job.inner)]
         # Sent to a GPU in the file's dtype and converted there: fewer bytes on the bus, and no second buffer here.
         target.copy_(values.to(target.device))
 
+    def _buffer(self, size: int, pinned: bool) -> Tensor:
+        """Returns the thread's buffer of at least `size` bytes, more than a chunk only for a longer row of blocks."""
+        if not hasattr(self._buffers, "bytes") or size > self._buffers.bytes.numel():
+            self._buffers.bytes = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=pinned)
+        return self._buffers.bytes
 
-def read_region(file: RegularFile, entry: TensorEntry, region: Region, out: Tensor | None = None) -> Tensor:
-    """Returns a region of a tensor in a file, read into `out` where it is given."""
+
+def read_region(
+    file: RegularFile,
+    entry: TensorEntry,
+    region: Region,
+    out: Tensor | None = None,
+    shape: tuple[int, ...] | None = None,
+    decoder: RowDecoder | None = None,
+) -> Tensor:
+    """Returns a region of a tensor in a file, read into `out` where it is given; see `read_jobs` for the others."""
     out = torch.empty(region_shape(region), dtype=entry.dtype) if out is None else out
     reader = JobReader()
-    for job in read_jobs(file, entry, region, out):
+    for job in read_jobs(file, entry, region, out, shape, decoder):
         reader.read(job)
     return out
 
 
-def lazy_tensor(file: SafetensorsFile, entry: TensorEntry) -> LazyTensor:
+def lazy_tensor(file: RegularFile, entry: TensorEntry) -> LazyTensor:
     """Returns a tensor of an open file."""
     return LazyTensor(entry.dtype, entry.shape, functools.partial(read_region, file, entry), by_rows=True)
 

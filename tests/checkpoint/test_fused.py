@@ -76,13 +76,13 @@ def test_a_part_of_a_large_tensor_is_read_with_a_buffer_of_one_piece(
     for placement, parameter in zip(placements, parameters, strict=True):
         placement.insert(parameter, whole)
     save_file({"before": torch.ones(3), "fused": whole}, tmp_path / "model.safetensors")
-    sizes, read_into = list[int](), tensor_reader.SafetensorsFile.read_into
+    sizes, read_into = list[int](), tensor_reader.RegularFile.read_into
 
     def recorded(self: object, view: memoryview, offset: int, what: str) -> None:
         sizes.append(len(view))
         read_into(self, view, offset, what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tensor_reader.SafetensorsFile, "read_into", recorded)
+    monkeypatch.setattr(tensor_reader.RegularFile, "read_into", recorded)
     for axis in range(len(shape)):
         own = [slice(0, size) for size in shape]
         own[axis] = slice(int(shape[axis] * share[0]), int(shape[axis] * share[1]))

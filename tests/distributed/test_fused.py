@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from archon.check.rank_pool import Pool
 from archon.models import get_model_spec
 from tests.checkpoint.killing import digest
+from tests.checkpoint.quantizing import BLOCK, quantize
 from tests.checkpoint.tiny_checkpoints import write_checkpoint
 from tests.distributed import checkpoints
 from tests.distributed.cases import MODELS, Case
@@ -54,6 +56,25 @@ def test_a_fused_checkpoint_is_loaded_and_exported_bitwise(
     layout: str, stored: tuple[Path, dict[str, Tensor], dict[str, Tensor]], tmp_path: Path, ranks: Callable[[int], Pool]
 ) -> None:
     check(layout, stored, tmp_path / "out", ranks)
+
+
+@pytest.mark.parametrize("layout", ["t2", "d2e2"])
+def test_a_quantized_fused_checkpoint_is_dequantized_on_the_ranks(
+    layout: str, stored: tuple[Path, dict[str, Tensor], dict[str, Tensor]], tmp_path: Path, ranks: Callable[[int], Pool]
+) -> None:
+    """Blocks of 5 rows and 7 columns, which no shard starts with."""
+    _, state, _ = stored
+    adapter = get_model_spec(MODELS["fused"]["model_type"]).state_dict_adapter_class(MODELS["fused"])
+    quantized, expected = quantize({key: state[key] for key in adapter.hf_shapes()})
+    options = {"quant_method": "fp8", "weight_block_size": [*BLOCK]}
+    folder = write_checkpoint(tmp_path / "in", MODELS["fused"] | {"quantization_config": options}, quantized, shards=2)
+    native = {name: digest(tensor) for name, tensor in adapter.from_hf(expected).items()}
+    case = Case(layout, "fused", dtype="float32")
+    for loaded in ranks(2).run(checkpoints.reexport, case, str(folder), str(tmp_path / "out")):
+        assert loaded == native
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[key], tensor) for key, tensor in expected.items())
 
 
 @pytest.mark.slow

@@ -1,0 +1,208 @@
+"""Quantized tensors of a checkpoint as the weights they stand for: dequantized row by row while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from archon.checkpoint.safetensors_file import LazyTensor, Region, SafetensorsFile, TensorEntry, bytes_of, fail
+from archon.checkpoint.tensor_reader import RowDecoder, lazy_tensor, read_region
+from archon.models.quantization import Quantization
+
+SCALE_SUFFIX = "_scale_inv"
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+_SUFFIXES = {"fp8": (SCALE_SUFFIX,), "mxfp4": (BLOCKS_SUFFIX, SCALES_SUFFIX)}
+_FP8_SCALE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8})
+MX_BLOCK = 32
+"""Weights that share an exponent."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a checkpoint stores it.
+
+    Attributes:
+        entry: its data, which for a quantized tensor is of another dtype and may be of another name and shape.
+        shape: in elements, in the order of the data.
+        decoder: dequantizes its rows; None for a tensor that is not quantized.
+        is_native: it lies in the orientation of the parameters, [..., out, in], whatever a family's map declares.
+    """
+
+    file: SafetensorsFile
+    entry: TensorEntry
+    shape: tuple[int, ...]
+    decoder: RowDecoder | None = None
+    is_native: bool = False
+
+    def lazy(self, dtype: torch.dtype, *, transposed: bool) -> LazyTensor:
+        """Returns the tensor as its map declares it; a quantized one in `dtype`, another one in its own.
+
+        Args:
+            transposed: whether the map declares its last two dimensions in reverse.
+        """
+        if self.decoder is None:
+            return lazy_tensor(self.file, self.entry)
+        swap = transposed and self.is_native
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if swap else self.shape
+
+        def load(region: Region) -> Tensor:
+            out = torch.empty([part.stop - part.start for part in region], dtype=dtype)
+            if swap:
+                region = (*region[:-2], region[-1], region[-2])
+            read_region(self.file, self.entry, region, out.mT if swap else out, self.shape, self.decoder)
+            return out
+
+        return LazyTensor(dtype, shape, load, by_rows=True)
+
+
+def stored_tensors(
+    entries: Mapping[str, TensorEntry],
+    files: Mapping[str, SafetensorsFile],
+    quantization: Quantization | None,
+    expected: Mapping[str, tuple[int, ...]],
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint by key; quantized ones by the key in `expected` of what they stand for.
+
+    Raises CheckpointError for a quantized tensor without its scale, a scale without its tensor, and for another dtype
+    or shape of either than the config says.
+    """
+    found: dict[str, StoredTensor] = {}
+    quantized: dict[str, None] = {}
+    suffixes = () if quantization is None else _SUFFIXES[quantization.method]
+    for key, entry in entries.items():
+        base = next((key.removesuffix(suffix) for suffix in suffixes if key.endswith(suffix)), key)
+        if base in expected and (base != key or (suffixes and entry.dtype == torch.float8_e4m3fn)):
+            quantized[base] = None
+        else:
+            found[key] = StoredTensor(files[key], entry, entry.shape)
+    for key in quantized:
+        assert quantization is not None
+        if quantization.method == "fp8":
+            found[key] = _fp8(key, entries, files, quantization.block)
+        else:
+            found[key] = _mxfp4(key, entries, files)
+        if quantization.keeps(key):
+            fail(found[key].file.path, f"key {key!r} is quantized, but quantization_config says that it is not")
+    return found
+
+
+def _fp8(
+    key: str, entries: Mapping[str, TensorEntry], files: Mapping[str, SafetensorsFile], block: tuple[int, int]
+) -> StoredTensor:
+    data, scale = _parts(key, key, key + SCALE_SUFFIX, entries, files)
+    if data.dtype != torch.float8_e4m3fn:
+        fail(files[key].path, f"key {key!r} is {data.dtype} and has the scale {scale.name!r}; expected float8_e4m3fn")
+    if len(data.shape) < 2:
+        fail(files[key].path, f"key {key!r} is quantized and of shape {list(data.shape)}; expected a matrix or a stack")
+    expected = (*data.shape[:-2], *(-(-size // step) for size, step in zip(data.shape[-2:], block, strict=True)))
+    _check_scale(files[scale.name], scale, expected, _FP8_SCALE_DTYPES)
+    decoder = _Fp8Rows(ScaleRows(files[scale.name], scale), data.shape[-2], data.shape[-1], block)
+    return StoredTensor(files[key], data, data.shape, decoder)
+
+
+def _mxfp4(key: str, entries: Mapping[str, TensorEntry], files: Mapping[str, SafetensorsFile]) -> StoredTensor:
+    data, scale = _parts(key, key + BLOCKS_SUFFIX, key + SCALES_SUFFIX, entries, files)
+    file = files[data.name]
+    if key in entries:
+        fail(file.path, f"it holds {data.name!r}, and {key!r} is in {files[key].path.name}; expected one of them")
+    if data.dtype != torch.uint8 or len(data.shape) < 3 or data.shape[-1] != MX_BLOCK // 2:
+        found = f"{data.dtype} of shape {list(data.shape)}"
+        fail(file.path, f"key {data.name!r} is {found}; expected uint8 [..., out, in / {MX_BLOCK}, {MX_BLOCK // 2}]")
+    _check_scale(files[scale.name], scale, data.shape[:-1], frozenset({torch.uint8, torch.float8_e8m0fnu}))
+    shape = (*data.shape[:-2], data.shape[-2] * MX_BLOCK)
+    return StoredTensor(file, data, shape, _Mxfp4Rows(ScaleRows(files[scale.name], scale), shape[-1]), is_native=True)
+
+
+def _parts(
+    key: str, data: str, scale: str, entries: Mapping[str, TensorEntry], files: Mapping[str, SafetensorsFile]
+) -> tuple[TensorEntry, TensorEntry]:
+    for name, other in ((data, scale), (scale, data)):
+        if name not in entries:
+            fail(files[other].path, f"it holds {other!r}, but {name!r}, the other half of {key!r}, is missing")
+    return entries[data], entries[scale]
+
+
+def _check_scale(
+    file: SafetensorsFile, scale: TensorEntry, expected: tuple[int, ...], dtypes: frozenset[torch.dtype]
+) -> None:
+    if scale.shape != expected:
+        fail(file.path, f"key {scale.name!r} has shape {list(scale.shape)}, expected {list(expected)}: one per block")
+    if scale.dtype not in dtypes:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        fail(file.path, f"key {scale.name!r} is {scale.dtype}; expected scales of {names}")
+
+
+@dataclass(frozen=True)
+class ScaleRows:
+    """The scales of a quantized tensor, as rows that are read when they are needed."""
+
+    file: SafetensorsFile
+    entry: TensorEntry
+
+    def read(self, first: int, stop: int) -> Tensor:
+        """Returns rows `first` to `stop` of all rows, float32 [stop - first, columns].
+
+        Bytes are exponents e of 2^(e - 127). Raises CheckpointError for a scale that is not finite.
+        """
+        columns = self.entry.shape[-1]
+        data = torch.empty(stop - first, columns, dtype=self.entry.dtype)
+        offset = self.entry.start + first * columns * self.entry.dtype.itemsize
+        self.file.read_into(bytes_of(data), offset, f"key {self.entry.name!r}")
+        if data.dtype == torch.uint8:
+            data = data.view(torch.float8_e8m0fnu)
+        scales = data.to(torch.float32)
+        if not bool(scales.isfinite().all()):
+            fail(self.file.path, f"key {self.entry.name!r} holds scales that are NaN or infinite; the file is damaged")
+        return scales
+
+
+@dataclass(frozen=True)
+class _Fp8Rows:
+    """See `RowDecoder`: rows of matrices [n_rows, row] whose blocks have a scale each; a last block may be smaller."""
+
+    scales: ScaleRows
+    n_rows: int
+    row: int
+    block: tuple[int, int]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row
+
+    def decode(self, data: Tensor, first: int) -> Tensor:
+        """See `RowDecoder.decode`."""
+        height, width = self.block
+        rows = torch.arange(first, first + data.shape[0])
+        blocks = rows // self.n_rows * -(-self.n_rows // height) + rows % self.n_rows // height
+        scales = self.scales.read(int(blocks[0]), int(blocks[-1]) + 1).index_select(0, blocks - blocks[0])
+        values = data.view(torch.float8_e4m3fn).to(torch.float32)
+        return values.mul_(scales.repeat_interleave(width, dim=1)[:, : self.row])
+
+
+@dataclass(frozen=True)
+class _Mxfp4Rows:
+    """See `RowDecoder`: rows of 4-bit floats, of which the low half of a byte comes first, and a scale for each 32."""
+
+    scales: ScaleRows
+    row: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row // 2
+
+    def decode(self, data: Tensor, first: int) -> Tensor:
+        """See `RowDecoder.decode`."""
+        values = _pairs()[data.to(torch.int32)].view(data.shape[0], -1, MX_BLOCK)
+        scales = self.scales.read(first, first + data.shape[0])
+        return (values * scales.unsqueeze(-1)).view(data.shape[0], self.row)
+
+
+@cache
+def _pairs() -> Tensor:
+    """Returns the two numbers that each byte stands for, float32 [256, 2]."""
+    return torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])

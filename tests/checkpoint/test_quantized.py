@@ -1,0 +1,271 @@
+"""Quantized checkpoints are read as the weights they stand for: transformers' own dequantization, and plain loops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import archon
+from archon.checkpoint.convert import convert
+from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget, load_hf_weights, loadable_tensors
+from archon.checkpoint.quantized import StoredTensor, stored_tensors
+from archon.checkpoint.safetensors_file import CHUNK_BYTES
+from archon.models.quantization import Quantization
+from archon.models.state_dict import BaseStateDictAdapter
+from archon.schema.errors import CheckpointError
+from tests.checkpoint.quantizing import BLOCK, blocks_of, dequantized, quantize, random_fp8, random_scales
+from tests.checkpoint.tiny_checkpoints import config_with, random_weights, write_checkpoint
+from tests.models.fused_family import WAYS, adapter_of, checkpoint_by_hand, random_native
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [*BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+SCALE_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8]
+GENERATOR = torch.Generator().manual_seed(1)
+
+
+def read(checkpoint: HFCheckpoint, tensor: StoredTensor, region: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+    out = torch.full([part.stop - part.start for part in region], torch.nan, dtype=dtype)
+    checkpoint.read([ReadTarget(tensor.entry.name, out, region, tensor.shape, tensor.decoder)])
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
+def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path, scale_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    data = random_fp8((256, 384), GENERATOR)
+    scales = random_scales((2, 3), scale_dtype, GENERATOR)
+    save_file({"w": data, "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    wanted = Fp8Dequantize(None)._dequantize_one(data, scales, dtype)
+    with HFCheckpoint(tmp_path) as checkpoint:
+        tensors = stored_tensors(
+            checkpoint.entries, checkpoint.files, Quantization("fp8", (128, 128)), {"w": (256, 384)}
+        )
+        assert tensors.keys() == {"w"}
+        for region in ((slice(0, 256), slice(0, 384)), (slice(37, 171), slice(5, 300)), (slice(255, 256), slice(0, 1))):
+            assert torch.equal(read(checkpoint, tensors["w"], region, dtype), wanted[region])
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (3, 70, 90)], ids=str)
+def test_blocks_at_the_edges_are_smaller_and_rows_count_from_the_first_of_their_matrix(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    block = (128, 128) if len(shape) == 2 else (32, 48)
+    data = random_fp8(shape, GENERATOR)
+    scales = random_scales(blocks_of(shape, block), torch.float32, GENERATOR)
+    save_file({"w": data, "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    wanted = dequantized(data, scales, block)
+    with HFCheckpoint(tmp_path) as checkpoint:
+        tensors = stored_tensors(checkpoint.entries, checkpoint.files, Quantization("fp8", block), {"w": shape})
+        for first, stop in ((0, shape[-2]), (13, 61), (64, 65), (shape[-2] - 1, shape[-2])):
+            region = (*(slice(1, size) for size in shape[:-2]), slice(first, stop), slice(first // 4, shape[-1]))
+            assert torch.equal(read(checkpoint, tensors["w"], region, torch.float32), wanted[region])
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_model_of_fp8_blocks_is_loaded_whatever_its_tensors_hold(tmp_path: Path, name: str) -> None:
+    plain = adapter_of(WAYS[name])
+    adapter = type(plain)(WAYS[name].config | {"quantization_config": FP8})
+    state, expected = quantize(checkpoint_by_hand(WAYS[name], random_native(adapter)))
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "model.safetensors")
+    model = adapter.model_class(adapter.args)
+    load_hf_weights(model, adapter, tmp_path)
+    native, loaded = plain.from_hf(expected), loadable_tensors(model, adapter)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in native.items())
+
+
+# MXFP4
+
+
+def sparse(dim: int = 64, hidden: int = 32) -> tuple[BaseStateDictAdapter, dict[str, Any]]:
+    """An adapter of experts stored as gpt-oss stores them; with the defaults w2's transpose has another shape."""
+    way = WAYS["experts of alternating columns"]
+    config = way.config | {
+        "hidden_size": dim,
+        "head_dim": 4,
+        "moe_intermediate_size": hidden,
+        "mlp_only_layers": [1],
+        "quantization_config": MXFP4,
+    }
+    return type(adapter_of(way))(config), config
+
+
+def packed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint with random 4-bit floats in place of the experts, and what transformers makes of it."""
+    quantized, expected = dict(state), dict(state)
+    for key, tensor in state.items():
+        if ".experts." in key:
+            experts, width, rows = tensor.shape
+            blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), generator=GENERATOR, dtype=torch.uint8)
+            scales = torch.randint(100, 140, (experts, rows, width // 32), generator=GENERATOR, dtype=torch.uint8)
+            del quantized[key]
+            quantized |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+            expected[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return quantized, expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 32], ids=["rectangular", "square"])
+def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, dim: int, dtype: torch.dtype) -> None:
+    adapter, _ = sparse(dim)
+    state, expected = packed(adapter.to_hf(random_native(adapter)))
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "model.safetensors")
+    model = adapter.model_class(adapter.args).to(dtype)
+    load_hf_weights(model, adapter, tmp_path)
+    for key, tensor in adapter.from_hf(expected).items():
+        assert torch.equal(loadable_tensors(model, adapter)[key].float(), tensor.to(dtype).float()), key
+
+
+def test_every_byte_and_a_part_of_a_large_stack(tmp_path: Path) -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(2 * 700 * 20 * 16 // 256 + 1)[: 2 * 700 * 20 * 16]
+    blocks = blocks.view(2, 700, 20, 16)
+    scales = torch.randint(0, 255, (2, 700, 20), generator=GENERATOR, dtype=torch.uint8)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).mT
+    assert wanted[0].numel() // 2 < CHUNK_BYTES < blocks.numel() * 4
+    with HFCheckpoint(tmp_path) as checkpoint:
+        tensors = stored_tensors(
+            checkpoint.entries, checkpoint.files, Quantization("mxfp4"), {"w": tuple(wanted.mT.shape)}
+        )
+        for region in ((slice(0, 2), slice(0, 700), slice(0, 640)), (slice(1, 2), slice(333, 600), slice(31, 640))):
+            assert torch.equal(read(checkpoint, tensors["w"], region, torch.float32), wanted[region])
+        lazy = tensors["w"].lazy(torch.bfloat16, transposed=True)
+        assert (lazy.shape, lazy.dtype) == ((2, 640, 700), torch.bfloat16)
+        part = (slice(1, 2), slice(3, 40), slice(100, 300))
+        assert torch.equal(lazy.read(part), wanted.mT[part].bfloat16())
+
+
+# Exports
+
+
+def test_an_export_is_not_quantized(tmp_path: Path) -> None:
+    config = config_with(torch_dtype="bfloat16") | {"quantization_config": FP8}
+    state, expected = quantize(random_weights(config, torch.bfloat16))
+    folder = write_checkpoint(tmp_path / "in", config, state, shards=2)
+    model = archon.load_model(folder)
+    archon.save_model(model, tmp_path / "saved", folder)
+    convert(folder, tmp_path / "converted", "hf")
+    convert(folder, tmp_path / "native", "native")
+    convert(tmp_path / "native", tmp_path / "back", "hf", like=folder)
+    for out in ("saved", "converted", "back"):
+        assert "quantization_config" not in json.loads((tmp_path / out / "config.json").read_text())
+        found = load_file(tmp_path / out / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor.bfloat16()) for key, tensor in expected.items()), out
+        archon.load_model(tmp_path / out)
+
+
+def test_converted_experts_lie_as_the_family_declares(tmp_path: Path) -> None:
+    adapter, _ = sparse()
+    state, expected = packed(adapter.to_hf(random_native(adapter)))
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "model.safetensors")
+    with HFCheckpoint(tmp_path) as checkpoint:
+        for key, tensor in checkpoint.tensors(adapter).items():
+            is_transposed = adapter.hf_to_native(key)[0].is_transposed
+            assert torch.equal(tensor.lazy(torch.float32, transposed=is_transposed).read(), expected[key]), key
+
+
+# Defects
+
+Q, NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm"
+SCALE = f"{Q}_scale_inv"
+Edit = Callable[[dict[str, Tensor]], Any]
+
+
+def put(key: str, tensor: Tensor) -> Edit:
+    return lambda state: state.update({key: tensor})
+
+
+def cast(key: str, dtype: torch.dtype) -> Edit:
+    return lambda state: state.update({key: state[key].to(dtype)})
+
+
+def swap(state: dict[str, Tensor]) -> None:
+    state |= {Q: state[Q].t().contiguous(), SCALE: torch.ones(5, 5)}
+
+
+def quantize_norm(state: dict[str, Tensor]) -> None:
+    state |= {f"{NORM}.weight": torch.ones(24).to(torch.float8_e4m3fn), f"{NORM}.weight_scale_inv": torch.ones(1)}
+
+
+DEFECTS: dict[str, tuple[Edit, str]] = {
+    "no scale": (lambda state: state.pop(SCALE), f"'{Q}', but '{SCALE}', the other half of '{Q}', is missing"),
+    "no data": (lambda state: state.pop(Q), f"holds '{SCALE}', but '{Q}', the other half"),
+    "scale of a wide tensor": (cast(Q, torch.float32), f"'{Q}' is torch.float32 and has the scale"),
+    "scale of nothing": (
+        put("model.layers.7.x_scale_inv", torch.ones(1, 1)),
+        "unknown key 'model.layers.7.x_scale_inv'",
+    ),
+    "scale of a norm": (put(f"{NORM}.weight_scale_inv", torch.ones(1)), "'model.norm.weight' is torch.float32 and has"),
+    "fewer scales": (put(SCALE, torch.ones(1, 4)), r"has shape \[1, 4\], expected \[6, 4\]"),
+    "transposed scales": (put(SCALE, torch.ones(4, 6)), r"has shape \[4, 6\], expected"),
+    "scales of integers": (cast(SCALE, torch.int32), "is torch.int32; expected scales of"),
+    "NaN scales": (lambda state: state[SCALE].fill_(torch.nan), "holds scales that are NaN or infinite"),
+    "infinite scales": (lambda state: state[SCALE].fill_(torch.inf), "holds scales that are NaN or infinite"),
+    "NaN exponents": (put(SCALE, torch.full((6, 4), 255, dtype=torch.uint8)), "scales that are NaN"),
+    "e5m2": (cast(Q, torch.float8_e5m2), f"'{Q}' is torch.float8_e5m2 and has the scale"),
+    "another shape": (swap, r"'.*q_proj.weight' has shape"),
+    "a vector": (quantize_norm, r"of shape \[24\]; expected a matrix"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_of_fp8_is_named(tmp_path: Path, defect: str) -> None:
+    edit, match = DEFECTS[defect]
+    config = config_with() | {"quantization_config": FP8}
+    state, _ = quantize(random_weights(config))
+    edit(state)
+    with pytest.raises(CheckpointError, match=match):
+        archon.load_model(write_checkpoint(tmp_path, config, state))
+
+
+def test_a_module_that_is_not_to_be_quantized_is_not(tmp_path: Path) -> None:
+    config = config_with() | {"quantization_config": FP8 | {"modules_to_not_convert": ["lm_head", "q_proj"]}}
+    state, _ = quantize(random_weights(config))
+    with pytest.raises(CheckpointError, match=r"q_proj.weight' is quantized, but quantization_config says"):
+        archon.load_model(write_checkpoint(tmp_path, config, state))
+
+
+def test_8_bit_floats_need_a_quantization_config(tmp_path: Path) -> None:
+    state, _ = quantize(random_weights(config_with()))
+    with pytest.raises(CheckpointError, match=r"unknown key '.*_scale_inv'|is torch.float8_e4m3fn; weights must be"):
+        archon.load_model(write_checkpoint(tmp_path, config_with(), state))
+
+
+UP = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+BLOCKS, SCALES = f"{UP}_blocks", f"{UP}_scales"
+
+
+def cut(state: dict[str, Tensor]) -> None:
+    state |= {key: state[key][:4].clone() for key in (BLOCKS, SCALES)}
+
+
+PACKED_DEFECTS: dict[str, tuple[Edit, str]] = {
+    "no scales": (lambda state: state.pop(SCALES), f"holds '{BLOCKS}', but '{SCALES}', the other half"),
+    "no blocks": (lambda state: state.pop(BLOCKS), f"holds '{SCALES}', but '{BLOCKS}', the other half"),
+    "both": (put(UP, torch.ones(5, 64, 64)), f"it holds '{BLOCKS}', and '{UP}' is in model"),
+    "fewer scales": (put(SCALES, torch.ones(5, 64, 1, dtype=torch.uint8)), r"expected \[5, 64, 2\]"),
+    "half blocks": (lambda s: s.update({BLOCKS: s[BLOCKS][..., :8].clone()}), r"expected uint8 \[\.\.\."),
+    "wide blocks": (cast(BLOCKS, torch.int32), r"is torch.int32 .* expected uint8"),
+    "NaN exponents": (lambda state: state[SCALES].fill_(255), "scales that are NaN"),
+    "other experts": (cut, r"gate_up_proj_blocks' stands for shape \[4, 64, 64\], expected \[5, 64, 64\]"),
+}
+
+
+@pytest.mark.parametrize("defect", PACKED_DEFECTS)
+def test_a_defect_of_mxfp4_is_named(tmp_path: Path, defect: str) -> None:
+    edit, match = PACKED_DEFECTS[defect]
+    adapter, _ = sparse()
+    state, _ = packed(adapter.to_hf(random_native(adapter)))
+    edit(state)
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=match):
+        load_hf_weights(adapter.model_class(adapter.args), adapter, tmp_path)
