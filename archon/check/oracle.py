@@ -56,14 +56,17 @@ def hf_model(config: Any, **options: Any) -> Any:
     float64."""
     if any(getattr(config, name, None) for name in EXPERT_FIELDS):
         options["experts_implementation"] = "eager"
-    return hf_classes(config.model_type)[1]._from_config(config, **options)
+    model_class = hf_classes(config.model_type)[1]
+    if not model_class._supports_sdpa:
+        options["attn_implementation"] = "eager"
+    return model_class._from_config(config, **options)
 
 
 @torch.no_grad()
 def randomize_vectors(model: nn.Module) -> None:
     """Draw biases and norms at random, which fresh models set to 0 and 1."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or name.endswith("_bias"):
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
 
 

@@ -118,6 +118,13 @@ DRAWS: dict[str, Draw] = {
 OWN_DRAWS: dict[str, dict[str, Draw]] = {
     # Norms of small results magnify rounding: at 0.13 transformers itself is 4e-5 away from its own float64 value.
     "olmo3": {"initializer_range": _pick(0.3)},
+    "gpt_oss": {
+        # A single head has a single sink, whose gradient may cancel.
+        "num_attention_heads": lambda rng, config, names: max(2, DRAWS["num_attention_heads"](rng, config, names)),
+        "intermediate_size": lambda rng, config, names: rng.choice([config["hidden_size"], 20]),
+        # The weight of a single expert is 1 whatever the router says: it has no gradient.
+        "num_experts_per_tok": lambda rng, config, names: max(2, _chosen_experts(rng, config, names)),
+    },
     "qwen3_moe": {"layer_types": _pick(OMIT), "max_window_layers": _pick(OMIT)},
 }
 

@@ -73,6 +73,23 @@ MODELS["norms_after"] = DENSE | {
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }
 MODELS["norms_after_few_kv"] = MODELS["norms_after"] | {"num_key_value_heads": 2}
+# Sinks, biases everywhere, and experts that clamp many values and whose matrices are square.
+MODELS["sinks"] = DENSE | {
+    "model_type": "gpt_oss",
+    "sliding_window": 4,
+    "intermediate_size": 48,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 0.3,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 8,
+    },
+}
+MODELS["tied_sinks"] = MODELS["sinks"] | {"tie_word_embeddings": True}
 MODELS["tied_moe"] = MODELS["moe"] | {"tie_word_embeddings": True}
 MODELS["idle_experts"] = MODELS["moe"] | {"num_experts": 64, "num_experts_per_tok": 2}
 MODELS["shared"] = MODELS["moe"] | {"model_type": "archon_test_shared_moe"}

@@ -144,7 +144,7 @@ def check_shards(engine: ArchonEngine) -> None:
         model_ways = dims.ep * dims.etp if expert else dims.tp
         few = "attention.wk" in name or "attention.wv" in name
         if not expert and (parameter.ndim < 2 or "router" in name or "score" in name):
-            model_ways = dims.tp if ".wq.bias" in name else 1
+            model_ways = dims.tp if ".wq.bias" in name or name.endswith(".sinks") else 1
         elif few and engine.args.n_kv_heads < dims.tp:
             model_ways = 1
         ways = dims.expert_shard if expert else dims.dp_shard * dims.cp

@@ -300,6 +300,15 @@ BLOCKS: tuple[Case, ...] = (
     _case("c2", "norms_after", context_parallel="allgather"),
     _case("c2", "norms_after", context_parallel="ulysses"),
     _pipeline("p2", "1f1b", "norms_after"),
+    _case("t2", "sinks", "sinks of a rank's heads"),
+    _case("d2", "sinks"),
+    _case("c2", "sinks", "sinks see queries of every rank", context_parallel="allgather"),
+    _case("c2", "sinks", "sinks of a rank's heads", context_parallel="ulysses"),
+    _case("c2t2", "tied_sinks", "sinks of a rank's heads", compile=True, context_parallel="ulysses"),
+    _pipeline("p2", "1f1b", "tied_sinks", activation_checkpoint=FULL),
+    _case("d2e2", "sinks", "biases of experts with EP"),
+    _case("(attn:d1t2|ffn:d1t2)", "tied_sinks", "biases of experts split by hidden features"),
+    _case("(attn:d2t2|ffn:d1t2e2)", "sinks", dtype="float32"),
 )
 
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -16,6 +16,20 @@ from archon.rl import GenerationHyperparameters, ModelRequest
 VOCAB = 67
 # Where families differ: the fields each adds.
 _OWN: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "head_dim": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "ministral3": {
         "head_dim": 8,
         "rope_parameters": {

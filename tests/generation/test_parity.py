@@ -21,6 +21,7 @@ from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32, GEN
 RAGGED = prompts(1, 2, 3, 4, 5, 8, 9, 17, 33)
 
 FAMILIES = {
+    "gpt_oss": ("gpt_oss", {}),
     "llama": ("llama", {"attention_bias": True}),
     "ministral3": ("ministral3", {}),
     "mistral": ("mistral", {"sliding_window": None}),
@@ -55,7 +56,7 @@ def test_greedy_tokens_equal_transformers_generate(name: str, page_size: int) ->
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_first_step_ratio_is_one(family: str, temperature: float) -> None:
     """The trainer's forward gives every generated token the logprob it was sampled with."""
     model = make_model(family=family)

@@ -50,6 +50,16 @@ SWITCHED: tuple[Feature, ...] = (
 )
 BIASES: tuple[Feature, ...] = (lambda c: c.attention_bias, lambda c: not c.attention_bias)
 OWN: dict[str, tuple[Feature, ...]] = {
+    "gpt_oss": (
+        *BIASES,
+        lambda c: {*c.layer_types} == {"sliding_attention", "full_attention"},
+        lambda c: c.intermediate_size == c.hidden_size,
+        lambda c: c.intermediate_size != c.hidden_size,
+        lambda c: c.swiglu_limit == 7.0,
+        lambda c: c.swiglu_limit < 7.0,
+        lambda c: c.num_experts_per_tok < c.num_local_experts,
+        lambda c: c.num_experts_per_tok == c.num_local_experts,
+    ),
     "llama": BIASES,
     "ministral3": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),
     "mistral": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),

@@ -1,0 +1,168 @@
+"""gpt-oss beyond what every family is tested for: published configs, the layout of its experts, and isolation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from archon.check.isolation import check_isolation
+from archon.check.oracle import relative
+from archon.checkpoint.megatron.gpt_config import megatron_arguments
+from archon.checkpoint.megatron.sharding import MegatronLayout
+from archon.models.attention.meta import PackedAttention
+from archon.models.attention.registry import candidates
+from archon.models.gpt_oss import SPEC, GptOssModel, GptOssModelArgs, GptOssStateDictAdapter
+from archon.models.layers.feed_forward import ClampedSwiGLU
+from archon.parallel.layout import parse_layout
+from archon.planner.weight_shards import ModelWeights, count_parameters
+from archon.schema.errors import ConfigError
+from tests.tolerances import FORMULA_FP64
+
+# The config.json of openai/gpt-oss-20b, but for its quantization; the larger one has more layers and experts.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+LARGE = PUBLISHED | {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}
+
+
+@pytest.mark.parametrize(("config", "parameters"), [(PUBLISHED, 20_914_757_184), (LARGE, 116_829_156_672)])
+def test_published_configs_have_as_many_parameters_as_published(config: dict[str, Any], parameters: int) -> None:
+    adapter = GptOssStateDictAdapter(config)
+    with torch.device("meta"):
+        model = GptOssModel(adapter.args)
+        reference = GptOssForCausalLM(GptOssConfig(**config))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert {name: tuple(p.shape) for name, p in reference.named_parameters()} == adapter.hf_shapes()
+    weights = ModelWeights.of(SPEC, adapter.args)
+    shapes = [w for layer in weights.layers for w in weights.distinct_layers[layer]]
+    assert count_parameters((*weights.embedding, *weights.head, *shapes), parse_layout("d1"), 0).own == parameters
+
+
+def test_the_published_config_says_what_the_model_is() -> None:
+    args = GptOssModelArgs.from_hf_config(PUBLISHED)
+    assert args.layer_windows == (128, None) * 12
+    assert (args.rope_theta, args.rope_scaling.kind, args.rope_scaling.truncate) == (150_000.0, "yarn", False)
+    layer = args.layer(0)
+    assert layer.mixer.sinks and layer.mixer.bias and layer.mixer.out_bias
+    experts = layer.feed_forward
+    assert experts.hidden_act == ClampedSwiGLU(1.702, 7.0)
+    assert (experts.n_experts, experts.top_k, experts.hidden_dim) == (32, 4, 2880)
+    assert experts.normalize and experts.router_bias and experts.expert_biases
+
+
+def test_a_window_that_the_layers_need_is_not_switched_off() -> None:
+    with pytest.raises(ConfigError, match="'sliding_window' is None"):
+        GptOssModelArgs.from_hf_config(PUBLISHED | {"sliding_window": None})
+
+
+def square_experts() -> tuple[GptOssStateDictAdapter, dict[str, Tensor]]:
+    """An adapter whose experts' matrices are square, so that no shape says which way round they are, and a checkpoint
+    of random numbers."""
+    config = PUBLISHED | {"hidden_size": 6, "intermediate_size": 6, "num_hidden_layers": 1, "vocab_size": 5}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "layer_types": ["full_attention"]}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7, "pad_token_id": None}
+    adapter = GptOssStateDictAdapter(config)
+    return adapter, {name: torch.randn(shape, dtype=torch.float64) for name, shape in adapter.hf_shapes().items()}
+
+
+def test_experts_as_the_checkpoint_stores_them() -> None:
+    """Token by token from the file's tensors: gate and up are the even and odd columns, and rows of x are multiplied
+    from the left."""
+    adapter, file = square_experts()
+    model = GptOssModel(adapter.args).double()
+    model.load_state_dict(adapter.from_hf(file))
+    prefix = "model.layers.0.mlp."
+    x = torch.randn(9, 6, dtype=torch.float64)
+    expected = torch.zeros_like(x)
+    for t, row in enumerate(x):
+        logits = file[f"{prefix}router.weight"] @ row + file[f"{prefix}router.bias"]
+        best = logits.topk(2)
+        for weight, e in zip(best.values.softmax(0), best.indices.tolist(), strict=True):
+            both = row @ file[f"{prefix}experts.gate_up_proj"][e] + file[f"{prefix}experts.gate_up_proj_bias"][e]
+            gate, up = both[0::2].clamp(max=0.7), both[1::2].clamp(-0.7, 0.7)
+            hidden = (up + 1) * gate / (1 + (-1.702 * gate).exp())
+            out = hidden @ file[f"{prefix}experts.down_proj"][e] + file[f"{prefix}experts.down_proj_bias"][e]
+            expected[t] += weight * out
+    assert relative(model.layers["0"].moe(x)[0], expected) <= FORMULA_FP64
+
+
+def test_a_checkpoint_comes_back_bit_by_bit() -> None:
+    adapter, file = square_experts()
+    back = adapter.to_hf(adapter.from_hf(file))
+    assert back.keys() == file.keys()
+    assert all(torch.equal(back[name], file[name]) for name in file)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_documents_do_not_see_each_other(seed: int) -> None:
+    check_isolation(seed, "gpt_oss")
+
+
+def test_sinks_are_shards_of_the_planner_and_start_as_in_transformers() -> None:
+    adapter, _ = square_experts()
+    shapes = ModelWeights.of(SPEC, adapter.args).distinct_layers[0]
+    (sinks,) = [w for w in shapes if w.name == "sinks"]
+    assert (sinks.role, sinks.shape, sinks.local(parse_layout("t2"))) == ("heads", (2,), (1,))
+    torch.manual_seed(0)
+    model = GptOssModel(replace(adapter.args, n_heads=2000, n_kv_heads=1, initializer_range=0.5))
+    model.init_weights()
+    assert abs(model.layers["0"].attention.sinks.std().item() - 0.5) < 0.05
+
+
+def test_megatron_core_has_no_such_model() -> None:
+    with pytest.raises(ConfigError, match="the only value that archon converts to megatron-core"):
+        megatron_arguments(square_experts()[0].args, MegatronLayout())
+
+
+def test_a_backend_that_cannot_compute_a_layer_says_so() -> None:
+    args = replace(square_experts()[0].args, attention_soft_cap=2.0)
+    attention = args.layer(0).mixer.build(0, args.dim)
+    meta = PackedAttention(torch.tensor([0, 3], dtype=torch.int32), 3)
+    (meta.backend,) = candidates("varlen")
+    with pytest.raises(ConfigError, match="attn_type 'varlen' does not support soft_cap"):
+        attention(torch.randn(3, args.dim), None, meta)
