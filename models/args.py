@@ -43,7 +43,7 @@ class BaseModelArgs:
         norm_offset: what checkpoints leave out of the norms' factors: 1 where they store the factor - 1.
         norm_placement: see `archon.models.layers.spec.NormPlacement`.
         attention_scale: factor on attention scores; None means head_dim^(-1/2).
-        attention_soft_cap, attention_sinks: see `archon.models.layers.attention.AttentionLayer`.
+        attention_soft_cap, attention_sinks, attention_gated: see `archon.models.layers.attention.AttentionLayer`.
         embedding_multiplier: factor on token embeddings.
         residual_multiplier: factor on what each part of a layer adds to the residual stream.
         logits_divisor: divides the logits.
@@ -88,6 +88,7 @@ class BaseModelArgs:
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     attention_sinks: bool = False
+    attention_gated: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
@@ -165,6 +166,7 @@ class BaseModelArgs:
             qk_norm=self.norm if self.qk_norm else None,
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
+            gated=self.attention_gated,
             full_width_qk_norm=self.full_width_qk_norm,
         )
 

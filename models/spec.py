@@ -25,7 +25,18 @@ PipeliningFn = Callable[..., None]
 
 ENTRY_POINT_GROUP = "archon.models"
 # A new family adds its module's name here; nothing else outside its file changes.
-FAMILIES = ("gpt_oss", "llama", "ministral3", "mistral", "olmo3", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = (
+    "gpt_oss",
+    "llama",
+    "ministral3",
+    "mistral",
+    "olmo3",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ def randomize_vectors(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith("_bias"):
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+        if name.endswith("A_log"):
+            parameter.uniform_(-3.0, -1.0)  # slow decays, which reach far
 
 
 def build_pair(

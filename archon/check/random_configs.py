@@ -161,7 +161,7 @@ def _rope_of_seed(seed: int, kind: str | None, policy: RopePolicy) -> Draw:
         share = config.get("partial_rotary_factor")
         rotary_dim = int(head_dim * (share or 1))
         if policy.partial is not None and share is None:
-            rotary_dim = rng.choice(range(2, head_dim + 1, 2))
+            rotary_dim = rng.choice(range(4, head_dim + 1, 2))  # dynamic RoPE divides by 2 features less
         rope = random_rope(rng, chosen, rotary_dim)
         if policy.partial is not None and share is None:
             rope["partial_rotary_factor"] = rotary_dim / head_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,13 @@ def test_a_config_of_defaults_has_as_many_parameters_as_in_transformers(family: 
     with torch.device("meta"):
         reference = model_class(config)
     shapes = get_model_spec(family).state_dict_adapter_class(config).hf_shapes()
-    assert {name: tuple(p.shape) for name, p in reference.named_parameters()} == shapes
+    wanted = {name: tuple(p.shape) for name, p in reference.named_parameters()}
+    # In memory transformers stacks the experts, of which a checkpoint may have single matrices.
+    beside_experts = [
+        {n: shape for n, shape in all_shapes.items() if ".experts." not in n} for all_shapes in (shapes, wanted)
+    ]
+    assert beside_experts[0] == beside_experts[1]
+    assert sum(map(prod, shapes.values())) == sum(map(prod, wanted.values()))
 
 
 def test_fields_are_mapped() -> None:

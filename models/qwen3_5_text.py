@@ -1,0 +1,55 @@
+"""Qwen3.5's text decoder: gated delta nets (Yang et al. 2024, arXiv:2412.06464), every fourth layer gated attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.delta_net_args import (
+    DELTA_NET_HF_MAP,
+    DELTA_NET_PROJECTIONS_HF_MAP,
+    DeltaNetModelArgs,
+    delta_net_fields,
+)
+from archon.models.hf_config import Field
+from archon.models.hf_rope import RopePolicy
+from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
+from archon.models.spec import family_spec
+from archon.models.state_dict import DENSE_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
+
+# How positions of images are laid out; those of text have one coordinate.
+MROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
+
+
+@dataclass
+class Qwen35TextModelArgs(DeltaNetModelArgs):
+    """See `DeltaNetModelArgs`."""
+
+    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_text"})
+    hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
+    hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=4)
+    hf_must_be: ClassVar[dict[str, Any]] = {
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+    }
+
+
+class Qwen35TextModel(BaseArchonModel):
+    """See `BaseArchonModel`; what differs is in `DeltaNetModelArgs`."""
+
+    args_class: ClassVar[type[BaseModelArgs]] = Qwen35TextModelArgs
+
+
+class Qwen35TextStateDictAdapter(BaseStateDictAdapter):
+    """Maps the names of dense decoders, and those of delta nets with a matrix for each projection."""
+
+    model_class = Qwen35TextModel
+    from_hf_map = DENSE_HF_MAP | QK_NORM_HF_MAP | DELTA_NET_HF_MAP | DELTA_NET_PROJECTIONS_HF_MAP
+    carried = ("mtp.*",)
+
+
+parallelize_qwen3_5_text = make_parallelize_fn(DENSE_TP_PLAN)
+
+SPEC = family_spec("qwen3_5_text", Qwen35TextStateDictAdapter, parallelize_qwen3_5_text)

@@ -1,0 +1,80 @@
+"""Qwen3-Next: gated delta nets (Yang et al. 2024, arXiv:2412.06464), every fourth layer gated attention; experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.delta_net_args import (
+    DELTA_NET_BLOCKS_HF_MAP,
+    DELTA_NET_HF_MAP,
+    DeltaNetModelArgs,
+    delta_net_fields,
+)
+from archon.models.hf_config import Field
+from archon.models.layers.moe import ExpertsLayer
+from archon.models.moe_args import MoEModelArgs
+from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
+from archon.models.spec import family_spec
+from archon.models.state_dict import (
+    DENSE_HF_MAP,
+    EXPERTS_HF_MAP,
+    GATED_SHARED_EXPERT_HF_MAP,
+    QK_NORM_HF_MAP,
+    BaseStateDictAdapter,
+)
+
+
+@dataclass
+class Qwen3NextModelArgs(DeltaNetModelArgs, MoEModelArgs):
+    """See `DeltaNetModelArgs` and `MoEModelArgs`; the shared expert has a gate."""
+
+    n_experts: int = 512
+    n_experts_per_token: int = 10
+    moe_hidden_dim: int = 512
+    shared_hidden_dim: int = 512
+    norm_topk_prob: bool = True
+
+    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_next"})
+    hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=2) | {
+        "num_experts": Field("n_experts", int, 512, minimum=0),
+        "num_experts_per_tok": Field("n_experts_per_token", int, 10),
+        "moe_intermediate_size": Field("moe_hidden_dim", int, 512),
+        "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 512),
+        "norm_topk_prob": Field("norm_topk_prob", bool, True),
+        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
+        "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
+        "router_aux_loss_coef": Field("", float, 0.001),
+    }
+    hf_must_be: ClassVar[dict[str, Any]] = {"attn_output_gate": True}
+
+    def experts(self) -> ExpertsLayer:
+        """See `MoEModelArgs.experts`."""
+        return replace(super().experts(), shared_gate=True)
+
+
+class Qwen3NextModel(BaseArchonModel):
+    """See `BaseArchonModel`; what differs is in `Qwen3NextModelArgs`."""
+
+    args_class: ClassVar[type[BaseModelArgs]] = Qwen3NextModelArgs
+
+
+class Qwen3NextStateDictAdapter(BaseStateDictAdapter):
+    """Maps delta nets in blocks of key heads, and experts; carries the layers that predict further tokens."""
+
+    model_class = Qwen3NextModel
+    from_hf_map = (
+        DENSE_HF_MAP
+        | QK_NORM_HF_MAP
+        | DELTA_NET_HF_MAP
+        | DELTA_NET_BLOCKS_HF_MAP
+        | EXPERTS_HF_MAP
+        | GATED_SHARED_EXPERT_HF_MAP
+    )
+    carried = ("mtp.*",)
+
+
+parallelize_qwen3_next = make_parallelize_fn(MOE_TP_PLAN)
+
+SPEC = family_spec("qwen3_next", Qwen3NextStateDictAdapter, parallelize_qwen3_next)
