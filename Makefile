@@ -9,7 +9,7 @@ KILL_RECORD := benchmarks/records/kills.jsonl
 MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
 .PHONY: help setup demo test test-slow test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
-	test-ranking test-serve-load test-browser test-mutants lint format bench
+	test-ranking test-serve-load test-browser test-mutants upgrade-check lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
 	@echo "make test-mutants  planted mistakes: does a test notice each of them, with the record"
+	@echo "make upgrade-check  the newest torch, transformers and others in a scratch environment: what do they break, by symbol"
 	@echo "make lint       ruff, mypy, import directions, spelling, dead code"
 	@echo "make bench      the benchmarks side by side with their peers, with their records"
 
@@ -70,6 +71,9 @@ test-browser: setup
 
 test-mutants: setup
 	.venv/bin/python -m tests.mutants --record benchmarks/records/mutants.jsonl
+
+upgrade-check:
+	UPGRADE_RECORD=$(abspath benchmarks/records/upgrade_check.jsonl) .ci/upgrade_check tests/models/test_parity.py -m "not slow"
 
 lint: setup
 	.venv/bin/ruff check .
