@@ -23,6 +23,7 @@ from archon.cli import (
     generate,
     inspect,
     models,
+    new_model,
     plan,
     report,
     serve,
@@ -80,7 +81,7 @@ def every_command(
     pass
 
 
-for module in (models, inspect, check_model, plan, convert, bootstrap):
+for module in (models, inspect, check_model, new_model, plan, convert, bootstrap):
     app.command(**module.SETTINGS)(module.command)
 for name in train.RUNS:
     train.add_command(app, name)

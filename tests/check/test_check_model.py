@@ -140,8 +140,12 @@ MISTAKES = [
 
 
 def check_model(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_archon("check-model", *arguments)
+
+
+def run_archon(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "archon", "check-model", *map(str, arguments)],
+        [sys.executable, "-m", "archon", *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
