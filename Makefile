@@ -8,12 +8,13 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 KILL_RECORD := benchmarks/records/kills.jsonl
 MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
-.PHONY: help setup demo test test-slow test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
+.PHONY: help setup demo test test-slow test-real test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
 	test-ranking test-serve-load test-browser test-mutants upgrade-check lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
 	@echo "make test       every test that takes less than 10 s"
+	@echo "make test-real  the tests on a real pretrained model, SmolLM2-135M-Instruct"
 	@echo "make test-all   every test"
 	@echo "make test-kill  all kill tests, with their record"
 	@echo "make test-matrix  the gradient matrix, with its record and its table in parallel/README.md"
@@ -34,10 +35,14 @@ demo: setup
 	.venv/bin/archon rl --config rl/recipes/arithmetic_cpu.yaml
 
 test: setup
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not real"
 
 test-slow: setup
 	$(PYTEST) -m slow
+
+test-real: setup
+	.venv/bin/python -m tests.real_model
+	$(PYTEST) -m real
 
 test-all: setup
 	$(PYTEST)

@@ -112,9 +112,10 @@ NO_EFFECT = frozenset(
     """
     model_type architectures transformers_version torch_dtype dtype use_cache return_dict
     return_dict_in_generate output_hidden_states output_attentions output_scores output_router_logits
-    torchscript use_bfloat16 tf_legacy_loss name_or_path _name_or_path _commit_hash attn_implementation
+    torchscript use_bfloat16 tf_legacy_loss name_or_path _name_or_path _model_name_or_path _commit_hash
+    attn_implementation
     _attn_implementation _attn_implementation_autoset experts_implementation _experts_implementation
-    tie_last_hidden_states bos_token_id eos_token_id sep_token_id cls_token_id decoder_start_token_id
+    tie_last_hidden_states bos_token_id eos_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id
     forced_bos_token_id forced_eos_token_id id2label label2id num_labels problem_type finetuning_task
     task_specific_params tokenizer_class prefix max_length min_length max_new_tokens do_sample early_stopping
     num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty

@@ -18,6 +18,7 @@ import torch
 
 NEEDS_GPU = "gpu: no CUDA device"
 NEEDS_DATA = "data: no folder ../shared/data, and ARCHON_DATA is not set"
+NEEDS_REAL = "real: the packages of the extra `real` are not installed"
 
 
 def find_data() -> Path | None:
@@ -82,13 +83,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
         if item.get_closest_marker("data") and not has_data:
             item.add_marker(pytest.mark.skip(reason=NEEDS_DATA))
+        if item.get_closest_marker("real"):
+            from tests import real_model
+
+            if not real_model.available():
+                item.add_marker(pytest.mark.skip(reason=NEEDS_REAL))
 
 
 class SkipGuard:
-    """Fails the run when anything was skipped for another reason than a missing GPU or, outside CI, missing data."""
+    """Fails the run when anything was skipped for another reason than a missing GPU or, outside CI, missing data or
+    packages."""
 
     def __init__(self) -> None:
-        self.allowed = {NEEDS_GPU} if os.environ.get("CI") else {NEEDS_GPU, NEEDS_DATA}
+        self.allowed = {NEEDS_GPU} if os.environ.get("CI") else {NEEDS_GPU, NEEDS_DATA, NEEDS_REAL}
         self.forbidden: list[str] = []
 
     def _judge(self, report: pytest.TestReport | pytest.CollectReport) -> None:
@@ -111,7 +118,7 @@ class SkipGuard:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.forbidden:
-            terminalreporter.section("skipped, which only `gpu` and `data` tests may be", red=True)
+            terminalreporter.section("skipped, which only `gpu`, `data` and `real` tests may be", red=True)
             for line in self.forbidden:
                 terminalreporter.line(line)
 

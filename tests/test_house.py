@@ -177,7 +177,9 @@ def run_tests(tmp_path, body, *arguments, ci=None):
 def test_any_other_skip_fails_the_run(workers, tmp_path):
     done = run_tests(tmp_path, SKIPS, *workers)
     assert done.returncode == 1, done.stdout
-    blamed = done.stdout.split("skipped, which only `gpu` and `data` tests may be")[1].split("short test summary")[0]
+    blamed = done.stdout.split("skipped, which only `gpu`, `data` and `real` tests may be")[1].split(
+        "short test summary"
+    )[0]
     assert all(reason in blamed for reason in ("later", "no network", "a_module_nobody_has")), blamed
     assert "test_gpu" not in blamed
 
