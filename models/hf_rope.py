@@ -51,6 +51,9 @@ class RopePolicy:
 
     Attributes:
         theta: base of the frequencies where the config has none.
+        kinds: the types of RoPE that the family has; None for all.
+        original_length: the top-level `original_max_position_embeddings` of a config without it; None where the context
+            length stands for it.
         parameters: the `rope_parameters` of a config without any.
         local_theta: the base of layers with a sliding window where the config has none, in families whose
             `rope_parameters` are by kind of layer; None for families with one rotation.
@@ -66,6 +69,8 @@ class RopePolicy:
     """
 
     theta: float = 10_000.0
+    kinds: tuple[str, ...] | None = None
+    original_length: int | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     local_theta: float | None = None
     local_theta_field: str | None = None
@@ -154,8 +159,8 @@ class RopePolicy:
         elif rope.config.get("partial_rotary_factor", share) not in (None, share):
             reject_field("partial_rotary_factor", outer, f"it contradicts the {share!r} of {rope.source}; keep one")
         rotary_dim = int(head_dim * share)
-        if not 2 <= rotary_dim <= head_dim:
-            expected = f"expected a share that rotates 2 to {head_dim} of {head_dim} features"
+        if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+            expected = f"expected a share that rotates an even number of the {head_dim} features of a head, at least 2"
             reject_field("partial_rotary_factor", share, expected)
         return {"rotary_dim": rotary_dim}
 
@@ -180,8 +185,9 @@ class _Rope:
         left = {name: value for name, value in parameters.items() if name not in policy.ignored}
         kinds = [left.pop(key) for key in ("rope_type", "type") if key in left] or ["default"]
         kind = kinds[0]
-        if kind != kinds[-1] or not isinstance(kind, str) or kind not in _REQUIRED:
-            reject_field(f"{source}.rope_type", kind, f"expected one of {', '.join(_REQUIRED)}, given once")
+        known = _REQUIRED if policy.kinds is None else policy.kinds
+        if kind != kinds[-1] or not isinstance(kind, str) or kind not in known:
+            reject_field(f"{source}.rope_type", kind, f"expected one of {', '.join(known)}, given once")
         self.theta = self._theta(left.pop("rope_theta", None), theta_field, theta)
         self.query_beta = self._query_beta(left)
         self.partial: float | None = None
@@ -193,7 +199,7 @@ class _Rope:
             values["proportion"] = proportion
         if kind in _SCALING_FIELDS[_ORIGINAL_LENGTH][1]:
             # The top-level field, else the inner one, else max_position_embeddings.
-            inner, outer = values.pop(_ORIGINAL_LENGTH, None), config.get(_ORIGINAL_LENGTH)
+            inner, outer = values.pop(_ORIGINAL_LENGTH, None), config.get(_ORIGINAL_LENGTH, policy.original_length)
             length = max_seq_len if inner is None else inner
             values["original_max_seq_len"] = length if outer is None else check_kind(_ORIGINAL_LENGTH, outer, int)
         self.scaling = RopeConfig(**values)

@@ -31,6 +31,7 @@ FAMILIES = (
     "ministral3",
     "mistral",
     "olmo3",
+    "phi3",
     "qwen2",
     "qwen3",
     "qwen3_5_text",

@@ -125,6 +125,17 @@ OWN_DRAWS: dict[str, dict[str, Draw]] = {
         # The weight of a single expert is 1 whatever the router says: it has no gradient.
         "num_experts_per_tok": lambda rng, config, names: max(2, _chosen_experts(rng, config, names)),
     },
+    # Its config class counts LongRoPE's divisors by hidden_size // num_attention_heads, whatever head_dim says.
+    "phi3": {
+        "num_attention_heads": lambda rng, config, names: config["num_key_value_heads"] * rng.choice([1, 2, 3]),
+        "head_dim": _pick(24, 28),
+        "hidden_size": lambda rng, config, names: (
+            config["num_attention_heads"] * config["head_dim"]
+            + rng.choice([0, (config["num_attention_heads"] - 1) // 2 * 2])
+        ),
+        "original_max_position_embeddings": _pick(8, 16),
+        "initializer_range": _pick(0.08),  # since it is wider than others
+    },
     "qwen3_moe": {"layer_types": _pick(OMIT), "max_window_layers": _pick(OMIT)},
 }
 
@@ -150,6 +161,8 @@ def random_rope(rng: random.Random, kind: str, rotary_dim: int) -> dict[str, Any
 
 def rope_kinds(policy: RopePolicy) -> tuple[str, ...]:
     """Returns the kinds of RoPE that a family's configurations walk through."""
+    if policy.kinds is not None:
+        return policy.kinds
     return PERIODIC_ROPE_KINDS if policy.query_beta_field is not None else ROPE_KINDS
 
 

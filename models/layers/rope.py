@@ -64,7 +64,8 @@ class RopeConfig:
             divisors = getattr(self, name)
             if divisors is not None and len(divisors) != dim // 2:
                 raise ConfigError(
-                    f"RoPE {name} has {len(divisors)} entries; expected {dim // 2}, half of the rotated features"
+                    f"RoPE {name} has {len(divisors)} entries; expected {dim // 2}, half of the rotated features "
+                    "(head_dim times partial_rotary_factor)"
                 )
 
 

@@ -90,6 +90,15 @@ MODELS["sinks"] = DENSE | {
     },
 }
 MODELS["tied_sinks"] = MODELS["sinks"] | {"tie_word_embeddings": True}
+MODELS["partly_rotated"] = DENSE | {
+    "model_type": "phi3",
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.4,
+    "pad_token_id": 3,
+    "sliding_window": 6,
+    "original_max_position_embeddings": 8,
+    "rope_scaling": {"rope_type": "longrope", "short_factor": [1.5, 2.0], "long_factor": [3.0, 4.0]},
+}
 MODELS["tied_moe"] = MODELS["moe"] | {"tie_word_embeddings": True}
 MODELS["idle_experts"] = MODELS["moe"] | {"num_experts": 64, "num_experts_per_tok": 2}
 MODELS["shared"] = MODELS["moe"] | {"model_type": "archon_test_shared_moe"}

@@ -309,6 +309,11 @@ BLOCKS: tuple[Case, ...] = (
     _case("d2e2", "sinks", "biases of experts with EP"),
     _case("(attn:d1t2|ffn:d1t2)", "tied_sinks", "biases of experts split by hidden features"),
     _case("(attn:d2t2|ffn:d1t2e2)", "sinks", dtype="float32"),
+    _case("t2", "partly_rotated", "queries, keys and values fused in the checkpoint, shards of heads"),
+    _case("d2", "partly_rotated"),
+    _case("c2", "partly_rotated", context_parallel="allgather"),
+    _case("c2", "partly_rotated", context_parallel="ulysses"),
+    _pipeline("p2", "1f1b", "partly_rotated"),
 )
 
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -29,6 +29,7 @@ FAMILIES = {
         "olmo3",
         {"sliding_window": 6, "layer_types": ("sliding_attention", "full_attention", "sliding_attention")},
     ),
+    "phi3": ("phi3", {"sliding_window": 6, "partial_rotary_factor": 2 / 3, "pad_token_id": None}),
     "mistral-window": ("mistral", {"sliding_window": 6}),
     "qwen3": ("qwen3", {}),
     "qwen3-window": (

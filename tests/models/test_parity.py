@@ -64,6 +64,11 @@ OWN: dict[str, tuple[Feature, ...]] = {
     "ministral3": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),
     "mistral": (lambda c: c.sliding_window is None, lambda c: c.sliding_window is not None),
     "olmo3": (*BIASES, lambda c: len({*c.layer_types}) == 2),
+    "phi3": (
+        lambda c: c.sliding_window is None,
+        lambda c: c.sliding_window is not None,
+        lambda c: c.rope_parameters["partial_rotary_factor"] < 1,
+    ),
     "qwen2": SWITCHED,
     "qwen3": SWITCHED + BIASES,
     "qwen3_moe": (
