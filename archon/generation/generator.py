@@ -135,7 +135,10 @@ class Generator:
         self.device = cache.device
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self.cache.n_pages, self.cache.page_size, self.max_slots, self.prefill_tokens)
+        cache = self.cache
+        return Scheduler(
+            cache.n_pages, cache.page_size, self.max_slots, self.prefill_tokens, n_states=cache.states.n_slots
+        )
 
     def submit(self, request: ModelRequest, on_done: Callable[[Sequence], None]) -> Sequence:
         """Queue a request. `on_done` is called once, when its answer has ended or failed.
@@ -239,12 +242,18 @@ class Generator:
         for chunk in chunks:
             sequence = chunk.sequence
             tokens += sequence.tokens(chunk.start, chunk.stop)
-            prefill_chunks.append(PrefillChunk(chunk.start, chunk.stop - chunk.start, sequence.pages, sequence.total))
+            prefill_chunks.append(
+                PrefillChunk(chunk.start, chunk.stop - chunk.start, sequence.pages, sequence.total, sequence.state)
+            )
         rows = _round_up(len(tokens))
         tokens += [0] * (rows - len(tokens))
         width = self.scheduler.pages_for(int(lengths.max(initial=1)))
         decode_rows = DecodeRows(
-            self._pages(decode, width), lengths, self._pages(duplicates, width), np.array(duplicate_rows)
+            self._pages(decode, width),
+            lengths,
+            self._pages(duplicates, width),
+            np.array(duplicate_rows),
+            *(np.array([sequence.state for sequence in some], dtype=np.int64) for some in (decode, duplicates)),
         )
         meta = PagedAttention(self.cache, decode_rows, prefill_chunks, self.model.args.attn_type, rows)
         hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
@@ -278,9 +287,12 @@ class Generator:
         copies = [fork.copy for fork in forks if fork.copy is not None]
         if copies:
             self.cache.copy_pages(*zip(*copies, strict=True))
+        if self.scheduler.state_copies:
+            self.cache.states.copy(self.scheduler.state_copies)
+            self.scheduler.state_copies.clear()
         for fork in forks:
             if fork.sequence.computed == fork.sequence.total:
-                sampled.add(fork.sequence, fork.prompt.last_hidden)
+                sampled.add(fork.sequence, fork.last_hidden)
         self.stats.shared_prompts += len(forks)
 
     def _sample(self, sampled: _SampleBatch) -> None:

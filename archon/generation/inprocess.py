@@ -44,6 +44,11 @@ def free_memory(device: torch.device) -> int:
     raise RolloutError("/proc/meminfo has no MemAvailable line; expected one, to size the generator's cache")
 
 
+def state_count(max_slots: int) -> int:
+    """Returns the slots for states, in models that have them: one more than sequences, for a shared prompt."""
+    return max_slots + 1
+
+
 def choose_page_count(
     model: BaseArchonModel,
     dtype: torch.dtype,
@@ -60,19 +65,24 @@ def choose_page_count(
     """
     caches = [layer.mixer.cache for layer in model.layer_specs]
     page_bytes = sum(cache.token_features for cache in caches) * page_size * dtype.itemsize
+    state_bytes = sum(cache.sequence_bytes(dtype.itemsize) for cache in caches) * state_count(max_slots)
     weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     free = free_memory(device)
     if n_pages is None:
         budget = int(free * _DEFAULT_SHARE) if cache_bytes is None else cache_bytes
-        n_pages = min(max_slots * -(-max_seq_len // page_size), budget // page_bytes)
+        n_pages = min(max_slots * -(-max_seq_len // page_size), (budget - state_bytes) // max(page_bytes, 1))
     if n_pages < 1:
         raise RolloutError(
-            f"the key-value cache has no page: one of {page_size} tokens takes {page_bytes} bytes; give it more memory"
+            f"the key-value cache has no page: one of {page_size} tokens takes {page_bytes} bytes"
+            + (f" next to {state_bytes} of the states of {max_slots} sequences" if state_bytes else "")
+            + "; give it more memory"
+            + (", or fewer max_slots" if state_bytes else "")
         )
-    if weight_bytes + n_pages * page_bytes > free:
+    cache_bytes = state_bytes + n_pages * page_bytes
+    if weight_bytes + cache_bytes > free:
         raise RolloutError(
             f"the generator does not fit: {weight_bytes / 2**30:.2f} GiB of weights and"
-            f" {n_pages * page_bytes / 2**30:.2f} GiB of cache ({n_pages} pages of {page_size} tokens) are needed,"
+            f" {cache_bytes / 2**30:.2f} GiB of cache ({n_pages} pages of {page_size} tokens) are needed,"
             f" {free / 2**30:.2f} GiB are free; give it fewer pages, or a narrower dtype"
         )
     return n_pages
@@ -158,7 +168,8 @@ class InProcessEngine:
         )
         replica, aliased = build_replica(model, mode=weights, dtype=dtype, source=source, device=device)
         device = next(replica.parameters()).device
-        cache = PagedCache([spec.mixer.cache for spec in model.layer_specs], n_pages, page_size, cache_dtype, device)
+        specs = [spec.mixer.cache for spec in model.layer_specs]
+        cache = PagedCache(specs, n_pages, page_size, cache_dtype, device, n_states=state_count(max_slots))
         generator = Generator(
             replica,
             cache,

@@ -30,7 +30,7 @@ class Fork:
     """A sequence starts from the cached pages of a shared prompt; `copy` is for a last page that is partly full."""
 
     sequence: Sequence
-    prompt: SharedPrompt
+    last_hidden: Any  # [dim] hidden state of the prompt's last token
     copy: tuple[int, int] | None  # (source page, destination page)
 
 
@@ -84,10 +84,16 @@ class Scheduler:
     When pages run out, prompts kept for waiting requests are dropped first, then the youngest sequences are preempted:
     they keep their tokens, return to the head of the queue, and their keys and values are recomputed later. The oldest
     running sequence can therefore always continue, provided that every request fits alone (`Generator.submit` checks).
+
+    In a model whose layers have a state per sequence, each running sequence has one of `n_states` slots, at least one
+    more than `max_slots`, and a shared prompt another one if there is one. `state_copies` are the (source, target)
+    slots to be copied before the next forward.
     """
 
-    def __init__(self, n_pages: int, page_size: int, max_slots: int, prefill_tokens: int) -> None:
+    def __init__(self, n_pages: int, page_size: int, max_slots: int, prefill_tokens: int, n_states: int = 0) -> None:
         self.pool = BlockPool(n_pages)
+        self.states = BlockPool(n_states) if n_states else None
+        self.state_copies: list[tuple[int, int]] = []
         self.page_size, self.prefill_tokens = page_size, prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
@@ -123,6 +129,9 @@ class Scheduler:
                 decode.append(sequence)
             elif pending and budget:
                 length = min(pending, budget)
+                if self.states is not None and sequence.is_leader:
+                    # Others fork from the state after the prompt, which the next token changes.
+                    length = min(length, len(sequence.prompt) - sequence.computed)
                 budget -= length
                 chunks.append(ScheduledChunk(sequence, sequence.computed, sequence.computed + length))
         return Step(decode, chunks, forks)
@@ -141,7 +150,14 @@ class Scheduler:
         prompt.pages = sequence.pages[: self.pages_for(len(sequence.prompt))]
         self.pool.share(prompt.pages)
         followers, prompt.followers = prompt.followers, []
-        return [self._fork(follower, prompt) for follower in followers]
+        forks = [self._fork(follower, prompt, sequence.state) for follower in followers]
+        if self.states is not None:
+            if not self.states.n_free:
+                self._drop_pages(prompt)  # without its state nothing can start from them
+                return forks
+            (prompt.state,) = self.states.take(1)
+            self.state_copies.append((sequence.state, prompt.state))
+        return forks
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running or waiting sequence."""
@@ -199,6 +215,10 @@ class Scheduler:
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             prompt, shared = sequence.shared, 0
+            if self.states is not None and not self.states.n_free:
+                for other in self.prompts.values():
+                    if other is not prompt:
+                        self._drop_pages(other)
             if prompt is not None and (prompt.leader is not None or prompt.last_hidden is not None):
                 shared = len(sequence.prompt) // self.page_size
             needed = self.pages_for(sequence.total) - shared
@@ -211,12 +231,14 @@ class Scheduler:
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
             self._own(sequence, self.pool.take(needed))
+            if self.states is not None:
+                (sequence.state,) = self.states.take(1)
             self.running.append(sequence)
             spare += self._may_grow(sequence, shared)
             if prompt is None:
                 continue
             if prompt.last_hidden is not None:
-                forks.append(self._fork(sequence, prompt))
+                forks.append(self._fork(sequence, prompt, prompt.state))
             elif prompt.leader is not None:
                 sequence.waits_for_prompt = True
                 prompt.followers.append(sequence)
@@ -228,8 +250,13 @@ class Scheduler:
         """Returns whether a sequence may need more pages than its own and the `shared` ones of its prompt."""
         return (len(sequence.pages) + shared) * self.page_size < sequence.max_cached
 
-    def _fork(self, sequence: Sequence, prompt: SharedPrompt) -> Fork:
-        """Put the prompt's full pages, which are never written again, before the sequence's own. Returns the fork."""
+    def _fork(self, sequence: Sequence, prompt: SharedPrompt, state: int) -> Fork:
+        """Put the prompt's full pages, which are never written again, before the sequence's own. Returns the fork.
+
+        `state` is a slot with the state after the prompt.
+        """
+        if self.states is not None:
+            self.state_copies.append((state, sequence.state))
         length = len(sequence.prompt)
         full = length // self.page_size
         copy = (prompt.pages[full], sequence.pages[0]) if length % self.page_size else None
@@ -237,7 +264,7 @@ class Scheduler:
         self._own(sequence, prompt.pages[:full] + sequence.pages)
         sequence.computed = length
         sequence.waits_for_prompt = False
-        return Fork(sequence, prompt, copy)
+        return Fork(sequence, prompt.last_hidden, copy)
 
     def _requeue(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -248,7 +275,9 @@ class Scheduler:
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self.pool.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.computed = -1, [], 0
+        if self.states is not None:
+            self.states.release([sequence.state])
+        sequence.slot, sequence.pages, sequence.state, sequence.computed = -1, [], -1, 0
         prompt = sequence.shared
         if prompt is None:
             return
@@ -263,4 +292,6 @@ class Scheduler:
 
     def _drop_pages(self, prompt: SharedPrompt) -> None:
         self.pool.release(prompt.pages)
-        prompt.pages, prompt.last_hidden = [], None
+        if self.states is not None and prompt.state >= 0:
+            self.states.release([prompt.state])
+        prompt.pages, prompt.state, prompt.last_hidden = [], -1, None

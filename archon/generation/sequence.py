@@ -19,6 +19,7 @@ class SharedPrompt:
     users: int = 0  # sequences with this prompt, waiting or running
     followers: list[Sequence] = field(default_factory=list)  # admitted, waiting for the leader
     pages: list[int] = field(default_factory=list)  # with a reference of this entry, once computed
+    state: int = -1  # slot of the state after its last token, in models that have one, once computed
     last_hidden: Any = None  # [dim] hidden state of the prompt's last token, once computed
 
 
@@ -40,6 +41,7 @@ class Sequence:
 
     slot: int = -1  # row of the scheduler's tables, −1 while waiting
     pages: list[int] = field(default_factory=list)
+    state: int = -1  # slot of its state in layers that have one, −1 while waiting
     computed: int = 0  # tokens whose keys and values are cached
     shared: SharedPrompt | None = None  # the prompt this sequence may share with others
     waits_for_prompt: bool = False  # another sequence is computing it

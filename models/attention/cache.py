@@ -11,15 +11,15 @@ class CacheSpec:
 
     Attributes:
         token_features: numbers that are cached for each token.
-        sequence_features: numbers that are cached for each sequence, whatever its length.
     """
 
     @property
     def token_features(self) -> int:
         return 0
 
-    @property
-    def sequence_features(self) -> int:
+    def sequence_bytes(self, width: int) -> int:
+        """Returns the bytes that are cached for each sequence, whatever its length, by a model whose dtype has `width`
+        bytes."""
         return 0
 
     def local_features(self, tp: int) -> int:
@@ -64,6 +64,6 @@ class RecurrentStates(CacheSpec):
     inputs: tuple[int, ...]
     matrices: tuple[int, ...]
 
-    @property
-    def sequence_features(self) -> int:
-        return prod(self.inputs) + prod(self.matrices)
+    def sequence_bytes(self, width: int) -> int:
+        """See `CacheSpec.sequence_bytes`."""
+        return prod(self.inputs) * width + prod(self.matrices) * max(width, 4)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from torch import Tensor
 
 from archon.models.attention.blockwise import batched_attention
 from archon.models.attention.cache import CacheSpec, PagedRows
+from archon.models.attention.documents import PackedDocuments
 from archon.models.attention.latent import LatentKeys
-from archon.models.attention.meta import AttentionMeta, PackedAttention
+from archon.models.attention.meta import AttentionMeta, PackedAttention, Scan
 from archon.models.attention.spec import AttentionSpec, softmax_with_sinks
+from archon.models.attention.states import StateCache
 
 # A contiguous range of pages is read in place if it is at most this many times as long as the pages needed.
 _MAX_RANGE_WASTE = 2.0
@@ -62,9 +65,11 @@ class PagedCache:
 
     Args:
         specs: what each layer caches, by its index.
+        n_states: slots for the states of layers that cache these.
 
     Attributes:
         groups: the tensors of the layers of each spec.
+        states: the states of layers without pages.
     """
 
     def __init__(
@@ -74,7 +79,9 @@ class PagedCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        n_states: int = 0,
     ) -> None:
+        self.states = StateCache(specs, n_states, dtype, device)
         self.n_pages, self.page_size, self.device = n_pages, page_size, torch.device(device)
         self._dtype = dtype
         self._members: dict[PagedRows, list[int]] = {}
@@ -85,6 +92,7 @@ class PagedCache:
 
     def clear(self) -> None:
         """Fill with zeros: masked positions must be finite, since 0 · NaN is NaN."""
+        self.states.clear()
         self.groups = tuple(self._zeros(rows, len(members)) for rows, members in self._members.items())
         self.layers = {
             layer: group.layer(index) for group in self.groups for index, layer in enumerate(self._members[group.rows])
@@ -147,6 +155,8 @@ class DecodeRows:
     lengths: np.ndarray  # int64 [B], tokens of each sequence, including the new one
     duplicate_pages: np.ndarray | None = None  # int64 [C, max_pages], the pages of each duplicate
     duplicate_rows: np.ndarray | None = None  # int64 [C], the row that each duplicate copies
+    states: np.ndarray | None = None  # int64 [B], the slot of each sequence's state
+    duplicate_states: np.ndarray | None = None  # int64 [C], that of each duplicate's
 
 
 @dataclass
@@ -157,6 +167,7 @@ class PrefillChunk:
     length: int  # tokens of this chunk
     pages: Sequence[int]  # the sequence's pages, enough for start + length tokens
     document_length: int  # length of the full prompt, which dynamic and LongRoPE frequencies depend on
+    state: int = -1  # slot of the sequence's state
 
 
 @dataclass
@@ -257,6 +268,45 @@ class PagedAttention(AttentionMeta):
         if self.chunks:
             outs.append(self._attend_chunks(layer, q[first:], k[first:], v[first:], spec, lambda k, v: (k, v)))
         return self._joined(outs)
+
+    def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+        outs, first = list[Tensor](), self.n_decode
+        if first:
+            slots, fresh, documents = self._decode_states
+            before = self.cache.states.read(layer, slots, fresh)
+            out, after = scan([x[:first] for x in rows], weights, documents, before)
+            outs.append(out)
+            self.cache.states.write(layer, slots, after)
+            if self._duplicates is not None:
+                assert self.decode.duplicate_states is not None
+                copies = torch.from_numpy(self.decode.duplicate_states).to(self.device)
+                self.cache.states.write(layer, copies, tuple(x.index_select(0, self._duplicates) for x in after))
+        if self.chunks:
+            slots, fresh, documents = self._chunk_states
+            before = self.cache.states.read(layer, slots, fresh)
+            out, after = scan([x[first : len(self._positions)] for x in rows], weights, documents, before)
+            outs.append(out)
+            self.cache.states.write(layer, slots, after)
+        return self._joined(outs)
+
+    @cached_property
+    def _decode_states(self) -> tuple[Tensor, Tensor | None, PackedDocuments]:
+        assert self.decode.states is not None
+        return self._states(self.decode.states, self.decode.lengths == 1, (1,) * self.n_decode)
+
+    @cached_property
+    def _chunk_states(self) -> tuple[Tensor, Tensor | None, PackedDocuments]:
+        slots, starts = np.array([[chunk.state, chunk.start] for chunk in self.chunks]).T
+        return self._states(slots, starts == 0, tuple(chunk.length for chunk in self.chunks))
+
+    def _states(
+        self, slots: np.ndarray, fresh: np.ndarray, lengths: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None, PackedDocuments]:
+        """Returns the slots, which sequences begin (None if none), and the tokens of this forward as documents."""
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
+        mask = torch.from_numpy(fresh).to(self.device) if fresh.any() else None
+        slots_B = torch.from_numpy(np.ascontiguousarray(slots)).to(self.device)
+        return slots_B, mask, PackedDocuments(bounds, max(lengths), lengths)
 
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Decoding sequences attend to the latents themselves, and prompts to expanded keys, whose product is
