@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import archon
 from archon.check.isolation import check_isolation
-from archon.check.oracle import relative
+from archon.check.oracle import build_pair, pack, random_config, reference_logits, relative
 from archon.checkpoint.megatron.gpt_config import megatron_arguments
 from archon.checkpoint.megatron.sharding import MegatronLayout
 from archon.models.attention.meta import PackedAttention
@@ -21,7 +26,7 @@ from archon.models.layers.feed_forward import ClampedSwiGLU
 from archon.parallel.layout import parse_layout
 from archon.planner.weight_shards import ModelWeights, count_parameters
 from archon.schema.errors import ConfigError
-from tests.tolerances import FORMULA_FP64
+from tests.tolerances import FORMULA_FP64, PARITY_FP32
 
 # The config.json of openai/gpt-oss-20b, but for its quantization; the larger one has more layers and experts.
 PUBLISHED: dict[str, Any] = {
@@ -136,6 +141,35 @@ def test_a_checkpoint_comes_back_bit_by_bit() -> None:
     back = adapter.to_hf(adapter.from_hf(file))
     assert back.keys() == file.keys()
     assert all(torch.equal(back[name], file[name]) for name in file)
+
+
+@torch.no_grad()
+def test_a_folder_as_published_computes_what_transformers_does(tmp_path: Path) -> None:
+    """Experts in 4-bit blocks, square; transformers is given what it makes of the blocks itself."""
+    config = random_config(1, "gpt_oss", hidden_size=32, intermediate_size=32)
+    theirs, _, _ = build_pair(config)
+    state, file = theirs.state_dict(), dict[str, Tensor]()
+    for name, tensor in state.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            file[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape
+        blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(122, 126, (experts, columns, rows // 32), dtype=torch.uint8)
+        file |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        state[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    theirs.load_state_dict(state)
+    if config.tie_word_embeddings:
+        del file["lm_head.weight"]
+    save_file(file, tmp_path / "model.safetensors")
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantized = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}}
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | quantized))
+
+    model, lengths = archon.load_model(tmp_path, dtype=torch.float32), [7, 1, 20]
+    tokens, positions, cu_seqlens, longest = pack(lengths, config.vocab_size, 0)
+    expected = reference_logits(theirs, tokens, lengths)
+    assert relative(model(tokens, positions, cu_seqlens, longest), expected) <= PARITY_FP32
 
 
 @pytest.mark.parametrize("seed", range(4))
