@@ -37,6 +37,7 @@ class GptOssModelArgs(MoEModelArgs):
     """
 
     norm_topk_prob: bool = True
+    norm_rounds_once: bool = True
     attention_sinks: bool = True
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
 import archon
 from archon.check.isolation import check_isolation
@@ -103,6 +104,16 @@ def test_the_published_config_says_what_the_model_is() -> None:
 def test_a_window_that_the_layers_need_is_not_switched_off() -> None:
     with pytest.raises(ConfigError, match="'sliding_window' is None"):
         GptOssModelArgs.from_hf_config(PUBLISHED | {"sliding_window": None})
+
+
+def test_norms_are_rounded_as_in_transformers() -> None:
+    """Once, after the factor: bit for bit in bfloat16."""
+    ours = GptOssModelArgs.from_hf_config(PUBLISHED).norm.build(64).bfloat16()
+    theirs = GptOssRMSNorm(64, eps=1e-5).bfloat16()
+    theirs.weight.data.normal_(1, 0.3)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(50, 64, dtype=torch.bfloat16)
+    assert torch.equal(ours(x), theirs(x))
 
 
 def square_experts() -> tuple[GptOssStateDictAdapter, dict[str, Tensor]]:
