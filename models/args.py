@@ -45,8 +45,10 @@ class BaseModelArgs:
         attention_scale: factor on attention scores; None means head_dim^(-1/2).
         attention_soft_cap, attention_sinks, attention_gated: see `archon.models.layers.attention.AttentionLayer`.
         embedding_multiplier: factor on token embeddings.
+        embedding_multiplier_is_rounded: to the dtype of the computation, before the product.
         residual_multiplier: factor on what each part of a layer adds to the residual stream.
         logits_divisor: divides the logits.
+        logits_soft_cap: bounds the logits, see `archon.models.head.LMHead`; None for no bound.
         initializer_range: standard deviation of newly initialized matrices.
         balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
         is_critic: has a value head `score` in place of the language-model head.
@@ -90,8 +92,10 @@ class BaseModelArgs:
     attention_sinks: bool = False
     attention_gated: bool = False
     embedding_multiplier: float = 1.0
+    embedding_multiplier_is_rounded: bool = False
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
     initializer_range: float = 0.02
     balance_by_bias: bool = False
     is_critic: bool = False
@@ -124,6 +128,9 @@ class BaseModelArgs:
             )
         get_activation(self.hidden_act)  # raises for an unknown name, as the next line does
         candidates(self.attn_type)
+        for name in ("logits_divisor", "logits_soft_cap"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}; expected a number above 0")
         for name in ("layer_windows", "layer_ropes"):
             if len(getattr(self, name)) != self.n_layers:
                 raise ConfigError(

@@ -94,7 +94,9 @@ class BaseArchonModel(nn.Module):
         if args.is_critic:
             self.score = Linear(args.dim, 1, bias=False, role="value_head")
         else:
-            self.output = LMHead(args.dim, args.vocab_size, tied=args.tie_word_embeddings)
+            self.output = LMHead(
+                args.dim, args.vocab_size, tied=args.tie_word_embeddings, soft_cap=args.logits_soft_cap
+            )
             self.tie_weights()
 
     def build_block(self, layer: int) -> nn.Module:
@@ -173,9 +175,8 @@ class BaseArchonModel(nn.Module):
         hidden = tokens
         if self.tok_embeddings is not None:
             hidden = self.tok_embeddings(tokens)
-            if self.args.embedding_multiplier != 1:
-                # Rounded to the compute dtype first, as transformers does.
-                hidden = hidden * hidden.new_tensor(self.args.embedding_multiplier)
+            if (factor := self.args.embedding_multiplier) != 1:
+                hidden = hidden * (hidden.new_tensor(factor) if self.args.embedding_multiplier_is_rounded else factor)
         attention.prepare(hidden)
         lengths = attention.document_lengths(positions) if self.args.rope_depends_on_length else None
         rotations = [rope(positions, hidden.dtype, lengths) for rope in self.ropes]
@@ -191,7 +192,8 @@ class BaseArchonModel(nn.Module):
         if self.norm is None:
             return hidden
         hidden = self.norm(hidden)
-        return hidden if self.args.logits_divisor == 1 else hidden / self.args.logits_divisor
+        # The head is linear, so that its input can be divided in place of the logits.
+        return hidden if self.args.logits_divisor == 1 or self.output is None else hidden / self.args.logits_divisor
 
     @torch.no_grad()
     def init_weights(self) -> None:

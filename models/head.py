@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from archon.models.layers.linear import Role
 from archon.models.layers.matmul import linear
-from archon.models.token_scores import token_scores, weighted_loss
+from archon.models.token_scores import soft_capped, token_scores, weighted_loss
 from archon.parallel.comm import Group, all_gather, local
 from archon.schema.errors import LayoutError
 
@@ -52,15 +52,17 @@ class _RowSelection:
 class LMHead(nn.Linear):
     """Projection to the vocabulary, weight [vocab, dim], without bias.
 
-    `tied`: the weight is the embedding's, or a copy of it in the last stage of a pipeline.
+    Attributes:
+        tied: the weight is the embedding's, or a copy of it in the last stage of a pipeline.
+        soft_cap: bounds the logits to soft_cap * tanh(logits / soft_cap); None for no bound.
     """
 
     role: Role = "head"
     tp: Group | None = None
 
-    def __init__(self, dim: int, vocab_size: int, *, tied: bool = False) -> None:
+    def __init__(self, dim: int, vocab_size: int, *, tied: bool = False, soft_cap: float | None = None) -> None:
         super().__init__(dim, vocab_size, bias=False)
-        self.tied = tied
+        self.tied, self.soft_cap = tied, soft_cap
 
     def forward(  # type: ignore[override]
         self,
@@ -95,12 +97,18 @@ class LMHead(nn.Linear):
                 raise LayoutError(
                     "labels are None; under tensor parallelism full logits are never computed: pass labels"
                 )
-            return linear(hidden, self.weight)
+            return soft_capped(linear(hidden, self.weight), self.soft_cap)
         if weights is not None:
             return self.loss_sum(hidden, labels, weights, temperature, rows)
         selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows)
         logprobs, entropies = token_scores(
-            hidden, local(self.weight), labels, temperature, with_entropy=entropy, group=self.tp
+            hidden,
+            local(self.weight),
+            labels,
+            temperature,
+            with_entropy=entropy,
+            soft_cap=self.soft_cap,
+            group=self.tp,
         )
         return TokenScores(selected.scatter(logprobs), None if entropies is None else selected.scatter(entropies))
 
@@ -121,7 +129,13 @@ class LMHead(nn.Linear):
             labels = labels.masked_fill(weights == 0, IGNORE_INDEX)
         selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows)
         loss, logprobs = weighted_loss(
-            hidden, local(self.weight), labels, selected.select(weights), temperature, group=self.tp
+            hidden,
+            local(self.weight),
+            labels,
+            selected.select(weights),
+            temperature,
+            soft_cap=self.soft_cap,
+            group=self.tp,
         )
         return WeightedLoss(loss, selected.scatter(logprobs))
 

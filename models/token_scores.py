@@ -11,6 +11,9 @@ Where the vocabulary is sharded (Shoeybi et al. 2019, arXiv:1909.08053, section 
 and only numbers per row are communicated: with lse_r, H_r of rank r's columns alone and w_r = exp(lse_r - lse),
 
     lse = log sum_r exp(lse_r)              H = lse - sum_r w_r (lse_r - H_r)
+
+A soft cap c (Gemma 2, arXiv:2408.00118, section 2) replaces the products x by c tanh(x / c) before τ divides them; the
+gradients above are multiplied by its derivative, 1 - tanh^2(x / c).
 """
 
 from __future__ import annotations
@@ -50,9 +53,16 @@ class _Projection:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, inv_temperature: Tensor | float, *, whole_rows: bool = False
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        inv_temperature: Tensor | float,
+        soft_cap: float | None,
+        *,
+        whole_rows: bool = False,
     ) -> None:
         self.hidden, self.weight, self.inv_temperature = hidden, weight, inv_temperature
+        self.soft_cap = soft_cap
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         vocab = weight.shape[0]
         self.rows, self.columns = tile_shape(hidden.shape[0], vocab, hidden.device, whole_rows)
@@ -71,7 +81,14 @@ class _Projection:
         tile = self.buffer[offset : offset + (r1 - r0) * (c1 - c0)].view(r1 - r0, c1 - c0)
         add_product(tile, self.hidden[r0:r1], self.weight[c0:c1].t(), first=True)
         scale = self.scale(r0, r1)
+        if self.soft_cap is not None:
+            return tile.div_(self.soft_cap).tanh_().mul_(self.soft_cap * scale)
         return tile if isinstance(scale, float) and scale == 1.0 else tile.mul_(scale)
+
+    def slope(self, tile: Tensor, r0: int, r1: int) -> Tensor:
+        """Returns the derivative of the soft cap at a tile of logits of these rows, as a new tensor."""
+        assert self.soft_cap is not None
+        return (tile / (self.soft_cap * self.scale(r0, r1))).square_().neg_().add_(1)
 
     def scratch_like(self, tile: Tensor) -> Tensor:
         return self.scratch[: tile.numel()].view(tile.shape)
@@ -181,9 +198,10 @@ class _TokenScores(torch.autograd.Function):
         labels: Tensor,
         inv_temperature: Tensor | float,
         with_entropy: bool,
+        soft_cap: float | None,
         group: Group | None,
     ) -> tuple[Tensor, Tensor | None]:
-        projection = _Projection(hidden, weight, inv_temperature)
+        projection = _Projection(hidden, weight, inv_temperature, soft_cap)
         # A rank that does not hold a label's column adds 0 to its logit.
         lse, label_logits = (hidden.new_zeros((hidden.shape[0], 1), dtype=projection.wide) for _ in range(2))
         entropy = torch.empty_like(lse) if with_entropy else None
@@ -197,7 +215,7 @@ class _TokenScores(torch.autograd.Function):
             if entropy is not None:
                 entropy[r0:r1] = sums.entropy()
         lse, label_logits, entropy = _reduce_over_ranks(lse, label_logits, entropy, group)
-        ctx.inv_temperature = inv_temperature
+        ctx.inv_temperature, ctx.soft_cap = inv_temperature, soft_cap
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
         # Where the entropy gets no gradient, its gradient stays None, and the cheaper backward of logprobs alone runs.
         ctx.set_materialize_grads(False)
@@ -209,7 +227,7 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, labels, lse, entropy = ctx.saved_tensors
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(lse).squeeze(1)
-        projection = _Projection(hidden, weight, ctx.inv_temperature)
+        projection = _Projection(hidden, weight, ctx.inv_temperature, ctx.soft_cap)
         gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
         logprob_grad = logprob_grad.unsqueeze(1)
         for r0, r1 in projection.row_spans:
@@ -222,15 +240,18 @@ class _TokenScores(torch.autograd.Function):
                 factor = torch.full_like(factor, -1.0) * projection.scale(r0, r1)
             scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
             for c0, c1 in projection.column_spans:
-                tile = projection.logits(r0, r1, c0, c1).sub_(lse[r0:r1])
+                tile = projection.logits(r0, r1, c0, c1)
+                cap_slope = None if ctx.soft_cap is None else projection.slope(tile, r0, r1)
+                tile.sub_(lse[r0:r1])
                 if entropy_grad is None:
                     tile.exp_()
                 else:
                     p = torch.exp(tile, out=projection.scratch_like(tile))
                     torch.addcmul(constant, tile, slope, out=tile).mul_(p)
                 _TileLabels(labels[r0:r1], c0, c1).subtract(tile, label_share)
+                tile = tile if cap_slope is None else tile.mul_(cap_slope)
                 gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
-        return *gradients.results(), None, None, None, None
+        return *gradients.results(), None, None, None, None, None
 
 
 class _WeightedLoss(torch.autograd.Function):
@@ -244,9 +265,10 @@ class _WeightedLoss(torch.autograd.Function):
         labels: Tensor,
         weights: Tensor,
         inv_temperature: Tensor | float,
+        soft_cap: float | None,
         group: Group | None,
     ) -> tuple[Tensor, Tensor]:
-        projection = _Projection(hidden, weight, inv_temperature, whole_rows=True)
+        projection = _Projection(hidden, weight, inv_temperature, soft_cap, whole_rows=True)
         gradients = _Gradients(projection, *ctx.needs_input_grad[:2])
         logprobs = hidden.new_empty((hidden.shape[0], 1), dtype=projection.wide)
         for r0, r1 in projection.row_spans:
@@ -256,14 +278,21 @@ class _WeightedLoss(torch.autograd.Function):
                 tile = projection.logits(r0, r1, c0, c1, offset=(r1 - r0) * c0)
                 tile_labels = _TileLabels(labels[r0:r1], c0, c1)
                 label_logits += tile_labels.take(tile)
-                tiles.append((tile, sums.add(tile, projection.scratch_like(tile)), tile_labels))
+                scratch = projection.scratch_like(tile)
+                # A soft cap's derivative needs the logits once more, so that the exponentials are of a copy.
+                maximum = sums.add(tile if soft_cap is None else scratch.copy_(tile), scratch)
+                tiles.append((tile, maximum, tile_labels))
             lse, label_logits, _ = _reduce_over_ranks(sums.lse(), label_logits, None, group)
             logprobs[r0:r1] = label_logits - lse
             factor = weights[r0:r1].unsqueeze(1) * projection.scale(r0, r1)
             scaled_hidden = (hidden[r0:r1] * factor).to(hidden.dtype)
             for (c0, c1), (tile, maximum, tile_labels) in zip(projection.column_spans, tiles, strict=True):
-                tile.mul_((maximum - lse).exp_())
-                tile_labels.subtract(tile)
+                if soft_cap is None:
+                    tile_labels.subtract(tile.mul_((maximum - lse).exp_()))
+                else:
+                    cap_slope = projection.slope(tile, r0, r1)
+                    tile_labels.subtract(tile.sub_(lse).exp_())
+                    tile.mul_(cap_slope)
                 gradients.add(tile, factor, scaled_hidden, r0, r1, c0, c1)
         ctx.gradients = gradients.results()
         logprobs = logprobs.squeeze(1)
@@ -278,7 +307,7 @@ class _WeightedLoss(torch.autograd.Function):
                 "backward of the weighted loss was called twice; its gradients are kept for one call: run forward again"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if g is None else g.mul_(loss_grad) for g in gradients), None, None, None, None
+        return *(None if g is None else g.mul_(loss_grad) for g in gradients), None, None, None, None, None
 
 
 def token_scores(
@@ -288,6 +317,7 @@ def token_scores(
     temperature: Tensor | float = 1.0,
     *,
     with_entropy: bool = True,
+    soft_cap: float | None = None,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns log p(label) [N] and the entropy [N] in nats (or None), differentiable in hidden and weight.
@@ -297,11 +327,12 @@ def token_scores(
         weight: [V, D].
         labels: int64 [N], each in 0 .. V - 1.
         temperature: divides the logits; a positive number, or a tensor [N].
+        soft_cap: bounds the logits before the temperature divides them; None for no bound.
         group: ranks that hold equal shards of the vocabulary's rows, in order; `weight` is this rank's shard. All ranks
             pass the same rows and labels and get the same scores; the gradient of hidden must be summed over them.
     """
     labels = _local_labels(labels, weight, group)
-    return _TokenScores.apply(hidden, weight, labels, _inverse(temperature, hidden), with_entropy, group)
+    return _TokenScores.apply(hidden, weight, labels, _inverse(temperature, hidden), with_entropy, soft_cap, group)
 
 
 def weighted_loss(
@@ -311,6 +342,7 @@ def weighted_loss(
     weights: Tensor,
     temperature: Tensor | float = 1.0,
     *,
+    soft_cap: float | None = None,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum of -weights * log p(label), differentiable in hidden and weight, and log p(label) [N].
@@ -319,10 +351,17 @@ def weighted_loss(
     """
     weights = weights.detach().to(torch.promote_types(hidden.dtype, torch.float32))
     if not torch.is_grad_enabled():
-        logprobs, _ = token_scores(hidden, weight, labels, temperature, with_entropy=False, group=group)
+        logprobs, _ = token_scores(
+            hidden, weight, labels, temperature, with_entropy=False, soft_cap=soft_cap, group=group
+        )
         return -(logprobs * weights).sum(), logprobs
     labels = _local_labels(labels, weight, group)
-    return _WeightedLoss.apply(hidden, weight, labels, weights, _inverse(temperature, hidden), group)
+    return _WeightedLoss.apply(hidden, weight, labels, weights, _inverse(temperature, hidden), soft_cap, group)
+
+
+def soft_capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+    """Returns soft_cap * tanh(logits / soft_cap), or the logits as they are without a soft cap."""
+    return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
 
 
 def _local_labels(labels: Tensor, weight: Tensor, group: Group | None) -> Tensor:

@@ -14,6 +14,7 @@ from archon.models.head import LMHead
 from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
 from archon.models.layers.moe import expert_biases
+from archon.models.token_scores import soft_capped
 from archon.parallel.gather import whole_tensors
 from archon.schema.errors import RolloutError
 
@@ -107,11 +108,12 @@ def _pack_linears(replica: nn.Module) -> None:
             continue
         if (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
             packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _PACKED_FOR_ROWS)
-            module.forward = partial(_packed_linear, packed, module.bias)  # type: ignore[method-assign]
+            soft_cap = module.soft_cap if isinstance(module, LMHead) else None
+            module.forward = partial(_packed_linear, packed, module.bias, soft_cap)  # type: ignore[method-assign]
 
 
-def _packed_linear(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def _packed_linear(packed: Tensor, bias: Tensor | None, soft_cap: float | None, x: Tensor) -> Tensor:
+    return soft_capped(torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""), soft_cap)
 
 
 def share_weights(replica: nn.Module, model: nn.Module) -> None:

@@ -22,33 +22,42 @@ def _tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tiles, "CPU_COLUMNS", columns)
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+def plain(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor, soft_cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """log p(label) and entropy from whole logits; 0 where the label is -100."""
     scale = temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature
-    logp = (F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)) / scale).log_softmax(-1)
+    logits = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32))
+    logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+    logp = (logits / scale).log_softmax(-1)
     kept = labels != -100
     logprobs = logp.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
     return torch.where(kept, logprobs, 0), torch.where(kept, -(logp.exp() * logp).sum(1), 0)
 
 
-def case(dtype: torch.dtype = torch.float64) -> tuple[LMHead, Tensor, Tensor]:
-    head = LMHead(D, V).to(dtype)
+def case(dtype: torch.dtype = torch.float64, soft_cap: float | None = None) -> tuple[LMHead, Tensor, Tensor]:
+    head = LMHead(D, V, soft_cap=soft_cap).to(dtype)
     torch.nn.init.normal_(head.weight)
     labels = torch.randint(0, V, (T,))
     labels[[3, 7]] = -100
     return head, torch.randn(T, D, dtype=dtype, requires_grad=True), labels
 
 
+# Logits have a standard deviation of 2.4: some are far beyond the cap.
+SOFT_CAPS = [None, 1.5]
 TEMPERATURES = [1.0, 0.7, torch.linspace(0.5, 2.0, T, dtype=torch.float64)]
 
 
 @pytest.mark.usefixtures("_tiling")
 @pytest.mark.parametrize("temperature", TEMPERATURES, ids=["one", "number", "per token"])
 @pytest.mark.parametrize("entropy", [True, False])
-def test_scores_and_gradients_equal_the_formula(temperature: float | Tensor, entropy: bool) -> None:
-    head, hidden, labels = case()
+@pytest.mark.parametrize("soft_cap", SOFT_CAPS)
+def test_scores_and_gradients_equal_the_formula(
+    temperature: float | Tensor, entropy: bool, soft_cap: float | None
+) -> None:
+    head, hidden, labels = case(soft_cap=soft_cap)
     logprob_weight, entropy_weight = torch.randn(2, T, dtype=torch.float64)
-    expected_logprobs, expected_entropy = plain(hidden, head.weight, labels, temperature)
+    expected_logprobs, expected_entropy = plain(hidden, head.weight, labels, temperature, soft_cap)
     expected = (expected_logprobs * logprob_weight).sum()
 
     scores = head(hidden, labels, temperature, entropy=entropy)
@@ -69,11 +78,12 @@ def test_scores_and_gradients_equal_the_formula(temperature: float | Tensor, ent
 
 @pytest.mark.usefixtures("_tiling")
 @pytest.mark.parametrize("temperature", TEMPERATURES, ids=["one", "number", "per token"])
-def test_weighted_loss_and_gradients_equal_the_formula(temperature: float | Tensor) -> None:
-    head, hidden, labels = case()
+@pytest.mark.parametrize("soft_cap", SOFT_CAPS)
+def test_weighted_loss_and_gradients_equal_the_formula(temperature: float | Tensor, soft_cap: float | None) -> None:
+    head, hidden, labels = case(soft_cap=soft_cap)
     weights = torch.randn(T, dtype=torch.float64)
     weights[5] = 0
-    expected_logprobs, _ = plain(hidden, head.weight, labels, temperature)
+    expected_logprobs, _ = plain(hidden, head.weight, labels, temperature, soft_cap)
     expected = -(expected_logprobs * weights).sum()
 
     result = head.loss_sum(hidden, labels, weights, temperature)
@@ -93,7 +103,10 @@ def test_gradcheck() -> None:
     head, hidden, labels = case()
     weight = head.weight.detach().clone().requires_grad_()
     kept = labels.clamp(min=0)
-    assert torch.autograd.gradcheck(lambda h, w: tiles.token_scores(h, w, kept, 0.8), (hidden, weight))
+    for soft_cap in SOFT_CAPS:
+        assert torch.autograd.gradcheck(
+            lambda h, w, cap=soft_cap: tiles.token_scores(h, w, kept, 0.8, soft_cap=cap), (hidden, weight)
+        )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, HEAD_FP32), (torch.bfloat16, HEAD_BF16)])
