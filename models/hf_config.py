@@ -7,7 +7,7 @@ errors of 0.3 % to 145 %); here an unknown field raises ConfigError.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ MUST_BE: dict[str, Any] = {
 # Fields without effect on the weights or on the model's computation: names, metadata, generation, training.
 NO_EFFECT = frozenset(
     """
-    model_type architectures transformers_version torch_dtype dtype use_cache return_dict
+    model_type cache_implementation architectures transformers_version torch_dtype dtype use_cache return_dict
     return_dict_in_generate output_hidden_states output_attentions output_scores output_router_logits
     torchscript use_bfloat16 tf_legacy_loss name_or_path _name_or_path _model_name_or_path _commit_hash
     attn_implementation
@@ -213,15 +213,25 @@ def read_layer_types(config: Mapping[str, Any], n_layers: int) -> list[bool] | N
     return [layer_type == "sliding_attention" for layer_type in layer_types]
 
 
-def _read_switched_window(config: Mapping[str, Any], n_layers: int) -> Windows:
-    """Returns the window, and each layer's: by `layer_types`, else that of layers from `max_window_layers` on."""
-    window = _read_window(config, 4096)
+def _from_layer(config: Mapping[str, Any], n_layers: int) -> list[bool]:
+    """Returns the layers from `max_window_layers` on."""
+    first = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
+    return [layer >= first for layer in range(n_layers)]
+
+
+def read_switched_window(
+    config: Mapping[str, Any], n_layers: int, default: int | None, candidates: Sequence[bool]
+) -> Windows:
+    """Returns the window, which `use_sliding_window` switches on, and each layer's.
+
+    Those that slide are named by `layer_types`; without it they are `candidates`, if the window is on.
+    """
+    window = _read_window(config, default)
     if not check_kind("use_sliding_window", config.get("use_sliding_window") or False, bool):
         window = None
     slides = read_layer_types(config, n_layers)
     if slides is None:
-        first = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
-        slides = [window is not None and layer >= first for layer in range(n_layers)]
+        slides = [window is not None and candidate for candidate in candidates]
     if any(slides) and window is None:
         expected = "it has sliding layers, but use_sliding_window or sliding_window is off"
         reject_field("layer_types", config.get("layer_types"), expected)
@@ -267,7 +277,8 @@ NO_WINDOWS = WindowPolicy((), lambda _, n_layers: (None, (None,) * n_layers))
 """The policy of families without sliding windows."""
 
 SWITCHED_WINDOW = WindowPolicy(
-    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), _read_switched_window
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    lambda config, n_layers: read_switched_window(config, n_layers, 4096, _from_layer(config, n_layers)),
 )
 """Qwen's policy: `use_sliding_window` switches the window on, in the layers that `layer_types` or `max_window_layers`
 names."""

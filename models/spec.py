@@ -26,7 +26,9 @@ PipeliningFn = Callable[..., None]
 ENTRY_POINT_GROUP = "archon.models"
 # A new family adds its module's name here; nothing else outside its file changes.
 FAMILIES = (
+    "gemma3_text",
     "gpt_oss",
+    "granite",
     "llama",
     "ministral3",
     "mistral",
@@ -37,6 +39,7 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "smollm3",
 )
 
 

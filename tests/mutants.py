@@ -207,8 +207,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the first sliding layer is full",
         "models/hf_config.py",
-        "slides = [window is not None and layer >= first for layer in range(n_layers)]",
-        "slides = [window is not None and layer > first for layer in range(n_layers)]",
+        "return [layer >= first for layer in range(n_layers)]",
+        "return [layer > first for layer in range(n_layers)]",
         ("tests/models/test_hf_config.py",),
     ),
     Mutant(

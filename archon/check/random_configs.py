@@ -68,6 +68,11 @@ def _max_window_layers(rng: random.Random, config: dict[str, Any], names: frozen
     return 1 if config["use_sliding_window"] and "layer_types" not in config else OMIT
 
 
+def _no_rope_layers(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[int] | None:
+    """Returns 1 for all layers where keys have a bias, whose gradient is 0 where keys are not rotated."""
+    return [1] * config["num_hidden_layers"] if config["attention_bias"] else rng.choice([None, None, [1, 0, 1]])
+
+
 def _pick(*values: Any) -> Draw:
     return lambda rng, config, names: rng.choice(values)
 
@@ -118,6 +123,7 @@ DRAWS: dict[str, Draw] = {
 OWN_DRAWS: dict[str, dict[str, Draw]] = {
     # Norms of small results magnify rounding: at 0.13 transformers itself is 4e-5 away from its own float64 value.
     "olmo3": {"initializer_range": _pick(0.3)},
+    "smollm3": {"no_rope_layers": _no_rope_layers},
     "gpt_oss": {
         # A single head has a single sink, whose gradient may cancel.
         "num_attention_heads": lambda rng, config, names: max(2, DRAWS["num_attention_heads"](rng, config, names)),

@@ -73,6 +73,30 @@ MODELS["norms_after"] = DENSE | {
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }
 MODELS["norms_after_few_kv"] = MODELS["norms_after"] | {"num_key_value_heads": 2}
+MODELS["soft_capped"] = DENSE | {
+    "model_type": "gemma3_text",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 6,
+    "sliding_window_pattern": 2,
+    "final_logit_softcapping": 3.0,
+}
+MODELS["multiplied"] = DENSE | {
+    "model_type": "granite",
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.5,
+}
+MODELS["unrotated"] = DENSE | {
+    "model_type": "smollm3",
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
+    "no_rope_layer_interval": 2,
+    "use_sliding_window": True,
+    "sliding_window": 6,
+}
 # Sinks, biases everywhere, and experts that clamp many values and whose matrices are square.
 MODELS["sinks"] = DENSE | {
     "model_type": "gpt_oss",

@@ -14,8 +14,21 @@ from archon.models import BaseArchonModel, get_model_spec
 from archon.rl import GenerationHyperparameters, ModelRequest
 
 VOCAB = 67
+_SLIDING_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
 # Where families differ: the fields each adds.
 _OWN: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 2.0,
+        "layer_types": _SLIDING_FIRST,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
     "gpt_oss": {
         "head_dim": 8,
         "num_local_experts": 6,

@@ -21,6 +21,9 @@ from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32, GEN
 RAGGED = prompts(1, 2, 3, 4, 5, 8, 9, 17, 33)
 
 FAMILIES = {
+    "gemma3_text": ("gemma3_text", {"sliding_window": 6}),
+    "gemma3_text-uncapped": ("gemma3_text", {"sliding_window": 6, "final_logit_softcapping": None}),
+    "granite": ("granite", {}),
     "gpt_oss": ("gpt_oss", {}),
     "llama": ("llama", {"attention_bias": True}),
     "ministral3": ("ministral3", {}),
@@ -36,6 +39,7 @@ FAMILIES = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
+    "smollm3": ("smollm3", {"no_rope_layers": (1, 0, 1), "use_sliding_window": True, "sliding_window": 6}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     "qwen2-mha": ("qwen2", {"num_key_value_heads": 4}),
@@ -57,7 +61,7 @@ def test_greedy_tokens_equal_transformers_generate(name: str, page_size: int) ->
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_first_step_ratio_is_one(family: str, temperature: float) -> None:
     """The trainer's forward gives every generated token the logprob it was sampled with."""
     model = make_model(family=family)

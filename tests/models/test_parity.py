@@ -42,7 +42,7 @@ COMMON: tuple[Feature, ...] = (
     lambda c: c.num_attention_heads == c.num_key_value_heads,
     lambda c: 1 < c.num_key_value_heads < c.num_attention_heads,
     lambda c: c.num_key_value_heads == 1 < c.num_attention_heads,
-    lambda c: c.hidden_act != "silu",
+    lambda c: (getattr(c, "hidden_act", None) or c.hidden_activation) != "silu",
 )
 SWITCHED: tuple[Feature, ...] = (
     lambda c: c.use_sliding_window,
@@ -50,6 +50,13 @@ SWITCHED: tuple[Feature, ...] = (
 )
 BIASES: tuple[Feature, ...] = (lambda c: c.attention_bias, lambda c: not c.attention_bias)
 OWN: dict[str, tuple[Feature, ...]] = {
+    "gemma3_text": (
+        *BIASES,
+        lambda c: c.final_logit_softcapping,
+        lambda c: c.final_logit_softcapping is None,
+        lambda c: len({*c.layer_types}) == 2,
+    ),
+    "granite": BIASES,
     "gpt_oss": (
         *BIASES,
         lambda c: {*c.layer_types} == {"sliding_attention", "full_attention"},
@@ -71,6 +78,7 @@ OWN: dict[str, tuple[Feature, ...]] = {
     ),
     "qwen2": SWITCHED,
     "qwen3": SWITCHED + BIASES,
+    "smollm3": (*SWITCHED, *BIASES, lambda c: 0 in c.no_rope_layers, lambda c: 0 not in c.no_rope_layers),
     "qwen3_moe": (
         *BIASES,
         lambda c: c.sliding_window,
