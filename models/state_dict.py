@@ -6,6 +6,7 @@ belong to the state, such as a router's correction bias, are parameters here if 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -92,6 +93,26 @@ BLOCK_SPARSE_HF_MAP: dict[str, str | Fused | None] = {
 def prefixed(hf_map: HFMap, old: str, new: str) -> dict[str, str | Fused | None]:
     """Returns a map whose keys begin with `new` where they began with `old`, as in composite models' checkpoints."""
     return {new + hf.removeprefix(old) if hf.startswith(old) else hf: entry for hf, entry in hf_map.items()}
+
+
+def memory_names(hf_map: HFMap) -> dict[str, str | Fused | None]:
+    """Returns the map of transformers' models in memory for that of their checkpoints.
+
+    Since transformers 5 they stack the experts of a layer, whatever the checkpoint does (its `conversion_mapping`):
+    gate and up as `experts.gate_up_proj` [E, 2F, dim], down as `experts.down_proj` [E, dim, F].
+    """
+    names: dict[str, str | Fused | None] = {}
+    for hf, entry in hf_map.items():
+        hf = hf.replace(".block_sparse_moe.", ".mlp.")
+        prefix, _, row = hf.rpartition(".experts.{}.")
+        stack, _, matrix = entry.rpartition(".") if isinstance(entry, str) else ("", "", "")
+        if not row or matrix not in ("w1", "w2", "w3"):
+            names[hf] = entry
+        elif matrix == "w2":
+            names[f"{prefix}.experts.down_proj"] = entry
+        else:
+            names[f"{prefix}.experts.gate_up_proj"] = Fused((f"{stack}.w1", f"{stack}.w3"), dim=1)
+    return names
 
 
 @dataclass(frozen=True)
@@ -195,6 +216,15 @@ class BaseStateDictAdapter:
     def is_tied(self) -> bool:
         """Whether the language-model head and the token embedding are one parameter."""
         return self.args.tie_word_embeddings and not self.args.is_critic
+
+    @cached_property
+    def in_memory(self) -> BaseStateDictAdapter:
+        """The same adapter with the names that transformers' models have in memory; see `memory_names`."""
+        adapter = copy.copy(self)
+        kept = ("args", "quantization", "hf_assets_path", "init_score")
+        adapter.__dict__ = {name: self.__dict__[name] for name in kept}
+        adapter.__dict__["from_hf_map"] = memory_names(self.from_hf_map)
+        return adapter
 
     def loadable_names(self) -> list[str]:
         """Returns what a checkpoint must fill: all but the `score` of a critic built from an actor."""
@@ -370,10 +400,12 @@ class BaseStateDictAdapter:
         return dict(self.export(state.items()))
 
     def from_hf(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a Hugging Face state dict as a native one.
+        """Returns a Hugging Face state dict, of a checkpoint or of a model in memory, as a native one.
 
         Raises CheckpointError for an unknown or missing key, and for another shape.
         """
+        if any(key not in self._targets and key in self.in_memory._targets for key in state):
+            return self.in_memory.from_hf(state)
         expected = self.hf_shapes()
         native: dict[str, Tensor] = {}
         rows: dict[str, dict[int, Tensor]] = {}

@@ -32,12 +32,14 @@ from archon.checkpoint.hf_reader import (
 )
 from archon.models import get_model_spec
 from archon.models.base import BaseArchonModel
+from archon.models.hf_config import as_dict
+from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.gather import whole_tensors
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
 
 
 def load_model(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | nn.Module,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     is_critic: bool = False,
@@ -47,7 +49,9 @@ def load_model(
     """Returns the model of a checkpoint folder, with its weights, as a plain unsharded module on `device`.
 
     Args:
-        dtype: of the parameters; by default the config's (`dtype` or `torch_dtype`), else float32.
+        path: the folder, or a model of transformers in memory, whose weights are copied.
+        dtype: of the parameters; by default the config's (`dtype` or `torch_dtype`), else float32; that of the weights
+            of a model in memory.
         is_critic: build a value head `score` in place of the language-model head.
         init_score: build a critic from an actor's checkpoint: `score` is drawn from normal(0, initializer_range) by the
             global random generator, and `lm_head` is not loaded.
@@ -57,8 +61,12 @@ def load_model(
     """
     if init_score and not is_critic:
         raise ConfigError("init_score is True and is_critic False; init_score builds a critic: set is_critic=True")
-    hf_config = read_hf_config(path)
-    dtype = dtype or config_dtype(hf_config)
+    if isinstance(path, nn.Module):
+        hf_config, assets = _config_of(path), None
+        dtype = dtype or next(path.parameters()).dtype
+    else:
+        hf_config, assets = read_hf_config(path), str(path)
+        dtype = dtype or config_dtype(hf_config)
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; expected torch.float64, float32, float16 or bfloat16")
     try:
@@ -68,17 +76,39 @@ def load_model(
         raise ConfigError(f"device {str(device)!r} cannot be used here: {reason}") from None
     spec = get_model_spec(hf_config["model_type"])
     args = spec.model_args_class.from_hf_config(hf_config, is_critic=is_critic, attn_type=attn_type)
-    adapter = spec.state_dict_adapter_class(hf_config, str(path), is_critic=is_critic, init_score=init_score)
+    adapter = spec.state_dict_adapter_class(hf_config, assets, is_critic=is_critic, init_score=init_score)
     with torch.device("meta"):
         model = spec.model_class(args).to(dtype)
     materialize(model, device)
     model.tie_weights()
     model.init_buffers(device)
-    load_hf_weights(model, adapter, path)
+    if isinstance(path, nn.Module):
+        _copy_weights(model, adapter, path)
+    else:
+        load_hf_weights(model, adapter, path)
     if init_score:
         assert model.score is not None
         nn.init.normal_(model.score.weight, std=args.initializer_range)
     return model
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """Returns the config of a model of transformers. Raises ConfigError where it is none."""
+    config = as_dict(getattr(model, "config", None))
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{type(model).__name__} has no config with a model_type; expected a model of transformers")
+    return config
+
+
+@torch.no_grad()
+def _copy_weights(model: BaseArchonModel, adapter: BaseStateDictAdapter, source: nn.Module) -> None:
+    """Copy the weights of a model of transformers. Raises CheckpointError as `BaseStateDictAdapter.from_hf` does."""
+    native = adapter.from_hf(source.state_dict())
+    for name, tensor in loadable_tensors(model, adapter).items():
+        if name in native:
+            if native[name].dtype not in WEIGHT_DTYPES:
+                raise CheckpointError(f"parameter {name!r} is {native[name].dtype}; dequantize the model first")
+            tensor.copy_(native[name])
 
 
 def checkpoint_digest(path: str | os.PathLike[str]) -> str:
