@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,10 +68,12 @@ def test_a_decode_step_equals_the_last_row_of_packed_attention(
         assert_close(got[row], whole[-1])
 
 
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 1.5, "sinks": torch.linspace(-2, 2, HEADS).double()}], ids=len)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("count", [2, 8, 9, 19])
-def test_sequences_that_share_pages(count: int, window: int | None) -> None:
+def test_sequences_that_share_pages(count: int, window: int | None, options: dict[str, Any]) -> None:
     """Sequences with the same first eight tokens, in pages all of them own, and two others next to them."""
+    spec = AttentionSpec(1.0, window, **options)
     cache = PagedCache([ROWS], 90, 4, torch.float64, "cpu")
     prefix, lengths = random_qkv(8), [9 + i % 7 for i in range(count)] + [3, 8]
     tables = [[3, 7, 10 + 2 * i, 11 + 2 * i] for i in range(count)] + [[0, 0, 0, 0], [60, 1, 0, 0]]
@@ -82,12 +85,12 @@ def test_sequences_that_share_pages(count: int, window: int | None) -> None:
     nothing = DecodeRows(np.zeros((0, 1), int), np.zeros(0, int))
     for length, table, document in zip(lengths, tables, documents, strict=True):
         meta = PagedAttention(cache, nothing, [PrefillChunk(0, length - 1, table, length)])
-        meta.attend(0, *(x[:-1] for x in document), AttentionSpec(1.0, window))
+        meta.attend(0, *(x[:-1] for x in document), spec)
     meta = PagedAttention(cache, DecodeRows(np.array(tables), np.array(lengths)))
     last = [torch.stack([x[-1] for x in column]) for column in zip(*documents, strict=True)]
-    got = meta.attend(0, *last, AttentionSpec(1.0, window))
+    got = meta.attend(0, *last, spec)
     for row, (document, length) in enumerate(zip(documents, lengths, strict=True)):
-        assert_close(got[row], sdpa_attention(*document, (length,), AttentionSpec(1.0, window))[-1])
+        assert_close(got[row], sdpa_attention(*document, (length,), spec)[-1])
 
 
 @pytest.mark.parametrize("window", [None, 3, 100, 1000])

@@ -39,7 +39,7 @@ def storages(model: nn.Module) -> dict[str, int]:
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_a_snapshot_holds_the_weights_and_not_the_tensors(family: str) -> None:
     model = make_model(family=family)
     replica, shared = build_replica(model, mode="snapshot")
@@ -51,7 +51,7 @@ def test_a_snapshot_holds_the_weights_and_not_the_tensors(family: str) -> None:
     assert not replica.training
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_weights_are_shared_where_dtypes_match_and_the_model_is_not_wrapped(family: str) -> None:
     model = make_model(family=family)
     replica, shared = build_replica(model)
@@ -108,7 +108,7 @@ def test_an_update_changes_the_answers(mode: Any) -> None:
     assert (storages(engine._generator.model) == storages(model)) == (mode == "alias")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("mode", ["alias", "snapshot"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_optimizer_step_reaches_the_generator(mode: Any, fused: bool, family: str) -> None:

@@ -17,17 +17,20 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
 import archon
 from archon.check.isolation import check_isolation
-from archon.check.oracle import build_pair, pack, random_config, reference_logits, relative
+from archon.check.oracle import build_pair, own_config, pack, random_config, reference_logits, relative
+from archon.check.round_trip import fresh_model
 from archon.checkpoint.megatron.gpt_config import megatron_arguments
 from archon.checkpoint.megatron.sharding import MegatronLayout
-from archon.models.attention.meta import PackedAttention
+from archon.models.attention.meta import PackedAttention, PrefixAttention
+from archon.models.attention.prefix import shared_prefixes
 from archon.models.attention.registry import candidates
 from archon.models.gpt_oss import SPEC, GptOssModel, GptOssModelArgs, GptOssStateDictAdapter
 from archon.models.layers.feed_forward import ClampedSwiGLU
 from archon.parallel.layout import parse_layout
 from archon.planner.weight_shards import ModelWeights, count_parameters
 from archon.schema.errors import ConfigError
-from tests.tolerances import FORMULA_FP64, PARITY_FP32
+from tests.models.test_prefix import answers
+from tests.tolerances import FORMULA_FP64, INVARIANCE_FP64, PARITY_FP32
 
 # The config.json of openai/gpt-oss-20b, but for its quantization; the larger one has more layers and experts.
 PUBLISHED: dict[str, Any] = {
@@ -181,6 +184,30 @@ def test_a_folder_as_published_computes_what_transformers_does(tmp_path: Path) -
     tokens, positions, cu_seqlens, longest = pack(lengths, config.vocab_size, 0)
     expected = reference_logits(theirs, tokens, lengths)
     assert relative(model(tokens, positions, cu_seqlens, longest), expected) <= PARITY_FP32
+
+
+@pytest.mark.parametrize("longest", [6, 150], ids=["trees", "prefixes"])
+def test_shared_beginnings_change_nothing(longest: int) -> None:
+    config = random_config(4, "gpt_oss", vocab_size=103)
+    model = fresh_model(own_config(config), 4, torch.float64)
+    tokens, lengths = answers([6, 40, 6], per_prompt=4, longest=longest, seed=1)
+    shared = shared_prefixes(tokens, lengths)
+    assert shared is not None
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    weight = torch.randn(len(tokens), config.vocab_size, dtype=torch.float64)
+
+    def gradients(*given: Any) -> list[Tensor]:
+        model.zero_grad()
+        logits = model(*given)
+        (logits * weight).sum().backward()
+        return [logits, *(p.grad for p in model.parameters())]
+
+    plain = gradients(tokens, positions, cu_seqlens, max(lengths))
+    rows = shared.rows
+    found = gradients(tokens[rows], positions[rows], cu_seqlens, max(lengths), PrefixAttention(shared))
+    for ours, wanted in zip(found, plain, strict=True):
+        assert relative(ours, wanted) <= INVARIANCE_FP64
 
 
 @pytest.mark.parametrize("seed", range(4))
