@@ -9,7 +9,7 @@ KILL_RECORD := benchmarks/records/kills.jsonl
 MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
 .PHONY: help setup demo test test-slow test-real test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
-	test-ranking test-serve-load test-browser test-mutants upgrade-check lint format bench
+	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
@@ -23,6 +23,8 @@ help:
 	@echo "make test-soak  half an hour of asynchronous RL: does anything grow, with its record"
 	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
+	@echo "make test-models  every contract of every family in full, with its record, cards and tables"
+	@echo "make lines      lines of each family, and its budget"
 	@echo "make test-mutants  planted mistakes: does a test notice each of them, with the record"
 	@echo "make upgrade-check  the newest torch, transformers and others in a scratch environment: what do they break, by symbol"
 	@echo "make lint       ruff, mypy, import directions, spelling, dead code"
@@ -73,6 +75,12 @@ test-serve-load: setup
 
 test-browser: setup
 	.venv/bin/python -m tests.report.browser
+
+test-models: setup
+	.venv/bin/python -m benchmarks.families --record benchmarks/records/families.jsonl
+
+lines: setup
+	.venv/bin/python -m benchmarks.families --lines
 
 test-mutants: setup
 	.venv/bin/python -m tests.mutants --record benchmarks/records/mutants.jsonl

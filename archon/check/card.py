@@ -18,7 +18,6 @@ MARKS = {True: "✓", False: "✗", None: "–"}
 
 def card(family: CheckedFamily, findings: Sequence[Finding], *, full: bool) -> str:
     """Returns the card of a checked family."""
-    purpose = (family.spec.model_class.__module__ and (family.spec.model_class.__doc__ or "")).strip()
     compared = f"transformers' `{family.reference}`" if family.reference else "nothing: transformers has no such type"
     rows = [f"| {f.contract} | {MARKS[f.passed]} | {f.text.replace('|', chr(92) + '|')} |" for f in findings]
     versions = f"archon {archon.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
@@ -28,7 +27,7 @@ def card(family: CheckedFamily, findings: Sequence[Finding], *, full: bool) -> s
             "",
             f"Written by `archon check-model {family.model_type}{' --full' if full else ''}`: {versions}.",
             "",
-            f"- family `{family.spec.name}`, `{family.spec.model_class.__name__}`: {_first_sentence(purpose)}",
+            f"- family `{family.spec.name}`, `{family.spec.model_class.__name__}`: {family.description}",
             f"- {family.lines} lines in `{family.file.name}`, of at most {family.line_budget}",
             f"- compared with {compared}",
             "",
@@ -38,10 +37,6 @@ def card(family: CheckedFamily, findings: Sequence[Finding], *, full: bool) -> s
             "",
         ]
     )
-
-
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split("\n\n")[0].split())
 
 
 def write_card(folder: Path, family: CheckedFamily, findings: Sequence[Finding], *, full: bool) -> Path:

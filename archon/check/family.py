@@ -40,6 +40,12 @@ class CheckedFamily:
         return Path(inspect.getfile(self.spec.model_class))
 
     @property
+    def description(self) -> str:
+        """The first paragraph of the file's docstring."""
+        text = sys.modules[self.spec.model_class.__module__].__doc__ or self.spec.name
+        return " ".join(text.strip().split("\n\n")[0].split())
+
+    @property
     def lines(self) -> int:
         """The lines of the file."""
         return len(self.file.read_text(encoding="utf-8").splitlines())
