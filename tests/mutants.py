@@ -522,8 +522,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an export says the dtype of its first weight",
         "archon/checkpoint/hf_export.py",
-        "dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in written.values()))",
-        "dtype = next(dtype for _, dtype in written.values())",
+        "dtype = functools.reduce(torch.promote_types, dtypes)",
+        "dtype = next(iter(dtypes))",
         ("tests/checkpoint/test_export.py",),
     ),
     # Generation.

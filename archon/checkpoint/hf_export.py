@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def save_hf(
         hf_config: the config to write; by default that of `like`. Its dtype field is set to the weights' dtype.
         like: checkpoint folder whose config, generation config and tokenizer files are copied. May be `path`.
         tokenizer: a tokenizer to save instead of the files of `like`.
-        dtype: dtype to convert the weights to; by default each keeps its own.
+        dtype: dtype to convert the parameters to; by default each keeps its own, as buffers always do.
         max_shard_bytes: bytes of data in a shard; a larger tensor gets a shard of its own.
         carry: copy the keys that the family's adapter carries (`carried`) from the weights of `like`, bitwise and in
             their own dtype; False leaves them out, for a model that was not loaded from a checkpoint.
@@ -104,6 +104,7 @@ def save_hf(
     assets = None if like is None else checkpoint_folder(like)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
     adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
+    buffers = {key for key in adapter.hf_shapes() if adapter.hf_to_native(key)[0].name in adapter.buffer_shapes}
     target = Path(os.path.realpath(path))
     kill_point("export.begin")
     with write_errors(target):
@@ -114,12 +115,14 @@ def save_hf(
             kill_point("export.staged")
             shards = _ShardWriter(folder, max_shard_bytes)
             with _carried_tensors(target, adapter if carry else None, assets) as carried:
-                written = _write_weights(weights, shards, dtype)
+                written = _write_weights(weights, shards, dtype, buffers)
                 for name, tensor in carried.items():
                     shards.add(name, tensor)
                 shards.finish()
             _check_names_and_shapes(target, config, {name: shape for name, (shape, _) in written.items()})
-            _write_config(folder, config, written)
+            # The config names the dtype of the parameters; a router's bias is wider.
+            dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in buffers]
+            _write_config(folder, config, dtypes, is_critic="score.weight" in written)
             kill_point("export.config_written")
             copy_assets(folder, assets, tokenizer)
             kill_point("export.assets_copied")
@@ -215,9 +218,9 @@ class _ShardWriter:
 
 
 def _write_weights(
-    weights: Iterable[tuple[str, Tensor]], shards: _ShardWriter, dtype: torch.dtype | None
+    weights: Iterable[tuple[str, Tensor]], shards: _ShardWriter, dtype: torch.dtype | None, buffers: Container[str]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Write weights. Returns (shape, dtype) of each."""
+    """Write weights, in `dtype` if it is given and they are no buffers. Returns (shape, dtype) of each."""
     written: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in weights:
         if name in written:
@@ -226,7 +229,7 @@ def _write_weights(
             raise CheckpointError(
                 f"weight {name!r} is {tensor.dtype}; expected float64, float32, float16 or bfloat16: convert it first"
             )
-        tensor = tensor.detach().to(dtype or tensor.dtype)
+        tensor = tensor.detach().to(tensor.dtype if dtype is None or name in buffers else dtype)
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(
                 f"weight {name!r} holds NaN or infinite values as {tensor.dtype}; expected finite ones: export an "
@@ -290,16 +293,14 @@ def _check_names_and_shapes(target: Path, config: dict[str, Any], shapes: Mappin
             )
 
 
-def _write_config(
-    folder: Path, config: dict[str, Any], written: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> None:
+def _write_config(folder: Path, config: dict[str, Any], dtypes: Iterable[torch.dtype], *, is_critic: bool) -> None:
     """Write `config.json`, with the dtype and the architecture of the weights, which are not quantized."""
     config.pop(QUANTIZATION_FIELD, None)
     # Of several dtypes the config names the widest, which can represent all of them exactly.
-    dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in written.values()))
+    dtype = functools.reduce(torch.promote_types, dtypes)
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
     config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
-    if "score.weight" in written:
+    if is_critic:
         # The class of transformers that has a value head reads its number of outputs from the labels.
         causal = (config.get("architectures") or [""])[0].removesuffix("ForCausalLM")
         if causal and not causal.endswith("ForSequenceClassification"):

@@ -143,6 +143,7 @@ def save_model(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    carry: bool = True,
 ) -> None:
     """Export a model with the config and the tokenizer of the checkpoint folder `like`; see `save_hf`.
 
@@ -165,7 +166,7 @@ def save_model(
     adapter = spec.state_dict_adapter_class(hf_config, str(like), is_critic=model.args.is_critic)
     require_zero_expert_biases(model, adapter)
     weights = adapter.export(whole_tensors(loadable_tensors(model, adapter).items()))
-    save_hf(path, weights, hf_config, like=like, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    save_hf(path, weights, hf_config, like=like, dtype=dtype, max_shard_bytes=max_shard_bytes, carry=carry)
 
 
 def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:

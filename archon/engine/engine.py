@@ -263,8 +263,8 @@ class ArchonEngine:
         self._require_optimizer()[1].step()
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """Yields (native name, whole tensor) of every parameter, tied ones once, and of every balancing bias, in the
-        masters' dtype; sharded ones are gathered in buckets of `bucket_bytes`, at least one tensor each."""
+        """Yields (native name, whole tensor) of every parameter, tied ones once, in the masters' dtype, and of every
+        balancing bias; sharded ones are gathered in buckets of `bucket_bytes`, at least one tensor each."""
         own, biases = dict(self.model.named_parameters()), expert_biases(self.model)
         if not isinstance(self.model, StagedModel):
             yield from whole_tensors(own.items(), bucket_bytes)
@@ -273,9 +273,12 @@ class ArchonEngine:
         with torch.device("meta"):
             all_biases = expert_biases(self.spec.model_class(self.args))
         # A tied head is not among the adapter's shapes; it is the embedding.
-        shapes = self.adapter.native_shapes | {name: tuple(bias.shape) for name, bias in all_biases.items()}
-        dtype = next(iter(own.values())).dtype
-        yield from staged_tensors(own | biases, shapes, self.ranks.pp, dtype, self.device, bucket_bytes)
+        shapes, dtype = self.adapter.native_shapes, next(iter(own.values())).dtype
+        yield from staged_tensors(own, shapes, self.ranks.pp, dtype, self.device, bucket_bytes)
+        if all_biases:
+            shapes = {name: tuple(bias.shape) for name, bias in all_biases.items()}
+            wide = torch.promote_types(dtype, torch.float32)
+            yield from staged_tensors(biases, shapes, self.ranks.pp, wide, self.device, bucket_bytes)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, tensor), gathered one by one, for exports. Raises CheckpointError on every rank

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import archon
 from archon.checkpoint import tensor_reader
+from archon.checkpoint.hf_io import save_model
 from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget, load_hf_weights, loadable_tensors
 from archon.checkpoint.safetensors_file import CHUNK_BYTES
+from archon.models import get_model_spec
 from archon.models.fused_tensors import Fused, place_parts
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
-from tests.models.fused_family import WAYS, Way, adapter_of, checkpoint_by_hand, random_native
+from tests.checkpoint.tiny_checkpoints import write_checkpoint
+from tests.models import fused_family
+from tests.models.fused_family import SPARSE, WAYS, Way, adapter_of, checkpoint_by_hand, random_native
 
 
 def write(folder: Path, way: Way, dtype: torch.dtype) -> tuple[BaseStateDictAdapter, dict[str, Tensor]]:
@@ -93,3 +99,24 @@ def test_a_part_of_a_large_tensor_is_read_with_a_buffer_of_one_piece(
                 checkpoint.read([ReadTarget("fused", part.target, part.region, part.shape) for part in selected])
             assert torch.equal(local, parameter[tuple(own)].double()), axis
     assert max(sizes) <= CHUNK_BYTES
+
+
+def test_a_stored_bias_keeps_its_dtype_and_does_not_widen_the_config(tmp_path: Path) -> None:
+    """A router's bias is float32 in a checkpoint of bfloat16, and chooses other experts when it is rounded."""
+    fused_family.register()
+    config = SPARSE | {"model_type": fused_family.FUSED_TYPE, "torch_dtype": "bfloat16"}
+    adapter = get_model_spec(fused_family.FUSED_TYPE).state_dict_adapter_class(config)
+    state = adapter.to_hf(random_native(adapter))
+    state = {key: tensor.contiguous() for key, tensor in state.items()}
+    stored = {key: x if key.endswith("correction_bias") else x.bfloat16() for key, x in state.items()}
+    folder = write_checkpoint(tmp_path / "in", config, stored)
+    model = archon.load_model(folder)
+    for name, dtype in (("same", None), ("narrow", torch.float16)):
+        save_model(model, tmp_path / name, folder, dtype=dtype, carry=False)
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert json.loads((tmp_path / name / "config.json").read_text())["torch_dtype"] == (
+            "bfloat16" if dtype is None else "float16"
+        )
+        for key, tensor in stored.items():
+            expected = tensor if key.endswith("correction_bias") or dtype is None else tensor.to(dtype)
+            assert found[key].dtype == expected.dtype and torch.equal(found[key], expected), key

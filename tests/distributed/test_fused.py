@@ -77,6 +77,19 @@ def test_a_quantized_fused_checkpoint_is_dequantized_on_the_ranks(
     assert all(torch.equal(exported[key], tensor) for key, tensor in expected.items())
 
 
+def test_a_pipeline_in_bfloat16_exports_the_routers_bias_in_float32(
+    stored: tuple[Path, dict[str, Tensor], dict[str, Tensor]], tmp_path: Path, ranks: Callable[[int], Pool]
+) -> None:
+    folder, state, _ = stored
+    case = Case("p2", "fused", dtype="bfloat16", config={"optimizer": None})
+    ranks(2).run(checkpoints.reexport, case, str(folder), str(tmp_path / "out"))
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    carried = fused_family.carried_tensors(MODELS["fused"]["num_hidden_layers"]).keys()
+    for key in state.keys() - carried:
+        expected = state[key] if key.endswith("correction_bias") else state[key].bfloat16()
+        assert exported[key].dtype == expected.dtype and torch.equal(exported[key], expected), key
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FURTHER)
 def test_further_layouts_do_so_too(
