@@ -226,9 +226,10 @@ def read_switched_window(
 
     Those that slide are named by `layer_types`; without it they are `candidates`, if the window is on.
     """
-    window = _read_window(config, default)
-    if not check_kind("use_sliding_window", config.get("use_sliding_window") or False, bool):
-        window = None
+    is_on = check_kind("use_sliding_window", config.get("use_sliding_window") or False, bool)
+    # Some families' config classes write 0 where the window is off.
+    window = None if not is_on and config.get("sliding_window") == 0 else _read_window(config, default)
+    window = window if is_on else None
     slides = read_layer_types(config, n_layers)
     if slides is None:
         slides = [window is not None and candidate for candidate in candidates]

@@ -159,7 +159,7 @@ class RopePolicy:
         elif rope.config.get("partial_rotary_factor", share) not in (None, share):
             reject_field("partial_rotary_factor", outer, f"it contradicts the {share!r} of {rope.source}; keep one")
         rotary_dim = int(head_dim * share)
-        if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        if not 2 <= rotary_dim <= head_dim or (rotary_dim % 2 and rotary_dim < head_dim):
             expected = f"expected a share that rotates an even number of the {head_dim} features of a head, at least 2"
             reject_field("partial_rotary_factor", share, expected)
         return {"rotary_dim": rotary_dim}

@@ -27,14 +27,18 @@ ENTRY_POINT_GROUP = "archon.models"
 # A new family adds its module's name here; nothing else outside its file changes.
 FAMILIES = (
     "gemma3_text",
+    "glm4_moe",
     "gpt_oss",
     "granite",
     "llama",
+    "minimax_m2",
     "ministral3",
     "mistral",
+    "mixtral",
     "olmo3",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_5_text",
     "qwen3_moe",

@@ -129,6 +129,39 @@ MODELS["shared"] = MODELS["moe"] | {"model_type": "archon_test_shared_moe"}
 MODELS["fused"] = MODELS["moe"] | {"model_type": "archon_test_fused_moe", "attention_bias": True}
 MODELS["routed"] = MODELS["moe"] | {"model_type": "archon_test_routed_moe"}
 MODELS["tied_routed"] = MODELS["routed"] | {"tie_word_embeddings": True}
+MODELS["glm4_moe"] = DENSE | {
+    "model_type": "glm4_moe",
+    "head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
+MODELS["minimax_m2"] = DENSE | {
+    "model_type": "minimax_m2",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 6,
+}
+MODELS["mixtral"] = DENSE | {
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+}
+MODELS["qwen2_moe"] = DENSE | {
+    "model_type": "qwen2_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "mlp_only_layers": [1],
+}
 STEPS = 3
 
 

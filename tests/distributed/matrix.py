@@ -54,6 +54,8 @@ def run_reference(case: Case, folder: Path) -> None:
     path = write_config(folder / "config", case.model)
     engine = ArchonEngine(engine_config(plain, path, "d1", init_from_scratch=True, seed=3))
     engine.initialize()
+    for name in engine.adapter.buffer_shapes:  # fresh biases of routers are 0
+        engine.model.get_buffer(name).normal_(std=0.2, generator=torch.Generator().manual_seed(7))
     engine.save(folder / "checkpoint")
     found = measure(engine, case, data_of(0), _shares(case))
     if not case.config.get("router_aux_loss_coef"):

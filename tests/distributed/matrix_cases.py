@@ -124,6 +124,15 @@ FURTHER: tuple[Case, ...] = (
     _case("d2e2", "routed", activation_checkpoint=FULL, **BALANCED),
     _case("(attn:d1t2|ffn:d1t2)", "routed"),
     _pipeline("p2", "1f1b", "tied_routed", **BALANCED),
+    _case("(attn:d1t2|ffn:d1t2)", "glm4_moe"),
+    _case("d2e2", "glm4_moe", **BALANCED),
+    _pipeline("p2", "1f1b", "glm4_moe"),
+    _case("t2", "minimax_m2"),
+    _case("d2e2", "minimax_m2", **BALANCED),
+    _case("d2e2", "mixtral", router_aux_loss_coef=0.1),
+    _case("c2", "mixtral", context_parallel="ulysses"),
+    _case("t2", "qwen2_moe"),
+    _case("d2e2", "qwen2_moe", router_aux_loss_coef=0.1),
 )
 
 # Pairs of features that nothing above has, as many as possible in a case.

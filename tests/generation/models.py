@@ -43,6 +43,31 @@ _OWN: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "glm4_moe": {
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "minimax_m2": {
+        "head_dim": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+    },
+    "mixtral": {"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 20,
+        "mlp_only_layers": [1],
+    },
     "ministral3": {
         "head_dim": 8,
         "rope_parameters": {

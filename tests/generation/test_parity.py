@@ -24,9 +24,11 @@ FAMILIES = {
     "gemma3_text": ("gemma3_text", {"sliding_window": 6}),
     "gemma3_text-uncapped": ("gemma3_text", {"sliding_window": 6, "final_logit_softcapping": None}),
     "granite": ("granite", {}),
+    "glm4_moe": ("glm4_moe", {}),
     "gpt_oss": ("gpt_oss", {}),
     "llama": ("llama", {"attention_bias": True}),
     "ministral3": ("ministral3", {}),
+    "minimax_m2": ("minimax_m2", {}),
     "mistral": ("mistral", {"sliding_window": None}),
     "olmo3": (
         "olmo3",
@@ -34,6 +36,9 @@ FAMILIES = {
     ),
     "phi3": ("phi3", {"sliding_window": 6, "partial_rotary_factor": 2 / 3, "pad_token_id": None}),
     "mistral-window": ("mistral", {"sliding_window": 6}),
+    "mixtral-window": ("mixtral", {"sliding_window": 6}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe-window": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 6}),
     "qwen3": ("qwen3", {}),
     "qwen3-window": (
         "qwen3",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import prod
+import math
 from pathlib import Path
 from typing import Any
 
@@ -81,28 +81,71 @@ def test_another_familys_config_is_refused(name: str) -> None:
         Qwen3ModelArgs.from_hf_config(read(name))
 
 
-@pytest.mark.parametrize("config", [hf_classes(family)[0]() for family in FAMILIES], ids=lambda c: c.model_type)
-def test_defaults_are_those_of_transformers(config: Any) -> None:
+# The defaults of GLM-4.5 give 42 features to a head, of which half is odd.
+NEEDED: dict[str, dict[str, Any]] = {"glm4_moe": {"head_dim": 128}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    needed = NEEDED.get(family, {})
+    config = hf_classes(family)[0](**needed)
     sizes = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    args_class = get_model_spec(config.model_type).model_args_class
-    bare = {name: getattr(config, name) for name in sizes}
+    args_class = get_model_spec(family).model_args_class
+    bare = {name: getattr(config, name) for name in sizes} | needed
     assert args_class.from_hf_config(bare) == args_class.from_hf_config(config)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {t for t, _ in PARAMETERS.values()}])
 def test_a_config_of_defaults_has_as_many_parameters_as_in_transformers(family: str) -> None:
     config_class, model_class = hf_classes(family)
-    config = config_class()
+    config = config_class(**NEEDED.get(family, {}))
     with torch.device("meta"):
         reference = model_class(config)
+    expected = {name: tuple(p.shape) for name, p in reference.named_parameters()}
     shapes = get_model_spec(family).state_dict_adapter_class(config).hf_shapes()
-    wanted = {name: tuple(p.shape) for name, p in reference.named_parameters()}
-    # In memory transformers stacks the experts, of which a checkpoint may have single matrices.
-    beside_experts = [
-        {n: shape for n, shape in all_shapes.items() if ".experts." not in n} for all_shapes in (shapes, wanted)
+    # In memory transformers stacks the experts, of which a checkpoint may have single matrices; a router's bias is a
+    # buffer there.
+    outside_experts = [
+        {n: shape for n, shape in all_shapes.items() if "experts." not in n and "_moe." not in n and ".gate." not in n}
+        for all_shapes in (shapes, expected)
     ]
-    assert beside_experts[0] == beside_experts[1]
-    assert sum(map(prod, shapes.values())) == sum(map(prod, wanted.values()))
+    assert outside_experts[0] == outside_experts[1]
+    stored = [buffer for name, buffer in reference.named_buffers() if "correction_bias" in name]
+    total = sum(map(math.prod, expected.values())) + sum(buffer.numel() for buffer in stored)
+    assert total == sum(map(math.prod, shapes.values()))
+
+
+def test_every_other_layer_of_qwen2_moe_slides_without_layer_types() -> None:
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    config = small(**EXPERTS | window | {"model_type": "qwen2_moe"})
+    args_class = get_model_spec("qwen2_moe").model_args_class
+    assert args_class.from_hf_config(config).layer_windows == (8, None, 8, None)
+    off = config | {"use_sliding_window": False, "sliding_window": 0}
+    assert args_class.from_hf_config(off).layer_windows == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attn_type_list": [1, 1, 0, 1]}, r"'attn_type_list' is \[1, 1, 0, 1\]; expected 1 for every layer"),
+        ({"scoring_func": "softmax"}, "'scoring_func' is 'softmax'; archon supports only 'sigmoid'"),
+        ({"num_experts": 7}, "'num_experts' is 7; it contradicts num_local_experts 6; keep one"),
+        ({"rotary_dim": 5}, "'partial_rotary_factor' is 0.3125; expected a share that rotates an even number"),
+    ],
+)
+def test_fields_of_the_published_minimax_m2_config(changes: dict[str, Any], said: str) -> None:
+    published = {
+        "attn_type_list": [1] * 4, "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer",
+        "use_routing_bias": True, "shared_intermediate_size": 0, "layernorm_mlp_beta": 1.0, "rotary_dim": 8,
+        "mlp_intermediate_size": 80, "shared_moe_mode": "sigmoid", "use_mtp": True, "num_mtp_modules": 3,
+        "mtp_transformer_layers": 1, "sliding_window": None, "auto_map": {"AutoConfig": "c.C"}, "head_dim": 16,
+    }  # fmt: skip
+    config = small(model_type="minimax_m2", num_local_experts=6, num_experts_per_tok=2, **published)
+    args_class = get_model_spec("minimax_m2").model_args_class
+    args = args_class.from_hf_config(config)
+    assert (args.rotary_dim, args.rope_theta, args.n_experts, args.moe_hidden_dim) == (8, 5e6, 6, args.hidden_dim)
+    with pytest.raises(ConfigError, match=said):
+        args_class.from_hf_config(config | changes)
 
 
 def test_fields_are_mapped() -> None:

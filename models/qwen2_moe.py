@@ -1,0 +1,78 @@
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024, arXiv:2407.10671): Qwen2 with mixtures of experts, each with a gated
+shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.hf_checks import check_kind
+from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, Windows, dense_fields, read_switched_window
+from archon.models.layers.moe import ExpertsLayer
+from archon.models.moe_args import MoEModelArgs
+from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
+from archon.models.spec import family_spec
+from archon.models.state_dict import (
+    DENSE_HF_MAP,
+    EXPERTS_HF_MAP,
+    GATED_SHARED_EXPERT_HF_MAP,
+    BaseStateDictAdapter,
+)
+
+
+def _read_windows(config: Mapping[str, Any], n_layers: int) -> Windows:
+    """Returns the windows; without `layer_types` every other layer below `max_window_layers` slides."""
+    end = check_kind("max_window_layers", config.get("max_window_layers", 28), int)
+    return read_switched_window(config, n_layers, 4096, [layer < end and layer % 2 == 0 for layer in range(n_layers)])
+
+
+@dataclass
+class Qwen2MoEModelArgs(MoEModelArgs):
+    """See `MoEModelArgs`; the output projection never has a bias."""
+
+    n_experts: int = 60
+    n_experts_per_token: int = 4
+    moe_hidden_dim: int = 1408
+    shared_hidden_dim: int = 5632
+    attention_bias: bool = True
+
+    model_types: ClassVar[frozenset[str]] = frozenset({"qwen2_moe"})
+    hf_windows: ClassVar[WindowPolicy] = WindowPolicy(SWITCHED_WINDOW.fields, _read_windows)
+    hf_aliases: ClassVar[dict[str, str]] = {}
+    hf_fields: ClassVar[dict[str, Field]] = dense_fields(num_key_value_heads=16, max_position_embeddings=32768) | {
+        # transformers uses `head_dim`, which its config class does not declare.
+        "head_dim": Field("head_dim", int, 0, null=0),
+        "qkv_bias": Field("attention_bias", bool, True),
+        "num_experts": Field("n_experts", int, 60, minimum=0),
+        "num_experts_per_tok": Field("n_experts_per_token", int, 4),
+        "moe_intermediate_size": Field("moe_hidden_dim", int, 1408),
+        "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 5632),
+        "norm_topk_prob": Field("norm_topk_prob", bool, False),
+        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
+        "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
+        "router_aux_loss_coef": Field("", float, 0.001),
+    }
+
+    def experts(self) -> ExpertsLayer:
+        """See `MoEModelArgs.experts`."""
+        return replace(super().experts(), shared_gate=True)
+
+
+class Qwen2MoEModel(BaseArchonModel):
+    """See `BaseArchonModel`; what differs is in `Qwen2MoEModelArgs`."""
+
+    args_class: ClassVar[type[BaseModelArgs]] = Qwen2MoEModelArgs
+
+
+class Qwen2MoEStateDictAdapter(BaseStateDictAdapter):
+    """The common names of dense decoders and experts, and those of the shared expert and its gate."""
+
+    model_class = Qwen2MoEModel
+    from_hf_map = DENSE_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
+
+
+parallelize_qwen2_moe = make_parallelize_fn(MOE_TP_PLAN)
+
+SPEC = family_spec("qwen2_moe", Qwen2MoEStateDictAdapter, parallelize_qwen2_moe)
