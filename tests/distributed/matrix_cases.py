@@ -323,6 +323,8 @@ BLOCKS: tuple[Case, ...] = (
     _case("d2", "unrotated"),
     _case("c2", "unrotated", context_parallel="allgather"),
     _pipeline("p2", "1f1b", "unrotated", "each stage knows which of its layers have positions"),
+    _case("c2", "shared", "soft-capped scores", context_parallel="allgather"),
+    _case("c2", "shared", "soft-capped scores", context_parallel="ulysses"),
     _case("t2", "sinks", "sinks of a rank's heads"),
     _case("d2", "sinks"),
     _case("c2", "sinks", "sinks see queries of every rank", context_parallel="allgather"),

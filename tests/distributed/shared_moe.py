@@ -20,9 +20,10 @@ SHARED_HIDDEN = 40
 
 @dataclass
 class SharedMoEArgs(Qwen3MoEModelArgs):
-    """As Qwen3-MoE's."""
+    """As Qwen3-MoE's; attention's scores have a soft cap, which no family of the zoo has."""
 
     shared_hidden_dim: int = SHARED_HIDDEN
+    attention_soft_cap: float = 1.0
 
     model_types: ClassVar[frozenset[str]] = frozenset({MODEL_TYPE})
 
