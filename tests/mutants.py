@@ -600,8 +600,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a prompt that is read in parts is turned as if each part were all of it",
         "archon/generation/generator.py",
-        "sequence.pages, sequence.total))",
-        "sequence.pages, chunk.stop))",
+        "sequence.pages, sequence.total, sequence.state)",
+        "sequence.pages, chunk.stop, sequence.state)",
         ("tests/generation/test_parity.py::test_rope_that_would_turn_cached_keys_is_refused",),
     ),
     # Rollouts, data, evaluation.

@@ -240,6 +240,36 @@ def test_sliding_windows_read_as_in_transformers(
     assert list(layers) == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma3_text", {}),
+        ("gemma3_text", {"sliding_window_pattern": 3}),
+        ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"] * 4}),
+        ("olmo3", {}),
+        ("gpt_oss", {}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layer_interval": 3}),
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1, 1, 0, 1, 1]}),
+    ],
+)
+def test_layers_have_the_windows_and_rotations_that_transformers_gives_them(
+    family: str, changes: dict[str, Any]
+) -> None:
+    reference = hf_classes(family)[0](**small(model_type=family, num_hidden_layers=8, pad_token_id=None, **changes))
+    fields = {name: reference.to_dict()[name] for name in SMALL} | {"pad_token_id": None}
+    args = get_model_spec(family).model_args_class.from_hf_config(fields | changes)
+    kinds = [reference.sliding_window if kind == "sliding_attention" else None for kind in reference.layer_types]
+    assert list(args.layer_windows) == kinds
+    for layer, window in enumerate(args.layer_windows):
+        rope = args.rope(layer)
+        rotates = getattr(reference, "no_rope_layers", [1] * 8)[layer]
+        assert (rope is not None) == bool(rotates)
+        if rope is not None and family in ("gemma3_text", "olmo3"):
+            kind = "full_attention" if window is None else "sliding_attention"
+            assert rope.theta == reference.rope_parameters[kind]["rope_theta"]
+
+
 def test_an_unknown_field_is_refused_with_its_value() -> None:
     with pytest.raises(ConfigError, match=r"'softcap' is 30.0; archon does not know this field"):
         Qwen3ModelArgs.from_hf_config(small(softcap=30.0))
@@ -310,6 +340,71 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["chunked_attention"] * 4}, "'layer_types' is"),
     ({"layer_types": ["sliding_attention"] * 4}, "'layer_types' is .* use_sliding_window or sliding_window is off"),
 ]
+
+
+KINDS = {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": None}
+REFUSED_ROPES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "gemma3_text",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "'rope_parameters.rope_type' is 'linear'",
+    ),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"local": {}}},
+        r"'rope_parameters.local' is \{\}; expected full_attention and",
+    ),
+    ("gemma3_text", {"rope_parameters": KINDS, "rope_scaling": {"rope_type": "default"}}, "it contradicts rope_param"),
+    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'rope_scaling' is .* with a rope_type"),
+    (
+        "gemma3_text",
+        {"rope_parameters": KINDS, "original_max_position_embeddings": 9},
+        "archon does not know this field",
+    ),
+    ("gemma3_text", {"sliding_window": None}, "'sliding_window' is None"),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "'sliding_window_pattern' is 0"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True"),
+    ("gemma3_text", {"final_logit_softcapping": 0.0}, "logits_soft_cap is 0.0; expected a number above 0"),
+    ("gemma3_text", {"rope_local_base_freq": 1.0}, "'rope_local_base_freq' is 1.0"),
+    ("olmo3", {"rope_theta": 1e6}, "'rope_theta' is 1000000.0; give the rope_theta of each kind"),
+    ("granite", {"logits_scaling": 0.0}, "logits_divisor is 0.0; expected a number above 0"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"'no_rope_layers' is \[1, 0\]; expected 1 or 0"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "'no_rope_layer_interval' is 0"),
+    ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window or sliding_window is off"),
+    ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "llama_4_scaling_beta' is None"),
+    ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "rope_type' is 'default'; expected a type with"),
+    ("phi3", {"partial_rotary_factor": 0.0}, "partial_rotary_factor' is 0.0"),
+    ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor' is 1.5"),
+    (
+        "phi3",
+        {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+        "it contradicts the 0.25",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED_ROPES, ids=[m for _, _, m in REFUSED_ROPES])
+def test_what_a_family_cannot_honor_is_refused_by_field_and_value(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    config = small(model_type=family, pad_token_id=None) | changes
+    with pytest.raises(ConfigError, match=message):
+        get_model_spec(family).model_args_class.from_hf_config(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotary_dim"),
+    [
+        ({}, 16),
+        ({"partial_rotary_factor": 0.5}, 8),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, 8),
+        ({"partial_rotary_factor": None}, 16),
+    ],
+)
+def test_a_share_of_each_head_is_rotated(changes: dict[str, Any], rotary_dim: int) -> None:
+    config = small(model_type="phi3", pad_token_id=None) | changes
+    assert get_model_spec("phi3").model_args_class.from_hf_config(config).rotary_dim == rotary_dim
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])

@@ -41,6 +41,16 @@ def test_cos_and_sin_equal_transformers_bitwise_at_any_position(kind: str) -> No
             assert torch.equal(ours[1].squeeze(1), sin[0, :, :half])
 
 
+@pytest.mark.parametrize("fields", [{}, {"partial_rotary_factor": 0.4}, {"partial_rotary_factor": 0.0, "factor": 2.0}])
+def test_proportional_frequencies_equal_transformers_bitwise(fields: dict[str, float]) -> None:
+    rope = {"rope_type": "proportional", "rope_theta": 1000.0, **fields}
+    config = random_config(1, "qwen3", rope_parameters=rope)
+    cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1), torch.arange(50).unsqueeze(0))
+    ours, half = build(config)(torch.arange(50), torch.float32), config.head_dim // 2
+    assert torch.equal(ours.cos.squeeze(1), cos[0, :, :half])
+    assert torch.equal(ours.sin.squeeze(1), sin[0, :, :half])
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_each_packed_document_is_scaled_by_its_own_length(kind: str) -> None:
     config = random_config(1, "qwen3", rope_kind=kind)
