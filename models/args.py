@@ -17,6 +17,9 @@ from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec, Nor
 from archon.parallel.layout import ModelSizes
 from archon.schema.errors import ConfigError
 
+# Frequencies are computed for every pair of features, when a model is built; real heads have up to 512 features.
+MAX_ROTARY_DIM = 2**16
+
 
 @dataclass
 class BaseModelArgs:
@@ -126,6 +129,8 @@ class BaseModelArgs:
                 f"{name} is {self.rotary_dim}; expected an even number of at most head_dim {self.head_dim}, since RoPE "
                 "rotates pairs of features"
             )
+        if self.rotary_dim > MAX_ROTARY_DIM:
+            raise ConfigError(f"head_dim or rotary_dim is {self.rotary_dim}; expected at most {MAX_ROTARY_DIM}")
         get_activation(self.hidden_act)  # raises for an unknown name, as the next line does
         candidates(self.attn_type)
         for name in ("logits_divisor", "logits_soft_cap"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from archon.schema.errors import ConfigError
@@ -19,7 +20,8 @@ def check_kind(name: str, value: Any, kind: type) -> Any:
     """
     wanted: tuple[type, ...] = (int, float) if kind is float else (kind,)
     if isinstance(value, wanted) and (kind is bool or not isinstance(value, bool)):
-        converted = kind(value)
-        if kind is not float or abs(converted) < float("inf"):
-            return converted
+        with suppress(OverflowError):  # an integer that no float can hold
+            converted = kind(value)
+            if kind is not float or abs(converted) < float("inf"):
+                return converted
     reject_field(name, value, f"expected {'a number' if kind is float else 'type ' + kind.__name__}")

@@ -20,6 +20,7 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 # Type of each RoPE field, and the RoPE types that use it (transformers' `_validate_*_rope_parameters`). A tuple is read
 # from a list of numbers.
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_LONGEST = 2**40
 _SCALING_FIELDS: dict[str, tuple[type, set[str]]] = {
     "factor": (float, {"linear", "dynamic", "yarn", "llama3", "longrope", "proportional"}),
     _ORIGINAL_LENGTH: (int, {"yarn", "llama3", "longrope"}),
@@ -158,7 +159,7 @@ class RopePolicy:
             share = 1.0 if outer is None else check_kind("partial_rotary_factor", outer, float)
         elif rope.config.get("partial_rotary_factor", share) not in (None, share):
             reject_field("partial_rotary_factor", outer, f"it contradicts the {share!r} of {rope.source}; keep one")
-        rotary_dim = int(head_dim * share)
+        rotary_dim = int(head_dim * min(share, 2.0))
         if not 2 <= rotary_dim <= head_dim or (rotary_dim % 2 and rotary_dim < head_dim):
             expected = f"expected a share that rotates an even number of the {head_dim} features of a head, at least 2"
             reject_field("partial_rotary_factor", share, expected)
@@ -201,7 +202,10 @@ class _Rope:
             # The top-level field, else the inner one, else max_position_embeddings.
             inner, outer = values.pop(_ORIGINAL_LENGTH, None), config.get(_ORIGINAL_LENGTH, policy.original_length)
             length = max_seq_len if inner is None else inner
-            values["original_max_seq_len"] = length if outer is None else check_kind(_ORIGINAL_LENGTH, outer, int)
+            length = length if outer is None else check_kind(_ORIGINAL_LENGTH, outer, int)
+            if not 1 <= length <= _LONGEST:
+                reject_field(_ORIGINAL_LENGTH, length, f"expected 1 to {_LONGEST} tokens")
+            values["original_max_seq_len"] = length
         self.scaling = RopeConfig(**values)
 
     def arguments(self) -> dict[str, Any]:

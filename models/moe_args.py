@@ -11,6 +11,9 @@ from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec
 from archon.schema.errors import ConfigError
 
+# Checkpoints have a name for each expert's matrices; no real model has more than 25,000 experts.
+MAX_EXPERTS = 2**20
+
 
 @dataclass
 class MoEModelArgs(BaseModelArgs):
@@ -43,6 +46,10 @@ class MoEModelArgs(BaseModelArgs):
     def __post_init__(self) -> None:
         self.mlp_only_layers = tuple(self.mlp_only_layers)
         super().__post_init__()
+        if self.n_layers * self.n_experts > MAX_EXPERTS:
+            raise ConfigError(
+                f"n_experts is {self.n_experts} in {self.n_layers} layers; expected at most {MAX_EXPERTS} in all"
+            )
         if any(self.is_sparse(layer) for layer in range(self.n_layers)):
             if not 1 <= self.n_experts_per_token <= self.n_experts:
                 raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 from archon.schema.errors import ConfigError
@@ -33,8 +34,19 @@ class Quantization:
 
     def keeps(self, key: str) -> bool:
         """Returns whether a key belongs to a module that the config says is not quantized; `*` is any characters."""
-        patterns = (".*".join(map(re.escape, name.split("*"))) for name in self.kept)
-        return any(re.search(rf"(^|\.){pattern}(\.|$)", key) for pattern in patterns)
+        return bool(self.kept) and self._kept_pattern.search(key) is not None
+
+    @cached_property
+    def _kept_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(rf"(?:^|\.){_pattern(name)}(?:\.|$)" for name in self.kept))
+
+
+def _pattern(name: str) -> str:
+    """Returns a regular expression for a name with `*`, which takes no longer however many of them there are."""
+    first, *others = map(re.escape, name.split("*"))
+    # Where a part between two `*` is found first is where it matches best: no other place has to be tried.
+    middle = "".join(f"(?>.*?{part})" for part in others[:-1])
+    return first + middle + "".join(f".*{part}" for part in others[-1:])
 
 
 def read_quantization(value: Any) -> Quantization | None:

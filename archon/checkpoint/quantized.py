@@ -181,7 +181,8 @@ class _Fp8Rows:
         blocks = rows // self.n_rows * -(-self.n_rows // height) + rows % self.n_rows // height
         scales = self.scales.read(int(blocks[0]), int(blocks[-1]) + 1).index_select(0, blocks - blocks[0])
         values = data.view(torch.float8_e4m3fn).to(torch.float32)
-        return values.mul_(scales.repeat_interleave(width, dim=1)[:, : self.row])
+        # A block may be wider than the matrix.
+        return values.mul_(scales.repeat_interleave(min(width, self.row), dim=1)[:, : self.row])
 
 
 @dataclass(frozen=True)

@@ -206,9 +206,28 @@ class RotaryEmbedding(nn.Module):
         self.init_buffers(torch.device("cpu"))
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """(Re)compute the inverse frequencies [head_dim / 2] float32 and put them on `device`."""
+        """(Re)compute the inverse frequencies [head_dim / 2] float32 and put them on `device`.
+
+        Raises ConfigError where the scaling gives none that are finite.
+        """
+        try:
+            inv_freq, long_inv_freq, self.attention_factor = self._frequencies()
+        except (ArithmeticError, ValueError) as error:
+            raise ConfigError(f"{self._scaling()} cannot be computed ({error}); check its numbers") from error
+        found = [inv_freq] if long_inv_freq is None else [inv_freq, long_inv_freq]
+        if not all(bool(frequencies.isfinite().all()) for frequencies in found):
+            raise ConfigError(f"{self._scaling()} gives frequencies that are NaN or infinite; check its numbers")
+        self._inv_freq = inv_freq.to(device)
+        self._long_inv_freq = None if long_inv_freq is None else long_inv_freq.to(device)
+
+    def _scaling(self) -> str:
+        given = {name: value for name, value in vars(self.config).items() if value is not None and name != "kind"}
+        return f"RoPE of type {self.config.kind!r}, theta {self.theta:g}, {given}"
+
+    def _frequencies(self) -> tuple[Tensor, Tensor | None, float]:
+        """Returns inverse frequencies, those of long documents where they differ, and the attention factor."""
         config, theta, head_dim = self.config, self.theta, self.head_dim
-        self.attention_factor = 1.0
+        attention_factor = 1.0
         long_inv_freq: Tensor | None = None
         inv_freq = 1.0 / (theta ** _exponents(head_dim))
         if config.kind == "linear":
@@ -217,15 +236,14 @@ class RotaryEmbedding(nn.Module):
         elif config.kind == "dynamic":
             inv_freq = _dynamic(config, theta, head_dim, self.max_seq_len, self.max_seq_len)
         elif config.kind == "yarn":
-            inv_freq, self.attention_factor = _yarn(config, theta, head_dim, self.max_seq_len)
+            inv_freq, attention_factor = _yarn(config, theta, head_dim, self.max_seq_len)
         elif config.kind == "llama3":
             inv_freq = _llama3(config, inv_freq)
         elif config.kind == "proportional":
             inv_freq = _proportional(config, theta, head_dim)
         elif config.kind == "longrope":
-            inv_freq, long_inv_freq, self.attention_factor = _longrope(config, theta, head_dim, self.max_seq_len)
-        self._inv_freq = inv_freq.to(device)
-        self._long_inv_freq = None if long_inv_freq is None else long_inv_freq.to(device)
+            inv_freq, long_inv_freq, attention_factor = _longrope(config, theta, head_dim, self.max_seq_len)
+        return inv_freq, long_inv_freq, attention_factor
 
     def _inv_freq_per_token(self, lengths: Tensor) -> Tensor:
         """Returns inverse frequencies [T, head_dim / 2] that depend on the length [T] of each token's document."""
