@@ -154,7 +154,8 @@ class RopePolicy:
         outer = rope.config.get("partial_rotary_factor", self.partial)
         if self.rotary_dim_field is not None and "partial_rotary_factor" not in rope.config:
             features = rope.config.get(self.rotary_dim_field)
-            outer = outer if features is None else check_kind(self.rotary_dim_field, features, int) / head_dim
+            if features is not None:
+                outer = min(check_kind(self.rotary_dim_field, features, int), 2 * head_dim) / head_dim
         if share is None:
             share = 1.0 if outer is None else check_kind("partial_rotary_factor", outer, float)
         elif rope.config.get("partial_rotary_factor", share) not in (None, share):
