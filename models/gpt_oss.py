@@ -1,5 +1,4 @@
-"""gpt-oss (OpenAI 2025, arXiv:2508.10925): attention with sinks, alternately sliding and full, and a mixture of experts
-with biases and a clamped activation in every layer."""
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): attention sinks, alternating windows, and biased experts that clamp."""
 
 from __future__ import annotations
 
