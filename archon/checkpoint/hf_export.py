@@ -72,7 +72,7 @@ def save_hf(
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    carry: bool = True,
+    carry: bool | str | os.PathLike[str] = True,
 ) -> None:
     """Write a checkpoint that transformers can load: weights, index, config, generation config and tokenizer.
 
@@ -85,8 +85,9 @@ def save_hf(
         tokenizer: a tokenizer to save instead of the files of `like`.
         dtype: dtype to convert the parameters to; by default each keeps its own, as buffers always do.
         max_shard_bytes: bytes of data in a shard; a larger tensor gets a shard of its own.
-        carry: copy the keys that the family's adapter carries (`carried`) from the weights of `like`, bitwise and in
-            their own dtype; False leaves them out, for a model that was not loaded from a checkpoint.
+        carry: copy the keys that the family's adapter carries (`carried`) from the weights of `like`, or of the folder
+            named here, bitwise and in their own dtype; False leaves them out, for a model that was not loaded from a
+            checkpoint.
 
     Everything is written and synced in a hidden folder next to `path`, which one rename (or exchange, where there is an
     earlier export) makes visible: a kill at any moment leaves either the earlier export or the new one.
@@ -102,6 +103,7 @@ def save_hf(
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise CheckpointError(f"{path}: dtype is {dtype}; expected torch.float64, float32, float16 or bfloat16")
     assets = None if like is None else checkpoint_folder(like)
+    source = assets if isinstance(carry, bool) else checkpoint_folder(carry)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
     adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
     buffers = {key for key in adapter.hf_shapes() if adapter.hf_to_native(key)[0].name in adapter.buffer_shapes}
@@ -114,7 +116,7 @@ def save_hf(
         with staged_folder(target) as folder:
             kill_point("export.staged")
             shards = _ShardWriter(folder, max_shard_bytes)
-            with _carried_tensors(target, adapter if carry else None, assets) as carried:
+            with _carried_tensors(target, adapter if carry else None, source) as carried:
                 written = _write_weights(weights, shards, dtype, buffers)
                 for name, tensor in carried.items():
                     shards.add(name, tensor)
@@ -138,7 +140,7 @@ def save_hf_distributed(
     *,
     like: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
-    carry: bool = True,
+    carry: bool | str | os.PathLike[str] = True,
 ) -> None:
     """Call `save_hf` on rank 0 with `weights`, an iterator that gathers tensors from all ranks. A collective.
 

@@ -143,7 +143,7 @@ def save_model(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    carry: bool = True,
+    carry: bool | str | os.PathLike[str] = True,
 ) -> None:
     """Export a model with the config and the tokenizer of the checkpoint folder `like`; see `save_hf`.
 

@@ -57,7 +57,8 @@ class StoredTensor:
             read_region(self.file, self.entry, region, out.mT if swap else out, self.shape, self.decoder)
             return out
 
-        return LazyTensor(dtype, shape, load, by_rows=True)
+        # The first dimension of a matrix that lies the other way is its columns, each read with all others.
+        return LazyTensor(dtype, shape, load, by_rows=not swap or len(shape) > 2)
 
 
 def stored_tensors(

@@ -88,6 +88,8 @@ class ArchonEngine:
         self.saver = Saver()
         self.stacks = Path("stacks")
         """The folder of every rank's rankN.txt, its stacks when a step takes longer than `config.stall_s`."""
+        self._loaded_from: str | os.PathLike[str] | None = None if config.init_from_scratch else config.path
+        """The Hugging Face checkpoint of the weights, from which an export copies what the model does not compute."""
         self._skips = SkippedSteps()
         self._offloaded = False
         # True during a sharded model's forward and backward: an error there leaves gathered weights and gradients that
@@ -314,7 +316,7 @@ class ArchonEngine:
             raise ConfigError(f"format must be 'hf' or 'native', got {format!r} (what was 'dcp' is 'native')")
         if asynchronous:
             raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
-        carry = not self.config.init_from_scratch
+        carry = False if self._loaded_from is None else self._loaded_from
         save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype, carry=carry)
 
     def wait_for_saves(self) -> None:
@@ -330,6 +332,7 @@ class ArchonEngine:
         folder = find_checkpoint(path)
         if folder is None:
             load_hf_weights(self.model, self.adapter, path)
+            self._loaded_from = path
             for name, bias in expert_biases(self.model).items():
                 if name not in self.adapter.buffer_shapes:
                     bias.zero_()

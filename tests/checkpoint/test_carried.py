@@ -14,8 +14,10 @@ import archon
 from archon.checkpoint.convert import convert
 from archon.checkpoint.hf_export import save_hf
 from archon.checkpoint.safetensors_file import CHUNK_BYTES, SafetensorsFile
+from archon.engine.engine import ArchonEngine
 from archon.models import get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
+from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError
 from tests.checkpoint.killing import digest
 from tests.checkpoint.tiny_checkpoints import write_checkpoint
@@ -74,8 +76,8 @@ def test_a_wider_export_leaves_the_carried_keys_as_they_are(
 ) -> None:
     folder, state = source
     archon.save_model(archon.load_model(folder), tmp_path / "out", folder, dtype=torch.float64)
-    carried = fused_family.carried_tensors(2).keys()
-    assert_bitwise(tmp_path / "out", {key: x if key in carried else x.double() for key, x in state.items()})
+    kept = {key for key in state if key.endswith("correction_bias")} | fused_family.carried_tensors(2).keys()
+    assert_bitwise(tmp_path / "out", {key: x if key in kept else x.double() for key, x in state.items()})
 
 
 def test_the_native_format_and_back_keeps_them(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
@@ -133,3 +135,21 @@ def test_a_carried_tensor_is_never_in_memory_at_once(
     archon.save_model(model, tmp_path / "out", folder)
     assert max(sizes) <= CHUNK_BYTES < state["mtp.fc.weight"].nbytes < sum(sizes)
     assert_bitwise(tmp_path / "out", state)
+
+
+def test_an_engine_carries_what_it_has_loaded_last(
+    tmp_path: Path, source: tuple[Path, dict[str, Tensor]], adapter: BaseStateDictAdapter
+) -> None:
+    """A fresh model has no such keys; one that loaded another checkpoint has those of that one."""
+    folder, state = source
+    config = EngineConfig.model_validate(
+        {"path": str(folder), "device": "cpu", "dtype": "float32", "init_from_scratch": True, "optimizer": None}
+    )
+    engine = ArchonEngine(config)
+    engine.initialize()
+    engine.save(tmp_path / "fresh")
+    assert tensors_of(tmp_path / "fresh").keys() == adapter.hf_shapes().keys()
+    other = state | {"mtp.fc.weight": torch.randn(3, 4)}
+    engine.load(write_checkpoint(tmp_path / "other", CONFIG, other))
+    engine.save(tmp_path / "out")
+    assert_bitwise(tmp_path / "out", other)
