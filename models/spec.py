@@ -26,10 +26,13 @@ PipeliningFn = Callable[..., None]
 ENTRY_POINT_GROUP = "archon.models"
 # A new family adds its module's name here; nothing else outside its file changes.
 FAMILIES = (
+    "deepseek_v3",
     "gemma3_text",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite",
+    "kimi_k2",
     "llama",
     "minimax_m2",
     "ministral3",
@@ -45,6 +48,26 @@ FAMILIES = (
     "qwen3_next",
     "smollm3",
 )
+
+# Model types that archon does not compute: the reason, and the family that comes nearest.
+UNSUPPORTED: dict[str, tuple[str, str]] = {
+    "deepseek_v32": ("a learned indexer chooses the tokens that its attention sees", "deepseek_v3"),
+    "deepseek_v4": (
+        "its attention sees compressed blocks of tokens, and hyper-connections replace the residual stream",
+        "deepseek_v3",
+    ),
+    "glm_moe_dsa": ("a learned indexer chooses the tokens that its attention sees", "glm4_moe_lite"),
+    "kimi_linear": ("most of its layers are Kimi delta attention, whose decay differs by channel", "kimi_k2"),
+    "llama4": (
+        "most of its layers attend within chunks of tokens, and the weights of its experts multiply their inputs",
+        "llama",
+    ),
+    "gemma4": (
+        "its layers take an embedding of the token each, and some share the keys and values of others",
+        "gemma3_text",
+    ),
+}
+UNSUPPORTED |= {f"{name}_text": UNSUPPORTED[name] for name in ("llama4", "gemma4")}
 
 
 @dataclass(frozen=True)
@@ -175,12 +198,16 @@ def register_model_spec(spec: ModelSpec) -> None:
 def get_model_spec(model_type: str) -> ModelSpec:
     """Returns the spec of a Hugging Face `model_type`.
 
-    Raises UnknownModelError, which lists the supported ones, and the plugins that could not be loaded.
+    Raises UnknownModelError, which lists the supported ones, the reason for a model type in `UNSUPPORTED`, and the
+    plugins that could not be loaded.
     """
     specs = _REGISTRY.specs()
     if model_type not in specs:
+        reason = ""
+        if model_type in UNSUPPORTED:
+            reason = ": {}; the nearest supported family is {}".format(*UNSUPPORTED[model_type])
         raise UnknownModelError(
-            f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(specs))} "
+            f"model_type {model_type!r} is not supported{reason}; supported are {', '.join(sorted(specs))} "
             f"(other packages add families by the entry-point group {ENTRY_POINT_GROUP!r})"
             + "".join(f"; {failure}" for failure in _REGISTRY.failures)
         )

@@ -64,14 +64,22 @@ def hf_model(config: Any, **options: Any) -> Any:
 
 @torch.no_grad()
 def randomize_vectors(model: nn.Module) -> None:
-    """Draw biases and norms at random, which fresh models set to 0 and 1, and buffers that checkpoints hold."""
-    stored = model.state_dict().keys()
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
-    for name, tensor in (*model.named_parameters(), *buffers):
-        if tensor.dim() == 1 or name.endswith("_bias"):
-            tensor.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    """Draw biases and norms at random, which fresh models set to 0 and 1; biases among the buffers too."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
         if name.endswith("A_log"):
-            tensor.uniform_(-3.0, -1.0)  # slow decays, which reach far
+            parameter.uniform_(-3.0, -1.0)  # slow decays, which reach far
+    randomize_buffers(model)
+
+
+@torch.no_grad()
+def randomize_buffers(model: nn.Module) -> None:
+    """Draw the biases that checkpoints hold and that are no parameters, such as those of routers' choices."""
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored and buffer.dim() == 1:
+            buffer.normal_(0.0, 0.3)
 
 
 def build_pair(

@@ -68,6 +68,11 @@ def _max_window_layers(rng: random.Random, config: dict[str, Any], names: frozen
     return 1 if config["use_sliding_window"] and "layer_types" not in config else OMIT
 
 
+def _mlp_layer_types(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> Any:
+    kinds = [rng.choice(["dense", "sparse"]) for _ in range(config["num_hidden_layers"])]
+    return rng.choice([OMIT, kinds])
+
+
 def _no_rope_layers(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> list[int] | None:
     """Returns 1 for all layers where keys have a bias, whose gradient is 0 where keys are not rotated."""
     return [1] * config["num_hidden_layers"] if config["attention_bias"] else rng.choice([None, None, [1, 0, 1]])
@@ -80,8 +85,12 @@ def _pick(*values: Any) -> Draw:
 # In the order of drawing, since some depend on others. Sizes are small and odd.
 DRAWS: dict[str, Draw] = {
     "num_hidden_layers": _pick(2, 3),
-    "num_key_value_heads": _pick(1, 2, 3),
-    "num_attention_heads": lambda rng, config, names: config.get("num_key_value_heads", 2) * rng.choice([1, 2, 3, 4]),
+    # One head that expands a small latent: transformers itself is 1.5e-5 away from its own float64 value.
+    "num_key_value_heads": lambda rng, config, names: rng.choice([2, 3, 4] if "kv_lora_rank" in names else [1, 2, 3]),
+    "num_attention_heads": lambda rng, config, names: (
+        # Latent attention has as many heads of keys.
+        config.get("num_key_value_heads", 2) * (1 if "kv_lora_rank" in names else rng.choice([1, 2, 3, 4]))
+    ),
     "head_dim": _pick(6, 8, 10, 16),
     "hidden_size": _hidden_size,
     "intermediate_size": _pick(32, 52),
@@ -98,6 +107,11 @@ DRAWS: dict[str, Draw] = {
     "sliding_window": _sliding_window,
     "layer_types": _layer_types,
     "max_window_layers": _max_window_layers,
+    "q_lora_rank": _pick(None, 16),
+    "kv_lora_rank": _pick(8, 12),
+    "qk_rope_head_dim": _pick(4, 8),
+    "qk_nope_head_dim": _pick(4, 6, 8),
+    "v_head_dim": _pick(4, 12, 20),
     "n_group": _pick(1, 2),
     "topk_group": lambda rng, config, names: rng.choice([1, config["n_group"]]),
     "num_experts": _experts,
@@ -121,6 +135,7 @@ DRAWS: dict[str, Draw] = {
 }
 # Where a family's fields mean something else, or transformers ignores them.
 OWN_DRAWS: dict[str, dict[str, Draw]] = {
+    "glm4_moe_lite": {"mlp_layer_types": _mlp_layer_types, "first_k_dense_replace": _pick(OMIT)},
     # Norms of small results magnify rounding: at 0.13 transformers itself is 4e-5 away from its own float64 value.
     "olmo3": {"initializer_range": _pick(0.3)},
     "smollm3": {"no_rope_layers": _no_rope_layers},
@@ -176,12 +191,15 @@ def _rope_of_seed(seed: int, kind: str | None, policy: RopePolicy) -> Draw:
     def draw(rng: random.Random, config: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
         kinds = rope_kinds(policy)
         chosen = kinds[seed % len(kinds)] if kind is None else kind if kind in kinds else kinds[0]
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        head_dim = config.get("qk_rope_head_dim") or config.get("head_dim")
+        head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
         share = config.get("partial_rotary_factor")
         rotary_dim = int(head_dim * (share or 1))
         if policy.partial is not None and share is None:
             rotary_dim = rng.choice(range(4, head_dim + 1, 2))  # dynamic RoPE divides by 2 features less
         rope = random_rope(rng, chosen, rotary_dim)
+        if chosen == "yarn" and "kv_lora_rank" in names:  # whose attention's scale depends on it
+            rope |= rng.choice([{"mscale": 0.7, "mscale_all_dim": 1.1}, {"mscale_all_dim": 0.6}])
         if policy.partial is not None and share is None:
             rope["partial_rotary_factor"] = rotary_dim / head_dim
         if policy.query_beta_field is not None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from archon.check.oracle import checkpoint_tensors, hf_classes, hf_model
+from archon.check.family import REFERENCES
+from archon.check.oracle import checkpoint_tensors, hf_classes, hf_model, own_config, randomize_buffers
 from archon.generation import InProcessEngine
 from archon.models import BaseArchonModel, get_model_spec
 from archon.rl import GenerationHyperparameters, ModelRequest
@@ -16,7 +17,23 @@ from archon.rl import GenerationHyperparameters, ModelRequest
 VOCAB = 67
 _SLIDING_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
 # Where families differ: the fields each adds.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 4,
+    "topk_group": 2,
+}
 _OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _LATENT | {"first_k_dense_replace": 1},
+    "glm4_moe_lite": _LATENT,
+    "kimi_k2": _LATENT | {"first_k_dense_replace": 1},
     "gemma3_text": {
         "head_dim": 8,
         "query_pre_attn_scalar": 20,
@@ -94,7 +111,7 @@ _OWN: dict[str, dict[str, Any]] = {
 def _pair(
     family: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...]
 ) -> tuple[PreTrainedModel, BaseArchonModel]:
-    config = hf_classes(family)[0](
+    config = hf_classes(REFERENCES.get(family, family))[0](
         **{
             "hidden_size": 24,
             "num_hidden_layers": 3,
@@ -116,9 +133,11 @@ def _pair(
     with torch.random.fork_rng():
         torch.manual_seed(17)
         hf = hf_model(config).to(dtype).eval()
+        randomize_buffers(hf)
     spec = get_model_spec(family)
-    model = spec.model_class(spec.model_args_class.from_hf_config(config)).to(dtype)
-    model.load_state_dict(spec.state_dict_adapter_class(config).from_hf(checkpoint_tensors(hf)), strict=False)
+    adapter = spec.state_dict_adapter_class(own_config(config, family))
+    model = spec.model_class(adapter.args).to(dtype)
+    model.load_state_dict(adapter.from_hf(checkpoint_tensors(hf)), strict=False)
     model.tie_weights()
     return hf, model.requires_grad_(False)
 

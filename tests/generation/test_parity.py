@@ -21,6 +21,10 @@ from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32, GEN
 RAGGED = prompts(1, 2, 3, 4, 5, 8, 9, 17, 33)
 
 FAMILIES = {
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-wide": ("deepseek_v3", {"q_lora_rank": None, "v_head_dim": 20, "attention_bias": True}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "kimi_k2": ("kimi_k2", {}),
     "gemma3_text": ("gemma3_text", {"sliding_window": 6}),
     "gemma3_text-uncapped": ("gemma3_text", {"sliding_window": 6, "final_logit_softcapping": None}),
     "granite": ("granite", {}),
@@ -66,7 +70,9 @@ def test_greedy_tokens_equal_transformers_generate(name: str, page_size: int) ->
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+)
 def test_first_step_ratio_is_one(family: str, temperature: float) -> None:
     """The trainer's forward gives every generated token the logprob it was sampled with."""
     model = make_model(family=family)

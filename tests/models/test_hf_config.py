@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen2Config, Qwen3Config
 
-from archon.check.oracle import hf_classes
+from archon.check.family import REFERENCES
+from archon.check.oracle import checkpoint_tensors, hf_classes, own_config
 from archon.models import RopeConfig, get_model_spec
 from archon.models.hf_config import NO_EFFECT
 from archon.models.qwen2 import Qwen2ModelArgs
@@ -26,7 +26,8 @@ PARAMETERS = {
 }
 DENSE = [name for name, (model_type, _) in PARAMETERS.items() if model_type in ("qwen2", "qwen3", "llama", "mistral")]
 MIXED = [name for name, (model_type, _) in PARAMETERS.items() if model_type == "qwen3_moe"]
-PUBLISHED = DENSE + MIXED
+LATENT = [name for name, (model_type, _) in PARAMETERS.items() if model_type == "deepseek_v3"]
+PUBLISHED = DENSE + MIXED + LATENT
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -52,6 +53,7 @@ def small(**changes: Any) -> dict[str, Any]:
 def test_all_configs_of_supported_families_are_there() -> None:
     assert len(DENSE) == 15
     assert MIXED == ["Qwen3-30B-A3B", "Qwen3-235B-A22B"]
+    assert LATENT == ["DeepSeek-V3"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -88,31 +90,21 @@ NEEDED: dict[str, dict[str, Any]] = {"glm4_moe": {"head_dim": 128}}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family: str) -> None:
     needed = NEEDED.get(family, {})
-    config = hf_classes(family)[0](**needed)
-    sizes = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    config = own_config(hf_classes(REFERENCES.get(family, family))[0](**needed), family)
     args_class = get_model_spec(family).model_args_class
-    bare = {name: getattr(config, name) for name in sizes} | needed
+    bare = {"model_type": family} | {name: config[name] for name in sizes} | needed
     assert args_class.from_hf_config(bare) == args_class.from_hf_config(config)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {t for t, _ in PARAMETERS.values()}])
 def test_a_config_of_defaults_has_as_many_parameters_as_in_transformers(family: str) -> None:
-    config_class, model_class = hf_classes(family)
+    config_class, model_class = hf_classes(REFERENCES.get(family, family))
     config = config_class(**NEEDED.get(family, {}))
     with torch.device("meta"):
         reference = model_class(config)
-    expected = {name: tuple(p.shape) for name, p in reference.named_parameters()}
-    shapes = get_model_spec(family).state_dict_adapter_class(config).hf_shapes()
-    # In memory transformers stacks the experts, of which a checkpoint may have single matrices; a router's bias is a
-    # buffer there.
-    outside_experts = [
-        {n: shape for n, shape in all_shapes.items() if "experts." not in n and "_moe." not in n and ".gate." not in n}
-        for all_shapes in (shapes, expected)
-    ]
-    assert outside_experts[0] == outside_experts[1]
-    stored = [buffer for name, buffer in reference.named_buffers() if "correction_bias" in name]
-    total = sum(map(math.prod, expected.values())) + sum(buffer.numel() for buffer in stored)
-    assert total == sum(map(math.prod, shapes.values()))
+    shapes = get_model_spec(family).state_dict_adapter_class(own_config(config, family)).hf_shapes()
+    assert {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(reference).items()} == shapes
 
 
 def test_every_other_layer_of_qwen2_moe_slides_without_layer_types() -> None:

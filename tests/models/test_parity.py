@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from archon.check.family import REFERENCES
 from archon.check.oracle import random_config
 from archon.check.parity import FP32_TOLERANCE, SEEDS, parity
 from archon.check.random_configs import random_lengths, rope_kinds
@@ -26,13 +27,14 @@ def beyond(differences: dict[str, float], tolerance: float) -> dict[str, float]:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_every_gradient_equal_transformers(family: str, seed: int) -> None:
-    assert beyond(parity(seed, family), FP32_TOLERANCE) == {}
+    assert beyond(parity(seed, family, REFERENCES.get(family)), FP32_TOLERANCE) == {}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_float64_too(seed: int) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_in_float64_too(family: str, seed: int) -> None:
     """Routing that differs for one token in a thousand would pass for rounding in float32."""
-    assert beyond(parity(seed, "qwen3_moe", dtype=torch.float64), PARITY_FP64) == {}
+    assert beyond(parity(seed, family, dtype=torch.float64), PARITY_FP64) == {}
 
 
 COMMON: tuple[Feature, ...] = (
@@ -40,16 +42,40 @@ COMMON: tuple[Feature, ...] = (
     lambda c: not c.tie_word_embeddings,
     lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,
     lambda c: c.num_attention_heads == c.num_key_value_heads,
+    lambda c: (getattr(c, "hidden_act", None) or c.hidden_activation) != "silu",
+)
+GROUPED: tuple[Feature, ...] = (
     lambda c: 1 < c.num_key_value_heads < c.num_attention_heads,
     lambda c: c.num_key_value_heads == 1 < c.num_attention_heads,
-    lambda c: (getattr(c, "hidden_act", None) or c.hidden_activation) != "silu",
 )
 SWITCHED: tuple[Feature, ...] = (
     lambda c: c.use_sliding_window,
     lambda c: {"sliding_attention", "full_attention"} <= {*c.layer_types},
 )
 BIASES: tuple[Feature, ...] = (lambda c: c.attention_bias, lambda c: not c.attention_bias)
+LATENT: tuple[Feature, ...] = (
+    *BIASES,
+    lambda c: c.q_lora_rank is None,
+    lambda c: c.q_lora_rank is not None,
+    lambda c: c.rope_interleave,
+    lambda c: not c.rope_interleave,
+    lambda c: c.v_head_dim < c.qk_nope_head_dim + c.qk_rope_head_dim,
+    lambda c: c.v_head_dim > c.qk_nope_head_dim + c.qk_rope_head_dim,
+    lambda c: c.n_group == 1,
+    lambda c: c.n_group > c.topk_group,
+    lambda c: c.n_shared_experts > 1,
+    lambda c: c.norm_topk_prob,
+    lambda c: not c.norm_topk_prob,
+)
+DENSE_FIRST: tuple[Feature, ...] = (lambda c: c.first_k_dense_replace == 0, lambda c: c.first_k_dense_replace == 1)
+DENSE_LAYERS: tuple[Feature, ...] = (
+    lambda c: c.mlp_layer_types[0] == "dense",
+    lambda c: c.mlp_layer_types[-1] == "dense",
+)
 OWN: dict[str, tuple[Feature, ...]] = {
+    "deepseek_v3": LATENT + DENSE_FIRST,
+    "glm4_moe_lite": LATENT + DENSE_LAYERS,
+    "kimi_k2": LATENT + DENSE_FIRST,
     "gemma3_text": (
         *BIASES,
         lambda c: c.final_logit_softcapping,
@@ -128,12 +154,13 @@ OWN: dict[str, tuple[Feature, ...]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_configurations_of_a_family_cover_its_features(family: str) -> None:
-    configs = [random_config(seed, family) for seed in SEEDS]
+    configs = [random_config(seed, family, REFERENCES.get(family)) for seed in SEEDS]
     lengths = [random_lengths(seed) for seed in SEEDS]
     kinds = Counter(c.rope_parameters["rope_type"] for c in configs if "rope_type" in c.rope_parameters)
     if kinds:
         expected = rope_kinds(get_model_spec(family).model_args_class.hf_ropes)
         assert kinds == dict.fromkeys(expected, len(SEEDS) // len(expected))
         assert sum(max(n) > c.max_position_embeddings for c, n in zip(configs, lengths, strict=True)) >= 4
-    for number, feature in enumerate(COMMON + OWN.get(family, ())):
+    grouped = () if hasattr(configs[0], "kv_lora_rank") else GROUPED
+    for number, feature in enumerate(COMMON + grouped + OWN.get(family, ())):
         assert sum(bool(feature(c)) for c in configs) >= 2, f"feature {number} of {family}"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import Qwen2ForSequenceClassification, Qwen3ForSequenceClassification
 
+from archon.check.family import REFERENCES
 from archon.check.oracle import build_pair, checkpoint_tensors, hf_classes, random_config
 from archon.models import BaseArchonModel, BaseModelArgs, BaseStateDictAdapter, NativeTarget, get_model_spec
 from archon.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
@@ -23,15 +24,16 @@ TIED, UNTIED = (
 
 
 def hf_state(seed: int, family: str = "qwen3") -> tuple[Any, dict[str, torch.Tensor], BaseStateDictAdapter]:
-    reference, _, adapter = build_pair(random_config(seed, family))
-    return random_config(seed, family), checkpoint_tensors(reference), adapter
+    config = random_config(seed, family, REFERENCES.get(family))
+    reference, _, adapter = build_pair(config, model_type=family)
+    return config, checkpoint_tensors(reference), adapter
 
 
 @pytest.mark.parametrize(("family", "seed"), SEEDS)
 def test_every_parameter_maps_to_hugging_face_and_back_bitwise(family: str, seed: int) -> None:
     _, state, adapter = hf_state(seed, family)
     native = adapter.from_hf(state)
-    assert sorted(native) == sorted(adapter.native_shapes)
+    assert sorted(native) == sorted(adapter.stored_shapes)
     back = adapter.to_hf(native)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)

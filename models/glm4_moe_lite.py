@@ -1,0 +1,83 @@
+"""GLM-4.7-Flash: latent attention with wide values, and experts with DeepSeek-V3's router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.hf_checks import check_kind, reject_field
+from archon.models.hf_config import Field, as_dict, dense_fields
+from archon.models.latent_args import LATENT_FIELDS, LATENT_HF_MAP, LatentModelArgs
+from archon.models.moe_args import group_routed_fields
+from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
+from archon.models.spec import family_spec
+from archon.models.state_dict import BaseStateDictAdapter
+
+
+@dataclass
+class Glm4MoELiteModelArgs(LatentModelArgs):
+    """See `LatentModelArgs`; `mlp_layer_types` of the config says which layers have experts, by default all but the
+    first."""
+
+    n_dense_layers: int = 1
+
+    model_types: ClassVar[frozenset[str]] = frozenset({"glm4_moe_lite"})
+    hf_fields: ClassVar[dict[str, Field]] = (
+        dense_fields(num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5)
+        | LATENT_FIELDS
+        | {
+            "q_lora_rank": Field("q_rank", int, 768, null=0),
+            "qk_nope_head_dim": Field("key_dim", int, 192),
+            "v_head_dim": Field("value_dim", int, 256),
+        }
+        | group_routed_fields(
+            n_routed_experts=64,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1536,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.8,
+        )
+    )
+
+    @classmethod
+    def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
+        """See `BaseModelArgs.from_hf_config`; `first_k_dense_replace`, which transformers ignores, must agree with
+        `mlp_layer_types`."""
+        config = as_dict(hf_config)
+        kinds, first = config.pop("mlp_layer_types", None), config.pop("first_k_dense_replace", None)
+        if kinds is not None:
+            if not isinstance(kinds, list | tuple) or any(kind not in ("dense", "sparse") for kind in kinds):
+                reject_field("mlp_layer_types", kinds, "expected dense or sparse for each layer")
+            first_sparse = [*kinds, "sparse"].index("sparse")
+            others = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense" and layer > first_sparse)
+            kwargs = {"n_dense_layers": first_sparse, "mlp_only_layers": others} | kwargs
+        args = super().from_hf_config(config, is_critic, **kwargs)
+        if kinds is not None and len(kinds) != args.n_layers:
+            reject_field("mlp_layer_types", kinds, f"expected one for each of {args.n_layers} layers")
+        dense_layers = [layer for layer in range(args.n_layers) if not args.is_sparse(layer)]
+        if first is not None and dense_layers != [*range(check_kind("first_k_dense_replace", first, int))]:
+            reject_field(
+                "first_k_dense_replace", first, f"expected what mlp_layer_types says: {dense_layers} are dense"
+            )
+        return args
+
+
+class Glm4MoELiteModel(BaseArchonModel):
+    """See `BaseArchonModel`; what differs is in `Glm4MoELiteModelArgs`."""
+
+    args_class: ClassVar[type[BaseModelArgs]] = Glm4MoELiteModelArgs
+
+
+class Glm4MoELiteStateDictAdapter(BaseStateDictAdapter):
+    """Maps the names of latent attention, of the router's bias and of shared experts; the layer that predicts a further
+    token is carried."""
+
+    model_class = Glm4MoELiteModel
+    from_hf_map = LATENT_HF_MAP
+    carried = ("model.layers.{n_layers}.*",)
+
+
+parallelize_glm4_moe_lite = make_parallelize_fn(MOE_TP_PLAN)
+
+SPEC = family_spec("glm4_moe_lite", Glm4MoELiteStateDictAdapter, parallelize_glm4_moe_lite)
