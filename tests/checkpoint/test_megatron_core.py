@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
     "qwen3 tied": SIZES | {"tie_word_embeddings": True},
     "moe": SIZES | EXPERTS,
+    "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "rope_theta": 1000.0},
     "moe normalized": SIZES | EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": []},
 }
 

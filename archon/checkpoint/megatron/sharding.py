@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from archon.checkpoint.safetensors_file import Region, full_region, region_shape
 from archon.models.args import BaseModelArgs
-from archon.models.state_dict import BaseStateDictAdapter
+from archon.models.state_dict import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
 from archon.schema.errors import CheckpointError, LayoutError
 
 LayerSpec = Literal["local", "te"]
@@ -217,8 +218,29 @@ def _layer_rules(layout: MegatronLayout, experts: range) -> Iterator[WeightRule]
             yield WeightRule(name, keys, rule.shard)
 
 
+_COMMON_KEYS = {
+    native: hf for hf, native in (DENSE_HF_MAP | QK_NORM_HF_MAP | EXPERTS_HF_MAP).items() if isinstance(native, str)
+}
+
+
+def _common_key(adapter: BaseStateDictAdapter, key: str) -> str:
+    """Returns the key that most checkpoints have for the parameter of `key`.
+
+    It is `key` itself for a tensor of several parameters, or of one that these checkpoints lack.
+    """
+    targets = adapter.hf_to_native(key)
+    if len(targets) != 1 or targets[0].placement is not None:
+        return key
+    template = re.sub(r"(?<=^layers\.)\d+(?=\.)", "{}", targets[0].name)
+    layer = re.findall(r"^layers\.(\d+)\.", targets[0].name)
+    row = [] if targets[0].index is None else [targets[0].index]
+    return _COMMON_KEYS[template].format(*layer, *row) if template in _COMMON_KEYS else key
+
+
 class RankTensors:
     """Describes every tensor of every rank, for one model and one layout.
+
+    Inside, keys are those of the most common checkpoints, so that families with other names are converted too.
 
     Raises LayoutError where the layout does not divide the model, CheckpointError for a key that GPTModel lacks.
     """
@@ -226,10 +248,12 @@ class RankTensors:
     def __init__(self, adapter: BaseStateDictAdapter, layout: MegatronLayout) -> None:
         self.args, self.is_tied, self.layout = adapter.args, adapter.is_tied, layout
         self.shapes = adapter.hf_shapes()
+        self._own_keys = {_common_key(adapter, key): key for key in self.shapes}
+        self._common_shapes = {common: self.shapes[key] for common, key in self._own_keys.items()}
         _check_divisions(self.args, layout)
         rules = (rule for rank in layout.ranks() if rank.tp == 0 for rule in self._rules(rank))
         placed = {key for rule in rules for key in rule.keys}
-        unplaced = [key for key in self.shapes if key not in placed]
+        unplaced = [key for common, key in self._own_keys.items() if common not in placed]
         if unplaced:
             more = f" and {len(unplaced) - 1} more" if len(unplaced) > 1 else ""
             raise CheckpointError(
@@ -238,8 +262,11 @@ class RankTensors:
 
     def tensors(self, rank: RankCoordinates) -> dict[str, FusedTensor]:
         """Returns the tensors of the state dict of a rank's GPTModel, by name."""
-        context = ShardContext(self.args, self.shapes, self.layout.vocab_rows, self.layout.tp, rank.tp)
-        return {rule.name: rule.shard(context, rule.keys) for rule in self._rules(rank)}
+        context = ShardContext(self.args, self._common_shapes, self.layout.vocab_rows, self.layout.tp, rank.tp)
+        return {
+            rule.name: [part._replace(key=self._own_keys[part.key]) for part in rule.shard(context, rule.keys)]
+            for rule in self._rules(rank)
+        }
 
     def _rules(self, rank: RankCoordinates) -> Iterator[WeightRule]:
         last = self.layout.pp - 1
@@ -249,11 +276,11 @@ class RankTensors:
         share = self.args.sizes.experts // self.layout.ep
         for layer in range(layers):
             prefix = f"model.layers.{rank.pp * layers + layer}."
-            sparse = f"{prefix}mlp.gate.weight" in self.shapes
+            sparse = f"{prefix}mlp.gate.weight" in self._common_shapes
             experts = range(rank.ep * share, (rank.ep + 1) * share) if sparse else range(0)
             for rule in _layer_rules(self.layout, experts):
                 keys = tuple(prefix + key for key in rule.keys)
-                if keys[0] in self.shapes:  # not every family has biases or norms of queries and keys
+                if keys[0] in self._common_shapes:  # not every family has biases or norms of queries and keys
                     yield WeightRule(f"decoder.layers.{layer}.{rule.name}", keys, rule.shard)
         if rank.pp == last:
             yield WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",), _replicated)
