@@ -7,7 +7,7 @@ assuming that every expert is chosen equally often.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 
 import torch
@@ -98,16 +98,22 @@ def block_activations(dim: int, layer: LayerSpec, shard: MicroBatchShard, contex
     """Returns the tensors of a layer in a model of width `dim`."""
     b, wide, rows = shard.bytes, shard.wide, shard.rows
     hidden = rows * dim * b
+    before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
     attention = [
         SavedTensor("input [r, dim]", hidden),
-        SavedTensor("attention_norm: 1/rms [r]", rows * wide),
-        SavedTensor("normed [T, dim]", shard.tokens * dim * b),
+        SavedTensor("attention_norm: 1/rms [r]", rows * wide, saved=before),
+        # Without a norm and without tensor parallelism it is the input.
+        SavedTensor("normed [T, dim]", shard.tokens * dim * b, saved=before or shard.layout.tp > 1),
         *mixer_activations(layer.mixer, shard, context_parallel),
         SavedTensor("wo's result [T, dim]", shard.tokens * dim * b, saved=False, is_op=True),
+        SavedTensor("attention_post_norm: its input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after),
         SavedTensor("after attention [r, dim]", hidden),
-        SavedTensor("ffn_norm: 1/rms [r]", rows * wide),
+        SavedTensor("ffn_norm: 1/rms [r]", rows * wide, saved=before),
     ]
-    network, working = feed_forward_activations(layer.feed_forward, dim, shard)
+    tensors, working = feed_forward_activations(layer.feed_forward, dim, shard)
+    first = tensors[0] if before or shard.layout.tp > 1 else replace(tensors[0], saved=False)
+    network = [first, *tensors[1:]]
+    network.append(SavedTensor("ffn_post_norm: its input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after))
     # The gradient of the block's output is alive at the same time as the network's working memory.
     return BlockActivations((*attention, *network), working + hidden)
 
@@ -254,6 +260,7 @@ def _dense(network: DenseLayer, dim: int, shard: MicroBatchShard) -> tuple[list[
     tensors = [
         SavedTensor("normed [T, dim]", outer),
         SavedTensor("gate, up [T, 2 F]", 2 * inner, is_op=True),
+        SavedTensor("act(gate) [T, F]", inner, saved=network.hidden_act not in ("silu", "swish")),
         SavedTensor("act(gate) · up [T, F]", inner),
         SavedTensor("w2's result [T, dim]", outer, saved=False, is_op=True),
     ]

@@ -41,6 +41,8 @@ MODELS = {
     "tied": DENSE | {"tie_word_embeddings": True},
     # No norm over queries and keys, biases instead; fewer key heads.
     "bias": DENSE | {"model_type": "qwen2", "num_key_value_heads": 2},
+    "norms_both": DENSE | {"model_type": "gemma3_text", "sliding_window": 64, "query_pre_attn_scalar": 32},
+    "norms_after": DENSE | {"model_type": "olmo3", "sliding_window": 64, "rope_theta": 500000.0},
     "moe": MOE,
     "mixed": MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True},
 }
