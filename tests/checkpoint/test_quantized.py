@@ -15,6 +15,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import archon
+from archon.check.oracle import hf_model, own_config, pack, random_config, reference_logits, relative
+from archon.check.parity import FP32_TOLERANCE
 from archon.checkpoint.convert import convert
 from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget, load_hf_weights, loadable_tensors
 from archon.checkpoint.quantized import StoredTensor, stored_tensors
@@ -29,6 +31,7 @@ from tests.models.fused_family import WAYS, adapter_of, checkpoint_by_hand, rand
 FP8 = {"quant_method": "fp8", "weight_block_size": [*BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 SCALE_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8]
+SEED = 2
 GENERATOR = torch.Generator().manual_seed(1)
 
 
@@ -102,7 +105,7 @@ def packed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tenso
     """A checkpoint with random 4-bit floats in place of the experts, and what transformers makes of it."""
     quantized, expected = dict(state), dict(state)
     for key, tensor in state.items():
-        if ".experts." in key:
+        if ".experts." in key and not key.endswith("_bias"):
             experts, width, rows = tensor.shape
             blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), generator=GENERATOR, dtype=torch.uint8)
             scales = torch.randint(100, 140, (experts, rows, width // 32), generator=GENERATOR, dtype=torch.uint8)
@@ -269,3 +272,17 @@ def test_a_defect_of_mxfp4_is_named(tmp_path: Path, defect: str) -> None:
     save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=match):
         load_hf_weights(adapter.model_class(adapter.args), adapter, tmp_path)
+
+
+def test_gpt_oss_with_4_bit_experts_computes_what_transformers_does(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = random_config(SEED, "gpt_oss", head_dim=16, **sizes)
+    reference = hf_model(config)
+    state, expected = packed(dict(reference.state_dict()))
+    reference.load_state_dict(expected, strict=False)
+    own = own_config(config) | {"quantization_config": MXFP4, "torch_dtype": "float32"}
+    folder = write_checkpoint(tmp_path, own, {key: tensor.contiguous() for key, tensor in state.items()}, shards=2)
+    tokens, positions, cu_seqlens, longest = pack([9, 1, 5], config.vocab_size, SEED)
+    with torch.no_grad():
+        ours = archon.load_model(folder)(tokens, positions, cu_seqlens, longest)
+        assert relative(ours, reference_logits(reference, tokens, [9, 1, 5])) <= FP32_TOLERANCE
