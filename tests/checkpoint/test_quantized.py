@@ -15,7 +15,15 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import archon
-from archon.check.oracle import hf_model, own_config, pack, random_config, reference_logits, relative
+from archon.check.oracle import (
+    checkpoint_tensors,
+    hf_model,
+    own_config,
+    pack,
+    random_config,
+    reference_logits,
+    relative,
+)
 from archon.check.parity import FP32_TOLERANCE
 from archon.checkpoint.convert import convert
 from archon.checkpoint.hf_reader import HFCheckpoint, ReadTarget, load_hf_weights, loadable_tensors
@@ -286,3 +294,29 @@ def test_gpt_oss_with_4_bit_experts_computes_what_transformers_does(tmp_path: Pa
     with torch.no_grad():
         ours = archon.load_model(folder)(tokens, positions, cu_seqlens, longest)
         assert relative(ours, reference_logits(reference, tokens, [9, 1, 5])) <= FP32_TOLERANCE
+
+
+def test_deepseek_v3_of_fp8_blocks_computes_what_transformers_does(tmp_path: Path) -> None:
+    """With a further layer that predicts tokens, of which no key is read and every bit is exported."""
+    config = random_config(SEED, "deepseek_v3")
+    reference = hf_model(config)
+    state, expected = quantize({key: tensor.clone() for key, tensor in checkpoint_tensors(reference).items()})
+    layer = f"model.layers.{config.num_hidden_layers}."
+    scales = {f"{layer}eh_proj.weight_scale_inv": torch.rand(2, 2)}
+    extra = {f"{layer}eh_proj.weight": random_fp8((8, 9), GENERATOR), f"{layer}enorm.weight": torch.rand(9)} | scales
+    own = own_config(config) | {"quantization_config": FP8, "torch_dtype": "float32"}
+    folder = write_checkpoint(tmp_path / "in", own, {key: x.contiguous() for key, x in (state | extra).items()})
+    save_file({key: x.contiguous() for key, x in expected.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(own_config(config)))
+    reference = type(reference).from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager")
+    tokens, positions, cu_seqlens, longest = pack([9, 1, 5], config.vocab_size, SEED)
+    model = archon.load_model(folder)
+    with torch.no_grad():
+        ours = model(tokens, positions, cu_seqlens, longest)
+        assert relative(ours, reference_logits(reference, tokens, [9, 1, 5])) <= FP32_TOLERANCE
+    archon.save_model(model, tmp_path / "out", folder)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == expected.keys() | extra.keys()
+    assert all(exported[key].dtype == tensor.dtype for key, tensor in extra.items())
+    assert all(torch.equal(exported[key].view(torch.uint8), x.view(torch.uint8)) for key, x in extra.items())
+    assert all(torch.equal(exported[key], tensor) for key, tensor in expected.items())
