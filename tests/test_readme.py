@@ -136,6 +136,29 @@ def test_the_workflow_of_the_rl_guide_returns_trajectories_that_are_accepted() -
     assert batch.trajectories["rewards"].tolist() == (-lengths).tolist()
 
 
+@pytest.mark.slow
+def test_the_family_of_the_models_guide_is_installed_listed_and_passes_its_contracts(tmp_path: Path) -> None:
+    guide, site = ROOT / "models" / "README.md", tmp_path / "site"
+    (tmp_path / "pyproject.toml").write_text(shown("own-package-project", guide, "toml"))
+    (tmp_path / "my_llama.py").write_text(shown("own-package-family", guide))
+    install, listing, check = shown("own-package-commands", guide, "bash").splitlines()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+
+    def run(line: str, *further: str) -> str:
+        program, *arguments = shlex.split(line, comments=True)
+        command = [sys.executable, "-m", program, *arguments, *further]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    run(install, "--quiet", "--no-index", "--no-build-isolation", "--target", str(site))
+    (tmp_path / "my_llama.py").unlink()  # what was installed is what is found
+    assert re.search(r"^my_llama +my_llama.MyLlamaModel$", run(listing), flags=re.M)
+    contracts = ("parameters", "parity", "config fields", "round trip", "isolation", "generation")
+    found = run(check, *(x for name in contracts for x in ("--only", name)))
+    assert found.count("✓") == len(contracts), found
+
+
 def test_every_file_and_recipe_that_the_readme_names_is_there() -> None:
     text = README.read_text()
     paths = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r"--config (\S+\.yaml)", text)
