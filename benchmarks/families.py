@@ -57,7 +57,7 @@ def support_table(families: Sequence[CheckedFamily]) -> str:
     for family in families:
         card = card_of(family)
         found = [card.get(name, ("", "not checked yet")) for name in ("parity", "generation", "two ranks")]
-        proven = " | ".join(f"✗ {text}" if mark == "✗" else text for mark, text in found)
+        proven = " | ".join((f"✗ {text}" if mark == "✗" else text).replace("|", r"\|") for mark, text in found)
         name, _ = described(family)
         link = f"[{family.model_type}](models/cards/{family.model_type}.md)" if card else f"`{family.model_type}`"
         rows.append(f"| {name} | {link} | {proven} |")
