@@ -132,6 +132,8 @@ def check_layouts(family: CheckedFamily, folder: Path, *, seed: int = 0, tied: b
     """
     fields = family.spec.model_args_class.hf_fields
     fixed = {name: value for name, value in SIZES.items() if name in fields}
+    if "kv_lora_rank" in fields:  # each head has keys of its own
+        fixed["num_key_value_heads"] = fixed["num_attention_heads"]
     if "tie_word_embeddings" in fields:
         fixed["tie_word_embeddings"] = tied
     config = {"model_type": family.model_type}

@@ -162,6 +162,25 @@ MODELS["qwen2_moe"] = DENSE | {
     "shared_expert_intermediate_size": 40,
     "mlp_only_layers": [1],
 }
+MODELS["latent"] = DENSE | {
+    "model_type": "deepseek_v3",
+    "num_attention_heads": 4,
+    "head_dim": 6,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+}
+# Values wider than queries, which have no latent.
+MODELS["tied_latent"] = MODELS["latent"] | {"q_lora_rank": None, "v_head_dim": 18, "tie_word_embeddings": True}
 STEPS = 3
 
 

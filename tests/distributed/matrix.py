@@ -144,10 +144,10 @@ def check_shards(engine: ArchonEngine) -> None:
         held, whole = local_tensor(parameter).numel(), parameter.numel()
         expert = ".experts." in name and "shared" not in name
         model_ways = dims.ep * dims.etp if expert else dims.tp
-        few = "attention.wk" in name or "attention.wv" in name
+        few = "attention.wk." in name or "attention.wv." in name
         if not expert and (parameter.ndim < 2 or "router" in name or "score" in name):
             model_ways = dims.tp if ".wq.bias" in name or name.endswith(".sinks") else 1
-        elif few and engine.args.n_kv_heads < dims.tp:
+        elif (few and engine.args.n_kv_heads < dims.tp) or "wq_a" in name or "wkv_a" in name:
             model_ways = 1
         ways = dims.expert_shard if expert else dims.dp_shard * dims.cp
         # FSDP gives whole rows, so that the last rank may hold none.

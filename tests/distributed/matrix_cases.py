@@ -340,6 +340,15 @@ BLOCKS: tuple[Case, ...] = (
     _case("c2", "partly_rotated", context_parallel="allgather"),
     _case("c2", "partly_rotated", context_parallel="ulysses"),
     _pipeline("p2", "1f1b", "partly_rotated"),
+    _case("t2", "latent", "latents that the heads of all ranks expand"),
+    _case("t2", "tied_latent", "latents that the heads of all ranks expand", compile=True),
+    _case("d2", "latent", activation_checkpoint=BY_OP),
+    _case("c2", "latent", "latents gathered in place of keys", context_parallel="allgather"),
+    _case("c2", "tied_latent", "values wider than keys", context_parallel="ulysses"),
+    _case("c2t2", "tied_latent", "latents gathered in place of keys", context_parallel="allgather"),
+    _pipeline("p2", "1f1b", "tied_latent", activation_checkpoint=FULL),
+    _case("d2e2", "latent"),
+    _case("(attn:d1t2|ffn:d1t2)", "tied_latent"),
 )
 
 CASES = QUICK + FURTHER + PAIRED + BLOCKS
