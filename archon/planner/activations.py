@@ -297,10 +297,12 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
     if network.shared_hidden_dim:
         shared, shared_working = _dense(DenseLayer(network.shared_hidden_dim, network.hidden_act), dim, shard)
         # Without tensor parallelism its input is the router's.
-        tensors += shared if layout.tp > 1 else shared[1:]
+        shared = shared if layout.tp > 1 else shared[1:]
         if network.shared_gate:
-            tensors.append(SavedTensor("shared experts' result [r, dim]", rows * dim * b))
-        working = max(working, shared_working)
+            shared.append(SavedTensor("shared experts' result [r, dim]", rows * dim * b))
+        # Its backward comes first and frees what it saved.
+        working = max(shared_working, working - sum(t.bytes for t in shared if t.saved))
+        tensors += shared
     return tensors, working
 
 

@@ -44,6 +44,17 @@ MODELS = {
     "norms_both": DENSE | {"model_type": "gemma3_text", "sliding_window": 64, "query_pre_attn_scalar": 32},
     "norms_after": DENSE | {"model_type": "olmo3", "sliding_window": 64, "rope_theta": 500000.0},
     "moe": MOE,
+    "gated": MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 256},
+    "grouped": DENSE
+    | {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 96,
+        "n_group": 4,
+        "topk_group": 2,
+        "use_qk_norm": True,
+    },
     "mixed": MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True},
 }
 FULL = {"activation_checkpoint": {"mode": "full"}}

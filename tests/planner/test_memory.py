@@ -55,6 +55,10 @@ SLOW = [
     Case("moe", "d2t2e4", FULL),
     Case("moe", "(attn:d2p1t2c1|ffn:d1p1t2e2)", FULL),
     Case("mixed", "d2e2", FULL, rank=1),
+    Case("gated", "d2e2", FULL),
+    Case("gated", "t2"),
+    Case("grouped", "d4"),
+    Case("grouped", "d2t2e2", FULL),
     Case("moe", "p2d2e2", OPS, tokens=2048, micro_batches=4),
 ]
 
