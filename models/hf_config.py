@@ -121,7 +121,7 @@ NO_EFFECT = frozenset(
     num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    cross_attention_hidden_size
+    cross_attention_hidden_size ignore_keys_at_rope_validation
     """.split()  # noqa: SIM905 - a table is easier to read than quoted names
 )
 
