@@ -56,7 +56,8 @@ class Glm4MoELiteModelArgs(LatentModelArgs):
         if kinds is not None and len(kinds) != args.n_layers:
             reject_field("mlp_layer_types", kinds, f"expected one for each of {args.n_layers} layers")
         dense_layers = [layer for layer in range(args.n_layers) if not args.is_sparse(layer)]
-        if first is not None and dense_layers != [*range(check_kind("first_k_dense_replace", first, int))]:
+        count = None if first is None else min(check_kind("first_k_dense_replace", first, int), args.n_layers + 1)
+        if count is not None and dense_layers != [*range(count)]:
             reject_field(
                 "first_k_dense_replace", first, f"expected what mlp_layer_types says: {dense_layers} are dense"
             )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import resource
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +68,16 @@ TINY: dict[str, Any] = {
     "intermediate_size": 8,
     "vocab_size": 9,
 }
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    """A value that floods the memory ends in a MemoryError, before it ends other processes."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**31, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def build(config: dict[str, Any]) -> None:
