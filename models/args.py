@@ -56,6 +56,7 @@ class BaseModelArgs:
         balance_by_bias: auxiliary-loss-free load balancing by a bias per expert, see `ExpertsLayer.balance`.
         is_critic: has a value head `score` in place of the language-model head.
         attn_type: the attention backend, `auto` or a registered name.
+        composite_types: the model types of composite configs, and the type of the text decoder in each.
         hf_examples: of fields that other families lack, the values that `archon check-model` tries.
 
     Raises ConfigError for values that contradict each other.
@@ -109,6 +110,7 @@ class BaseModelArgs:
     hf_windows: ClassVar[WindowPolicy]
     hf_ropes: ClassVar[RopePolicy] = RopePolicy()
     hf_must_be: ClassVar[dict[str, Any]] = {}
+    composite_types: ClassVar[dict[str, str]] = {}
     hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Qwen3.5's text decoder: gated delta nets (Yang et al. 2024, arXiv:2412.06464), every fourth layer gated attention."""
+"""Qwen3.5's text decoder: gated delta nets (Yang et al. 2024, arXiv:2412.06464), every fourth layer attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.delta_net_args import (
     DELTA_NET_HF_MAP,
     DELTA_NET_PROJECTIONS_HF_MAP,
+    CompositeStateDictAdapter,
     DeltaNetModelArgs,
     delta_net_fields,
 )
@@ -16,7 +17,7 @@ from archon.models.hf_config import Field
 from archon.models.hf_rope import RopePolicy
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import DENSE_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
+from archon.models.state_dict import DENSE_HF_MAP, QK_NORM_HF_MAP
 
 # How positions of images are laid out; those of text have one coordinate.
 MROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
@@ -26,7 +27,8 @@ MROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
 class Qwen35TextModelArgs(DeltaNetModelArgs):
     """See `DeltaNetModelArgs`."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_text"})
+    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_text", "qwen3_5"})
+    composite_types: ClassVar[dict[str, str]] = {"qwen3_5": "qwen3_5_text"}
     hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
     hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=4)
     hf_must_be: ClassVar[dict[str, Any]] = {
@@ -42,12 +44,11 @@ class Qwen35TextModel(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = Qwen35TextModelArgs
 
 
-class Qwen35TextStateDictAdapter(BaseStateDictAdapter):
+class Qwen35TextStateDictAdapter(CompositeStateDictAdapter):
     """Maps the names of dense decoders, and those of delta nets with a matrix for each projection."""
 
     model_class = Qwen35TextModel
     from_hf_map = DENSE_HF_MAP | QK_NORM_HF_MAP | DELTA_NET_HF_MAP | DELTA_NET_PROJECTIONS_HF_MAP
-    carried = ("mtp.*",)
 
 
 parallelize_qwen3_5_text = make_parallelize_fn(DENSE_TP_PLAN)

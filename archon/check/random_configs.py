@@ -248,6 +248,8 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
             value = draw(random.Random(f"{seed} {name}"), config, names)
             if value is not OMIT:
                 config[name] = value
+    if model_type in args.composite_types:
+        return {"tie_word_embeddings": config.get("tie_word_embeddings", False), "text_config": config}
     return config
 
 

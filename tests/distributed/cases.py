@@ -154,6 +154,23 @@ MODELS["mixtral"] = DENSE | {
     "sliding_window": 6,
     "tie_word_embeddings": True,
 }
+MODELS["delta"] = DENSE | {
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 2,
+    "attention_bias": True,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_value_head_dim": 5,
+    "linear_key_head_dim": 6,
+    "rms_norm_eps": 1e-2,
+}
+MODELS["tied_delta"] = MODELS["delta"] | {"tie_word_embeddings": True}
+MODELS["few_key_delta"] = MODELS["delta"] | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+MODELS["qwen3_next"] = MODELS["moe"] | {
+    **{name: value for name, value in MODELS["delta"].items() if name.startswith(("linear", "full", "rms"))},
+    "model_type": "qwen3_next",
+    "shared_expert_intermediate_size": 16,
+}
 MODELS["qwen2_moe"] = DENSE | {
     "model_type": "qwen2_moe",
     "num_experts": 8,

@@ -145,9 +145,13 @@ def check_shards(engine: ArchonEngine) -> None:
         expert = ".experts." in name and "shared" not in name
         model_ways = dims.ep * dims.etp if expert else dims.tp
         few = "attention.wk." in name or "attention.wv." in name
+        few_keys = any(f"delta_net.{part}." in name for part in ("wq", "wk", "q_conv", "k_conv"))
         if not expert and (parameter.ndim < 2 or "router" in name or "score" in name):
-            model_ways = dims.tp if ".wq.bias" in name or name.endswith(".sinks") else 1
-        elif (few and engine.args.n_kv_heads < dims.tp) or "wq_a" in name or "wkv_a" in name:
+            model_ways = dims.tp if ".wq.bias" in name or name.endswith((".sinks", ".A_log", ".dt_bias")) else 1
+        elif few_keys or few:
+            heads = engine.args.delta_key_heads if few_keys else engine.args.n_kv_heads
+            model_ways = 1 if heads < dims.tp else dims.tp
+        elif "wq_a" in name or "wkv_a" in name:
             model_ways = 1
         ways = dims.expert_shard if expert else dims.dp_shard * dims.cp
         # FSDP gives whole rows, so that the last rank may hold none.

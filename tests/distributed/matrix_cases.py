@@ -351,4 +351,19 @@ BLOCKS: tuple[Case, ...] = (
     _case("(attn:d1t2|ffn:d1t2)", "tied_latent"),
 )
 
+# Gated delta nets, whose states start anew in each document, and gated attention.
+DELTA: tuple[Case, ...] = (
+    _case("d2", "delta", activation_checkpoint=BY_OP),
+    _case("t2", "tied_delta", "convolutions and decays of a rank's heads"),
+    _case("t4", "few_key_delta", "fewer key heads than ranks"),
+    _case("c2", "delta", "a convolution across a rank boundary", context_parallel="ulysses"),
+    _case("c4", "few_key_delta", "fewer key heads than context ranks", context_parallel="ulysses"),
+    _case("c2t2", "tied_delta", compile=True, context_parallel="ulysses"),
+    _case("d2", "delta", "decays in float32", dtype="float32", gradient_reduction="per_microbatch"),
+    _pipeline("p2", "1f1b", "tied_delta", activation_checkpoint=FULL),
+    _case("d2e2", "qwen3_next"),
+    _case("(attn:d1t2|ffn:d1t2)", "qwen3_next"),
+)
+
+BLOCKS += DELTA
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -16,6 +16,14 @@ from archon.rl import GenerationHyperparameters, ModelRequest
 
 VOCAB = 67
 _SLIDING_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
+_DELTA_NETS: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_value_head_dim": 6,
+    "linear_key_head_dim": 8,
+}
 # Where families differ: the fields each adds.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -96,6 +104,14 @@ _OWN: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3": {"head_dim": 8},
+    "qwen3_5_text": _DELTA_NETS,
+    "qwen3_next": _DELTA_NETS
+    | {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 12,
+    },
     "qwen3_moe": {
         "head_dim": 8,
         "num_experts": 8,
