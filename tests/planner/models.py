@@ -57,6 +57,17 @@ MODELS = {
     },
     "mixed": MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True},
 }
+MODELS["latent"] = DENSE | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 96,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 4,
+}
 FULL = {"activation_checkpoint": {"mode": "full"}}
 OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
 SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
