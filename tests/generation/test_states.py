@@ -1,0 +1,46 @@
+"""The states of delta nets while sequences fork from a prompt, wait for a slot, are preempted, and get new weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.generation.models import (
+    greedy_reference,
+    make_engine,
+    make_model,
+    make_pair,
+    prompts,
+    request,
+    trainer_logprobs,
+)
+from tests.tolerances import GENERATED_LOGPROB_FP64
+
+FAMILY = "qwen3_5_text"
+LONG, SHORT = prompts(21, 6)
+
+
+@pytest.mark.parametrize("max_slots", [2, 4, 12])
+@pytest.mark.parametrize("n_pages", [13, 400])
+@pytest.mark.parametrize("prefill_tokens", [5, 100])
+def test_forks_of_a_prompt_answer_as_alone(max_slots: int, n_pages: int, prefill_tokens: int) -> None:
+    """Sampled answers differ from token to token, so each fork's state soon is its own."""
+    model = make_model(torch.float64, FAMILY)
+    wanted = [request(prompt, seed=seed, max_new_tokens=15) for seed in range(5) for prompt in (LONG, SHORT)]
+    engine = make_engine(model, max_slots=max_slots, n_pages=n_pages, page_size=4, prefill_tokens=prefill_tokens)
+    answers = engine.generate(wanted)
+    if n_pages == 400 and max_slots > 2:
+        assert engine.stats.shared_prompts > 0
+    assert len({tuple(answer.output_tokens) for answer in answers}) > 5
+    for answer in answers:
+        trained = trainer_logprobs(model, answer.input_tokens, answer.output_tokens, 1.0)
+        given = torch.tensor(answer.output_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)
+
+
+def test_greedy_forks_are_transformers_answers() -> None:
+    hf, model = make_pair(FAMILY, torch.float64)
+    engine = make_engine(model, max_slots=3, page_size=4)
+    answers = engine.generate([request(LONG, greedy=True, max_new_tokens=13) for _ in range(8)])
+    assert {tuple(answer.output_tokens) for answer in answers} == {tuple(greedy_reference(hf, LONG, 13))}
+    assert engine.stats.shared_prompts == 7
