@@ -133,3 +133,7 @@ _.top_logprobs
 _.total_tokens
 _.truncation
 _.user
+
+# Families of other packages use them: a contract of the adapters, and the names of stacked experts.
+_.convert_single_to_hf
+STACKED_EXPERTS_HF_MAP
