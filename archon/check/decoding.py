@@ -32,6 +32,9 @@ def greedy_of_transformers(reference: Any, prompt: Sequence[int], count: int = N
     """Returns the most likely `count` tokens after a prompt by transformers' `generate`."""
     ids = torch.tensor([list(prompt)])
     reference.generation_config.eos_token_id = None
+    if getattr(reference.generation_config, "use_mtp", None):
+        # Newer transformers would draft with layers that the model does not have.
+        reference.generation_config.use_mtp = False
     out = reference.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
     )

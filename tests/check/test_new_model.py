@@ -83,11 +83,12 @@ def test_what_no_layer_covers_is_said_and_stands_in_the_file(
 
 
 def test_a_field_of_another_family_is_taken_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Mistral's config has no attention_bias, Llama's has: the name is read as there."""
-    source = write_model(tmp_path / "model", "mistral", attention_bias=False, sliding_window=3)
+    """Granite's config has no final_logit_softcapping, Gemma 3's has: the name is read as there."""
+    source = write_model(tmp_path / "model", "granite", final_logit_softcapping=None)
     said = new_model(source, tmp_path / "new.py", capsys)
-    assert "from others   attention_bias: attention_bias" in said and "not covered" not in said, said
-    assert '"attention_bias": Field("attention_bias", bool, False),' in (tmp_path / "new.py").read_text()
+    assert "from others   final_logit_softcapping: logits_soft_cap" in said and "not covered" not in said, said
+    field = '"final_logit_softcapping": Field("logits_soft_cap", float, None, null=None),'
+    assert field in (tmp_path / "new.py").read_text()
 
 
 @pytest.mark.parametrize(
