@@ -94,6 +94,22 @@ class MoEModelArgs(BaseModelArgs):
         return super().from_hf_config(config, is_critic, **kwargs)
 
 
+def stepped_expert_fields(
+    *, num_experts: int, num_experts_per_tok: int, moe_intermediate_size: int, norm_topk_prob: bool = False
+) -> dict[str, Field]:
+    """Returns the config fields of Qwen's experts in every `decoder_sparse_step`-th layer, with a family's own
+    defaults."""
+    return {
+        "num_experts": Field("n_experts", int, num_experts, minimum=0),
+        "num_experts_per_tok": Field("n_experts_per_token", int, num_experts_per_tok),
+        "moe_intermediate_size": Field("moe_hidden_dim", int, moe_intermediate_size),
+        "norm_topk_prob": Field("norm_topk_prob", bool, norm_topk_prob),
+        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
+        "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
+        "router_aux_loss_coef": Field("", float, 0.001),
+    }
+
+
 def group_routed_fields(
     *,
     n_routed_experts: int,

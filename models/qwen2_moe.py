@@ -11,7 +11,7 @@ from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf_checks import check_kind
 from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, Windows, dense_fields, read_switched_window
 from archon.models.layers.moe import ExpertsLayer
-from archon.models.moe_args import MoEModelArgs
+from archon.models.moe_args import MoEModelArgs, stepped_expert_fields
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 from archon.models.state_dict import (
@@ -41,19 +41,16 @@ class Qwen2MoEModelArgs(MoEModelArgs):
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen2_moe"})
     hf_windows: ClassVar[WindowPolicy] = WindowPolicy(SWITCHED_WINDOW.fields, _read_windows)
     hf_aliases: ClassVar[dict[str, str]] = {}
-    hf_fields: ClassVar[dict[str, Field]] = dense_fields(num_key_value_heads=16, max_position_embeddings=32768) | {
-        # transformers uses `head_dim`, which its config class does not declare.
-        "head_dim": Field("head_dim", int, 0, null=0),
-        "qkv_bias": Field("attention_bias", bool, True),
-        "num_experts": Field("n_experts", int, 60, minimum=0),
-        "num_experts_per_tok": Field("n_experts_per_token", int, 4),
-        "moe_intermediate_size": Field("moe_hidden_dim", int, 1408),
-        "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 5632),
-        "norm_topk_prob": Field("norm_topk_prob", bool, False),
-        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
-        "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
-        "router_aux_loss_coef": Field("", float, 0.001),
-    }
+    hf_fields: ClassVar[dict[str, Field]] = (
+        dense_fields(num_key_value_heads=16, max_position_embeddings=32768)
+        | {
+            # transformers uses `head_dim`, which its config class does not declare.
+            "head_dim": Field("head_dim", int, 0, null=0),
+            "qkv_bias": Field("attention_bias", bool, True),
+            "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 5632),
+        }
+        | stepped_expert_fields(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+    )
 
     def experts(self) -> ExpertsLayer:
         """See `MoEModelArgs.experts`."""

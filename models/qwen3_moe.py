@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, dense_fields
-from archon.models.moe_args import MoEModelArgs
+from archon.models.moe_args import MoEModelArgs, stepped_expert_fields
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 from archon.models.state_dict import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
@@ -24,17 +24,14 @@ class Qwen3MoEModelArgs(MoEModelArgs):
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_moe"})
     hf_windows: ClassVar[WindowPolicy] = SWITCHED_WINDOW
-    hf_fields: ClassVar[dict[str, Field]] = dense_fields(num_key_value_heads=4, max_position_embeddings=32768) | {
-        "head_dim": Field("head_dim", int, 0, null=0),
-        "attention_bias": Field("attention_bias", bool, False),
-        "num_experts": Field("n_experts", int, 128, minimum=0),
-        "num_experts_per_tok": Field("n_experts_per_token", int, 8),
-        "moe_intermediate_size": Field("moe_hidden_dim", int, 768),
-        "norm_topk_prob": Field("norm_topk_prob", bool, False),
-        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
-        "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
-        "router_aux_loss_coef": Field("", float, 0.001),
-    }
+    hf_fields: ClassVar[dict[str, Field]] = (
+        dense_fields(num_key_value_heads=4, max_position_embeddings=32768)
+        | {
+            "head_dim": Field("head_dim", int, 0, null=0),
+            "attention_bias": Field("attention_bias", bool, False),
+        }
+        | stepped_expert_fields(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+    )
 
     def __post_init__(self) -> None:
         self.attention_out_bias = self.attention_bias

@@ -14,7 +14,7 @@ from archon.models.delta_net_args import (
 )
 from archon.models.hf_config import Field
 from archon.models.layers.moe import ExpertsLayer
-from archon.models.moe_args import MoEModelArgs
+from archon.models.moe_args import MoEModelArgs, stepped_expert_fields
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 from archon.models.state_dict import (
@@ -37,16 +37,13 @@ class Qwen3NextModelArgs(DeltaNetModelArgs, MoEModelArgs):
     norm_topk_prob: bool = True
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_next"})
-    hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=2) | {
-        "num_experts": Field("n_experts", int, 512, minimum=0),
-        "num_experts_per_tok": Field("n_experts_per_token", int, 10),
-        "moe_intermediate_size": Field("moe_hidden_dim", int, 512),
-        "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 512),
-        "norm_topk_prob": Field("norm_topk_prob", bool, True),
-        "decoder_sparse_step": Field("decoder_sparse_step", int, 1),
-        "mlp_only_layers": Field("mlp_only_layers", list, (), null=()),
-        "router_aux_loss_coef": Field("", float, 0.001),
-    }
+    hf_fields: ClassVar[dict[str, Field]] = (
+        delta_net_fields(num_key_value_heads=2)
+        | {
+            "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 512),
+        }
+        | stepped_expert_fields(num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True)
+    )
     hf_must_be: ClassVar[dict[str, Any]] = {"attn_output_gate": True}
 
     def experts(self) -> ExpertsLayer:
