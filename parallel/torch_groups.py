@@ -15,6 +15,7 @@ from archon.parallel.torch_parts import require_parts
 PARTS = (
     "torch.distributed.distributed_c10d._world.pg_map",
     "torch.distributed.distributed_c10d._get_default_group",
+    "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.ProcessGroup._device_types",
     "torch.distributed.ProcessGroup._get_backend",
@@ -27,6 +28,12 @@ require_parts("process groups and meshes", PARTS)
 def default_group() -> dist.ProcessGroup:
     """Returns the group of all processes, which must be initialized."""
     return dist.distributed_c10d._get_default_group()
+
+
+def store_of_run() -> dist.Store:
+    """Returns a connection of its own, for one thread, to the store in which the processes of the run met."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()  # which the type stubs lack
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:

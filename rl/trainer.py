@@ -242,8 +242,6 @@ class RLTrainer(BaseTrainer):
         self.engine = ArchonEngine(config.actor)
         steps = config.total_steps * algorithm.ppo_epochs * algorithm.minibatches
         self.engine.initialize(steps)
-        if self.runner is not None:
-            self.engine.stacks = self.runner.directory.stacks
         reference = None
         if resolved.ref is not None:
             reference = ArchonEngine(resolved.ref)
@@ -251,6 +249,9 @@ class RLTrainer(BaseTrainer):
         if resolved.critic is not None:
             self.critic = ArchonEngine(resolved.critic)
             self.critic.initialize(steps)
+        for engine in (self.engine, self.critic):
+            if engine is not None and self.runner is not None:
+                engine.stall_watch.folder = self.runner.directory.stacks
         self.update = PolicyUpdate(
             self.engine,
             reference,

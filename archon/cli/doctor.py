@@ -33,7 +33,7 @@ def command(
     dtype: Annotated[str, typer.Option(help="compute dtype: float32 | bfloat16 | float64")] = "bfloat16",
     fresh: Annotated[bool, typer.Option("--fresh", help="initialize weights instead of loading them")] = False,
     stall_seconds: Annotated[
-        float | None, typer.Option(min=0.001, help="write every rank's stacks if the step takes longer")
+        float | None, typer.Option(min=0.001, help="write every rank's stacks if the checks take longer")
     ] = None,
     stacks: Annotated[Path, typer.Option(metavar="FOLDER", help="where stacks are written")] = Path("stacks"),
 ) -> None:
@@ -57,9 +57,10 @@ def command(
     from archon.engine.engine import ArchonEngine
 
     engine = ArchonEngine(config)
-    engine.stacks = stacks
     engine.initialize()
-    complaints = examine(engine, tokens, micro_batches)
+    engine.stall_watch.folder = stacks
+    with engine.stall_watch.block():
+        complaints = examine(engine, tokens, micro_batches)
     if engine.parallel_dims.world_size > 1:
         dist.destroy_process_group()
     if complaints:

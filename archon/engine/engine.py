@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ from archon.engine.state import (
     set_rng_state,
 )
 from archon.engine.train_step import Batch, BatchLoss, MicroBatchRunner, TokenSplit, micro_batches, total_weight
-from archon.engine.watchdog import stall_watch
+from archon.engine.watchdog import StallWatch
 from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
 from archon.models.attention.registry import resolve_backend, supports_gathered
@@ -86,8 +86,8 @@ class ArchonEngine:
         self.step = 0
         """Calls of `train_batch` so far."""
         self.saver = Saver()
-        self.stacks = Path("stacks")
-        """The folder of every rank's rankN.txt, its stacks when a step takes longer than `config.stall_s`."""
+        self.stall_watch = StallWatch(None)
+        """Writes every rank's stacks to its `folder` when a step takes longer than `config.stall_s`."""
         self._loaded_from: str | os.PathLike[str] | None = None if config.init_from_scratch else config.path
         """The Hugging Face checkpoint of the weights, from which an export copies what the model does not compute."""
         self._skips = SkippedSteps()
@@ -156,6 +156,8 @@ class ArchonEngine:
             limit_collectives(config.timeout_s)
             if not config.init_from_scratch:
                 ControlPlane.of_run().require_same(config.path, checkpoint_digest(config.path))
+        self.stall_watch = StallWatch(config.stall_s)
+        weakref.finalize(self, self.stall_watch.end)
         build.load_weights(self.model, self.adapter)
         self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
@@ -177,7 +179,7 @@ class ArchonEngine:
         function's metrics.
         """
         optimizer, scheduler, config = self._require_optimizer()
-        with stall_watch(self.stacks, self.config.stall_s):
+        with self.stall_watch.block():
             metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
             finite = abs(metrics["grad_norm"]) < float("inf")
             if finite:

@@ -226,7 +226,8 @@ class EngineConfig(StrictModel):
         None,
         gt=0,
         le=MAX_SECONDS,
-        description="seconds a training step may take before every rank writes its stacks to stacks/rankN.txt",
+        description="seconds a training step may take on a rank before every rank, in a step or not, "
+        "writes its stacks to stacks/rankN.txt",
     )
     router_aux_loss_coef: float = Field(
         0.0, ge=0, description="weight of the auxiliary load-balancing loss of a mixture of experts"

@@ -97,7 +97,7 @@ class SFTTrainer(BaseTrainer):
         self.engine = ArchonEngine(config.resolve().model)
         self.engine.initialize(self.total_steps)
         assert self.runner is not None
-        self.engine.stacks = self.runner.directory.stacks
+        self.engine.stall_watch.folder = self.runner.directory.stacks
         self.resume()
 
     def position(self) -> dict[str, Any]:

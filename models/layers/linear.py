@@ -12,7 +12,6 @@ from archon.models.layers.matmul import linear
 from archon.parallel.comm import Group, local, reduce_scatter
 
 # column: output features are sharded; row: input features are sharded; latent: compresses each token for all heads;
-# column: output features are sharded; row: input features are sharded; latent: compresses each token for all heads;
 # head_norm: a norm over one head's features, whose input is sharded by heads; heads_norm: a norm over the features of
 # all heads, sharded by heads; heads: one row per head. A module has one role, of its weight and bias, and declares the
 # roles of further parameters in `parameter_roles`.

@@ -121,11 +121,30 @@ def dawdle() -> None:
 
 
 def stall(path: str, folder: str) -> None:
-    engine = built(path, "d2", stall_s=1.0)
-    engine.stacks = Path(folder)
+    engine = warmed_up(path, folder)
     step(engine, _Dawdling())
-    engine.config.stall_s = 120.0
+    engine.stall_watch.seconds = 120.0
     step(engine, CrossEntropyLoss())
+
+
+def warmed_up(path: str, folder: str) -> ArchonEngine:
+    """Returns an engine that has taken a step, so that later ones are fast, and is watched from now on."""
+    engine = built(path, "d2", stall_s=120.0)
+    engine.stall_watch.folder = Path(folder)
+    step(engine, CrossEntropyLoss())
+    engine.stall_watch.seconds = 1.0
+    return engine
+
+
+def sleep_between_steps(path: str, folder: str) -> list[str]:
+    """Returns the text of this rank's file after a sleep, another sleep, and a step in time."""
+    engine, texts = warmed_up(path, folder), []
+    for nap in (dawdle, dawdle, int):
+        if dist.get_rank() == 1:
+            nap()
+        step(engine, CrossEntropyLoss())
+        texts.append(engine.stall_watch.path.read_text())
+    return texts
 
 
 @pytest.mark.slow
@@ -136,6 +155,19 @@ def test_a_step_that_stalls_leaves_every_ranks_stacks(ranks: Callable[[int], Poo
     assert "in train_batch" in waiting and "in train_batch" in sleeping
 
 
+@pytest.mark.slow
+def test_a_rank_asleep_between_steps_leaves_its_stacks_when_another_waits_for_it(
+    ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    arguments = write_config(tmp_path / "model", "dense"), str(tmp_path / "stacks")
+    waiting, sleeping = ranks(2).run(sleep_between_steps, *arguments)
+    for times, text in enumerate(sleeping[:2], start=1):
+        assert text.count("rank 0 takes longer than 1 s; rank 1 is between steps") == text.count("in dawdle") == times
+        assert "in train_batch" not in text
+    assert "in train_batch" in waiting[0] and "in dawdle" not in waiting[0]
+    assert (waiting[1], sleeping[1]) == (waiting[2], sleeping[2])
+
+
 def test_a_step_in_time_leaves_nothing(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     ranks(2).run(quick, write_config(tmp_path / "model", "dense"), str(tmp_path / "stacks"))
     assert list((tmp_path / "stacks").iterdir()) == []
@@ -143,7 +175,7 @@ def test_a_step_in_time_leaves_nothing(ranks: Callable[[int], Pool], tmp_path: P
 
 def quick(path: str, folder: str) -> None:
     engine = built(path, "d2", stall_s=120.0)
-    engine.stacks = Path(folder)
+    engine.stall_watch.folder = Path(folder)
     step(engine, CrossEntropyLoss())
 
 
