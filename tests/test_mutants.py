@@ -6,14 +6,17 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from archon.bench.origin import ROOT
-from tests import planting
-from tests.mutants import MUTANTS
-from tests.planting import ENOUGH, Mutant, Outcome, copy_tree, line_of, run_tests, summary_of, tracked_files
+from tests.mutants.__main__ import ENOUGH
+from tests.mutants.catalog import MUTANTS
+from tests.mutants.mutant import Mutant
+from tests.mutants.planting import Outcome, copy_tree, run_tests, tracked_files
+from tests.mutants.record import Record, row_of, summary_of
 
 RECORD = ROOT / "benchmarks" / "records" / "mutants.jsonl"
 
@@ -43,14 +46,38 @@ def test_no_two_mutants_share_a_name() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
-def test_the_record_is_of_these_mutants_and_of_one_commit() -> None:
-    *lines, last = [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+def test_the_record_has_a_row_of_each_mutant_as_it_is_and_says_at_which_commit() -> None:
+    *rows, last = [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+    patches = {mutant.name: (mutant.file, mutant.patch) for mutant in MUTANTS}
+    assert {row["mutant"]: (row["file"], row["patch"]) for row in rows}.items() <= patches.items()
     summary = last["summary"]
-    assert {line["mutant"] for line in lines} <= {mutant.name for mutant in MUTANTS}, "run make test-mutants"
-    assert summary_of(lines).items() <= summary.items()
+    assert summary_of(rows).items() <= summary.items()
     assert summary["share"] >= ENOUGH
-    assert {line["commit"] for line in lines} == {summary["commit"]}
-    assert not summary["commit"].endswith("+"), "a record belongs to a commit"
+    for commit in {row["commit"] for row in rows} | {summary["last_run"]["commit"]}:
+        assert not commit.endswith("+"), "a record belongs to a commit"
+
+
+def test_a_record_replaces_the_rows_of_a_run_and_drops_edits_that_are_no_longer_in_the_catalog(tmp_path: Path) -> None:
+    first, second, third = (Mutant(name, "x.py", "a = 1\n", "a = 2\n", ("tests/test_x.py",)) for name in "abc")
+    path = tmp_path / "record.jsonl"
+    record = Record(path, (first, second, third), {"commit": "1"})
+    for mutant in (third, first, second):
+        record.put(row_of(mutant, Outcome("tests/test_x.py::test_x", 1.0), "1"))
+    moved = replace(second, replacement="a = 3\n")
+    after = Record(path, (first, moved), {"commit": "2"})
+    assert after.missing() == [moved]
+    after.put(row_of(moved, Outcome(None, 2.5), "2"))
+    *rows, last = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["mutant"], row["commit"], row["caught"]) for row in rows] == [("a", "1", True), ("b", "2", False)]
+    assert last["summary"] == {
+        "mutants": 2,
+        "caught": 1,
+        "share": 0.5,
+        "survivors": ["b"],
+        "seconds": 3.5,
+        "last_run": {"commit": "2"},
+    }
+    assert Record(path, (first, replace(moved, file="y.py")), {}).missing() == [replace(moved, file="y.py")]
 
 
 def test_a_snippet_that_stands_there_twice_or_not_at_all_is_refused() -> None:
@@ -93,8 +120,8 @@ def test_tests_that_pass_have_noticed_nothing(tmp_path: Path) -> None:
 def test_the_first_test_that_fails_is_named(tmp_path: Path) -> None:
     outcome = sample(tmp_path, change=("return a + b", "return a * a - b"))
     assert outcome.failed == "tests/test_sample.py::test_fine" and outcome.caught
-    line = line_of(MUTANTS[0], outcome, "abc")
-    assert line["by"] == outcome.failed and line["caught"] and line["commit"] == "abc"
+    row = row_of(MUTANTS[0], outcome, "abc")
+    assert row["by"] == outcome.failed and row["caught"] and row["commit"] == "abc"
 
 
 def test_a_source_that_cannot_be_imported_is_an_error_and_no_success(tmp_path: Path) -> None:
@@ -106,12 +133,16 @@ def test_a_source_that_cannot_be_imported_is_an_error_and_no_success(tmp_path: P
 def test_a_hang_counts_as_caught_and_says_so(tmp_path: Path) -> None:
     outcome = sample(tmp_path, seconds=60.0, timeout=10.0)
     assert outcome.caught and outcome.failed is None
-    assert line_of(MUTANTS[0], outcome, "abc")["by"] == "time-out after 10 s"
+    assert row_of(MUTANTS[0], outcome, "abc")["by"] == "time-out after 10 s"
 
 
-def test_the_command_refuses_a_name_that_no_mutant_has() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.mutants", "--only", "no such mistake"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "no mutant's name or file holds no such mistake" in done.stderr
-    assert planting.ENOUGH == 0.95
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--only", "no such mistake"], "no mutant's name or file holds no such mistake"),
+        (["--missing"], "--missing needs --record FILE"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(options: list[str], complaint: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.mutants", *options], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and complaint in done.stderr

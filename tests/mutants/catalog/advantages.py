@@ -1,0 +1,73 @@
+"""Mistakes in what answers are worth."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ADVANTAGES = ("tests/rl/test_advantages.py", "tests/rl/test_prepare.py")
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "the standard deviation of a group is over n, not n - 1",
+        "rl/algorithms/advantages.py",
+        "(groups.sum(centered.square()) / (groups.count - 1).clamp(min=1)).sqrt()",
+        "(groups.sum(centered.square()) / groups.count).sqrt()",
+        ADVANTAGES,
+    ),
+    Mutant(
+        "a trajectory of several rows earns their sum",
+        "rl/algorithms/advantages.py",
+        'for reduce in ("amin", "amax", "mean"))',
+        'for reduce in ("amin", "amax", "sum"))',
+        ADVANTAGES,
+    ),
+    Mutant(
+        "the mean of a group is over its rows",
+        "rl/algorithms/advantages.py",
+        "self.count = self.sum(torch.ones_like(self.rewards))",
+        "self.count = self.sum(torch.bincount(self.of_row).to(self.rewards))",
+        ADVANTAGES,
+    ),
+    Mutant(
+        "RLOO divides by the size of the group, itself included",
+        "rl/algorithms/advantages.py",
+        "(groups.mean * groups.count - groups.rewards) / (groups.count - 1).clamp(min=1)",
+        "(groups.mean * groups.count - groups.rewards) / groups.count",
+        ADVANTAGES,
+    ),
+    Mutant(
+        "advantages are normalized over padding and prompts too",
+        "rl/algorithms/advantages.py",
+        "values = advantages[trained].double()",
+        "values = advantages.double()",
+        ADVANTAGES,
+    ),
+    Mutant(
+        "GAE takes the value of a token between two turns for the next state's",
+        "rl/algorithms/advantages.py",
+        "following = torch.where(trained, values[:, t], following)",
+        "following = values[:, t]",
+        ADVANTAGES,
+    ),
+    Mutant(
+        "GAE begins anew behind each turn",
+        "rl/algorithms/advantages.py",
+        "running = torch.where(trained, delta + gamma * lam * running, running)",
+        "running = torch.where(trained, delta + gamma * lam * running, 0.0)",
+        ADVANTAGES,
+    ),
+    Mutant(
+        "rewards to go of REINFORCE++ leave out the token's own",
+        "rl/algorithms/advantages.py",
+        "inputs.token_totals.flip(1).cumsum(1).flip(1) * inputs.loss_mask",
+        "(inputs.token_totals.flip(1).cumsum(1).flip(1) - inputs.token_totals) * inputs.loss_mask",
+        ADVANTAGES,
+    ),
+    Mutant(
+        "what tokens have earned is left out of a row's total",
+        "rl/algorithms/advantages.py",
+        "return self.rewards + (self.token_rewards * self.loss_mask).sum(1).to(self.rewards.dtype)",
+        "return self.rewards",
+        ADVANTAGES,
+    ),
+)

@@ -1,0 +1,72 @@
+"""Mistakes in attention: windows, kernels, documents, pages."""
+
+from __future__ import annotations
+
+from tests.mutants.catalog.known_tests import MATRIX
+from tests.mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "Ulysses repeats the row of key heads, not each key head",
+        "models/attention/context_parallel.py",
+        "k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)",
+        "k, v = k.repeat(1, repeat, 1), v.repeat(1, repeat, 1)",
+        (f"{MATRIX}[few_kv-c4-float64-context_parallel=ulysses]",),
+    ),
+    Mutant(
+        "a branch of a tree sees one token more than its window",
+        "models/attention/tree.py",
+        "hidden = hidden | (trees.distance >= spec.window)",
+        "hidden = hidden | (trees.distance > spec.window)",
+        ("tests/models/test_prefix.py",),
+    ),
+    Mutant(
+        "a block of queries sees one key more than its window",
+        "models/attention/blockwise.py",
+        "hidden |= j <= i - self.window",
+        "hidden |= j < i - self.window",
+        ("tests/models/test_attention.py",),
+    ),
+    Mutant(
+        "a decoding step sees one key more than its window",
+        "models/attention/paged.py",
+        "np.maximum(decode.lengths - window, 0)",
+        "np.maximum(decode.lengths - window - 1, 0)",
+        ("tests/generation/test_paged_attention.py",),
+    ),
+    Mutant(
+        "a prompt read in parts sees one key more than its window",
+        "models/attention/paged.py",
+        "batched_attention(*document, spec)[0]",
+        "batched_attention(*document, AttentionSpec(spec.scale, spec.window and spec.window + 1))[0]",
+        ("tests/generation/test_paged_attention.py",),
+    ),
+    Mutant(
+        "flash-attn is told of a window one token too wide",
+        "models/attention/flash.py",
+        "(spec.window - 1, 0),\n",
+        "(spec.window, 0),\n",
+        ("tests/models/test_attention.py",),
+    ),
+    Mutant(
+        "compiled attention forgets the window",
+        "models/attention/sdpa.py",
+        "AttentionSpec(scale, window or None, soft_cap or None, sinks)",
+        "AttentionSpec(scale, None, soft_cap or None, sinks)",
+        ("tests/models/test_attention.py",),
+    ),
+    Mutant(
+        "the gradient of compiled attention forgets the window",
+        "models/attention/sdpa.py",
+        "AttentionSpec(scale, window or None, soft_cap or None, *given[3:])",
+        "AttentionSpec(scale, None, soft_cap or None, *given[3:])",
+        ("tests/models/test_attention.py",),
+    ),
+    Mutant(
+        "gathered keys of every document are the first one's",
+        "models/attention/documents.py",
+        "tuple((starts[document], stop) for document, _, stop in own)",
+        "tuple((starts[0], stop) for document, _, stop in own)",
+        (f"{MATRIX}[dense-c2-float64-context_parallel=allgather]",),
+    ),
+)

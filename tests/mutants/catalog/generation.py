@@ -1,0 +1,85 @@
+"""Mistakes in generation: sampling, schedules, replicas."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "probabilities of a bfloat16 model are taken in bfloat16",
+        "archon/generation/sampler.py",
+        "scores = logits.to(torch.promote_types(logits.dtype, torch.float32))",
+        "scores = logits",
+        ("tests/generation/test_parity.py::test_a_bfloat16_replica_follows_a_bfloat16_model",),
+    ),
+    Mutant(
+        "neighboring seeds share their random streams, one token apart",
+        "archon/generation/sampler.py",
+        "_splitmix64(_splitmix64(seeds.astype(np.uint64)) + indices.astype(np.uint64))",
+        "_splitmix64(seeds.astype(np.uint64) + indices.astype(np.uint64))",
+        ("tests/generation/test_sampler.py",),
+    ),
+    Mutant(
+        "the logprob of a token is that among the tokens that were allowed",
+        "archon/generation/sampler.py",
+        "logprobs = scores.gather(1, tokens[:, None])[:, 0] - log_normalizer",
+        "logprobs = scores.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(choices, dim=-1)",
+        ("tests/generation/test_sampler.py", "tests/generation/test_answers.py"),
+    ),
+    Mutant(
+        "sequences are twins when rows of different steps agree",
+        "archon/generation/generator.py",
+        "sequence.drawn = (self.stats.steps, row, token)",
+        "sequence.drawn = (0, row, token)",
+        ("tests/generation/test_answers.py", "tests/generation/test_engine.py"),
+    ),
+    Mutant(
+        "tokens carry the version of the weights their answer began with",
+        "archon/generation/generator.py",
+        "sequence.append(token, logprob, self.version)",
+        "sequence.append(token, logprob, (sequence.versions or [self.version])[0])",
+        ("tests/generation/test_engine.py",),
+    ),
+    Mutant(
+        "an answer may stop one token too early",
+        "archon/generation/sequence.py",
+        "len(self.output) > self.request.gconfig.min_new_tokens",
+        "len(self.output) >= self.request.gconfig.min_new_tokens",
+        ("tests/generation/test_answers.py",),
+    ),
+    Mutant(
+        "prompts read with the old weights are used with the new ones",
+        "archon/generation/scheduler.py",
+        "        for prompt in self.prompts.values():\n            self._drop_pages(prompt)\n\n    def _grow",
+        "\n    def _grow",
+        ("tests/generation/test_engine.py",),
+    ),
+    Mutant(
+        "a generator that shares weights goes on multiplying by the packed old ones",
+        "archon/generation/replica.py",
+        "        parameter.data = tensor\n    _pack_linears(replica)\n",
+        "        parameter.data = tensor\n",
+        ("tests/generation/test_replica.py", "tests/generation/test_engine.py"),
+    ),
+    Mutant(
+        "a generator with its own weights goes on multiplying by the packed old ones",
+        "archon/generation/replica.py",
+        "    _pack_linears(replica)\n    held = fingerprint(replica)\n",
+        "    held = fingerprint(replica)\n",
+        ("tests/generation/test_replica.py", "tests/generation/test_engine.py"),
+    ),
+    Mutant(
+        "the generator has no balancing biases",
+        "archon/generation/replica.py",
+        "return dict(model.named_parameters()) | expert_biases(model)",
+        "return dict(model.named_parameters())",
+        ("tests/generation/test_replica.py",),
+    ),
+    Mutant(
+        "a prompt that is read in parts is turned as if each part were all of it",
+        "archon/generation/generator.py",
+        "sequence.pages, sequence.total, sequence.state)",
+        "sequence.pages, chunk.stop, sequence.state)",
+        ("tests/generation/test_parity.py::test_rope_that_would_turn_cached_keys_is_refused",),
+    ),
+)

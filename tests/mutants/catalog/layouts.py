@@ -1,0 +1,86 @@
+"""Mistakes in what ranks share: tensors, experts, sequences, pipelines."""
+
+from __future__ import annotations
+
+from tests.mutants.catalog.known_tests import MATRIX, PIPELINE
+from tests.mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "interleaved 1F1B has one pass, not two, more under way for each later rank",
+        "archon/planner/memory_model.py",
+        "(stages - 1) * plan.pp + 2 * (plan.pp - 1 - rank) + 1",
+        "(stages - 1) * plan.pp + (plan.pp - 1 - rank) + 1",
+        (f"{PIPELINE}::test_as_many_passes_are_under_way_as_the_planner_counts",),
+    ),
+    Mutant(
+        "the first token of padding is counted",
+        "parallel/context.py",
+        "(tp.rank + 1) * share] < self.tokens",
+        "(tp.rank + 1) * share] <= self.tokens",
+        (f"{PIPELINE}::test_padding_of_a_pipelines_micro_batches_is_counted_by_no_router",),
+    ),
+    Mutant(
+        "a padding token's embedding has a gradient under tensor parallelism",
+        "models/layers/linear.py",
+        "weight, padding if padding in range(rows) else None)",
+        "weight, None)",
+        (f"{MATRIX}[biased-t4-float64]",),
+    ),
+    Mutant(
+        "the bias of a row product is added on every tensor rank",
+        "models/layers/linear.py",
+        "out = reduce_scatter(linear(x, weight), self.tp)\n            return out if bias is None else out + bias",
+        "return reduce_scatter(linear(x, weight, bias), self.tp)",
+        (f"{MATRIX}[biased-t4-float64]",),
+    ),
+    Mutant(
+        "ranks that share a key head take the first one's bias",
+        "models/layers/linear.py",
+        "bias = None if bias is None else bias[self.rows]",
+        "bias = None if bias is None else bias[: weight.shape[0]]",
+        (f"{MATRIX}[biased-t4-float64]",),
+    ),
+    Mutant(
+        "ranks that share key heads take them in turn",
+        "parallel/tensor.py",
+        "start = group.rank * heads // group.size * rows",
+        "start = group.rank % heads * rows",
+        (f"{MATRIX}[few_kv-t4-float64]",),
+    ),
+    Mutant(
+        "a rank's part is cut by FSDP before tensor parallelism",
+        "parallel/fsdp.py",
+        "sorted(range(mesh.ndim), key=lambda d: by_fsdp[d])",
+        "sorted(range(mesh.ndim), key=lambda d: not by_fsdp[d])",
+        ("tests/distributed/test_gather.py", "tests/distributed/test_checkpoints.py"),
+    ),
+    Mutant(
+        "sums over ranks are means",
+        "parallel/comm.py",
+        '_ops.reduce_scatter_tensor(x.contiguous(), "sum"',
+        '_ops.reduce_scatter_tensor(x.contiguous(), "avg"',
+        (f"{MATRIX}[dense-t2-float64]",),
+    ),
+    Mutant(
+        "rows that came from other ranks are given to experts in the order they came",
+        "parallel/expert.py",
+        "return rows.index_select(0, order), incoming.sum(0)",
+        "return rows, incoming.sum(0)",
+        (f"{MATRIX}[moe-d2e2-float64-router_aux_loss_coef=0.1]",),
+    ),
+    Mutant(
+        "the first block is recomputed in place of the n-th",
+        "parallel/activation_checkpoint.py",
+        "if position % every == 0:",
+        "if position % every == 1 % every:",
+        ("tests/parallel/test_decoder.py",),
+    ),
+    Mutant(
+        "documents of a rank's share begin at its own first token",
+        "parallel/context.py",
+        "        return positions.index_select(0, self.index)\n",
+        "        return positions[: len(self.index)]\n",
+        (f"{MATRIX}[window-c2-float64-context_parallel=ulysses]",),
+    ),
+)

@@ -1,0 +1,85 @@
+"""Mistakes in rollouts and evaluation."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "every turn of a conversation draws the same random numbers",
+        "rl/workflows/multi_turn.py",
+        "derive_seed(seed, index, record.turns)",
+        "derive_seed(seed, index, 0)",
+        ("tests/rl/test_multi_turn.py",),
+    ),
+    Mutant(
+        "trajectories of different groups have the same id",
+        "rl/rollout.py",
+        '"trajectory_ids": number * size + ids}',
+        '"trajectory_ids": number + ids}',
+        ("tests/rl/test_rollout.py",),
+    ),
+    Mutant(
+        "evaluation draws what training draws",
+        "rl/rollout.py",
+        "EVAL_STREAM if is_eval else TRAIN_STREAM",
+        "TRAIN_STREAM",
+        ("tests/rl/test_rollout.py", "tests/rl/test_evaluation.py"),
+    ),
+    Mutant(
+        "every step draws the same answers to a prompt",
+        "rl/rollout.py",
+        "EVAL_STREAM if is_eval else TRAIN_STREAM, step, prompt.index)",
+        "EVAL_STREAM if is_eval else TRAIN_STREAM, 0, prompt.index)",
+        ("tests/rl/test_rollout.py",),
+    ),
+    Mutant(
+        "the runs of a group draw the same answer",
+        "rl/compat/areal/grouping.py",
+        "context.seed = derive_seed(context.seed, run, 0) if run else context.seed",
+        "context.seed = context.seed",
+        ("tests/rl/test_areal_guide.py", "tests/rl/test_workflows.py"),
+    ),
+    Mutant(
+        "the answers of a group draw from one random stream",
+        "rl/episode_context.py",
+        "seed = derive_seed(self._context.seed, self._requests)",
+        "seed = derive_seed(self._context.seed, 0)",
+        ("tests/rl/test_workflows.py", "tests/rl/test_rollout.py"),
+    ),
+    Mutant(
+        "episodes may be a version staler than the bound",
+        "rl/asynchronous.py",
+        "(staleness + version + 1) * batch - (accepted + running)",
+        "(staleness + version + 2) * batch - (accepted + running)",
+        ("tests/rl/test_asynchronous.py::test_capacity_is_the_published_formula",),
+    ),
+    Mutant(
+        "groups that are about to be too old are not waited for",
+        "rl/asynchronous.py",
+        "overdue = any(item.version <= self._version - self._staleness for item in self._running)",
+        "overdue = any(item.version < self._version - self._staleness for item in self._running)",
+        ("tests/rl/test_asynchronous.py::test_no_group_is_staler_than_the_bound_and_each_prompt_is_trained_on_once",),
+    ),
+    Mutant(
+        "a ratio that is not a number passes the gate",
+        "rl/logprob_check.py",
+        "if not difference <= limit:",
+        "if difference > limit:",
+        ("tests/rl/test_trainer.py::test_gate_limit_grows_below_temperature_one_and_a_nan_never_passes",),
+    ),
+    Mutant(
+        "a held-out reward is the mean over samples, so that prompts with lost ones count less",
+        "rl/evaluation.py",
+        "torch.stack([e.rewards.mean() for e in episodes if e.trajectories]).mean().item()",
+        "torch.cat([e.rewards for e in episodes if e.trajectories]).mean().item()",
+        ("tests/rl/test_evaluation.py",),
+    ),
+    Mutant(
+        "the staleness of tokens is that of prompts and padding too",
+        "rl/summary.py",
+        "behind = version - versions[(loss_mask != 0) & (versions >= 0)]",
+        "behind = version - versions",
+        ("tests/rl/test_summary.py",),
+    ),
+)
