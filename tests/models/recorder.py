@@ -1,4 +1,4 @@
-"""Records the largest tensor that any operation makes, in the forward and in the backward pass."""
+"""Recorders of the operations that a forward or backward pass is made of."""
 
 from __future__ import annotations
 
@@ -23,4 +23,18 @@ class LargestAllocation(TorchDispatchMode):
                 elements = max(leaf.numel(), leaf.untyped_storage().nbytes() // leaf.element_size())
                 if elements > self.elements:
                     self.elements, self.operation = elements, str(func)
+        return result
+
+
+class SummedRows(TorchDispatchMode):
+    """`dtypes`: in which each operation that adds rows up by an index, such as `index_select`'s backward, does so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.index_add.default, torch.ops.aten.index_add_.default):
+            self.dtypes.append(result.dtype)
         return result

@@ -19,6 +19,7 @@ from archon.models.layers.feed_forward import ClampedSwiGLU
 from archon.models.layers.moe import ExpertsLayer, GroupedExperts, MoE, Router
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs
 from archon.schema.errors import ConfigError
+from tests.models.recorder import SummedRows
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
 
 T, DIM, EXPERTS, TOP_K = 40, 12, 16, 3
@@ -265,13 +266,37 @@ def test_biased_clamped_experts_are_those_of_gpt_oss(dtype: torch.dtype) -> None
         assert relative(ours_part.float(), theirs_part.float()) <= tolerance
 
 
-def test_the_gradient_of_an_expert_bias_is_summed_in_float32() -> None:
-    """Of 2000 rows of one: a sum in bfloat16 stops at 256."""
+def biased_experts(bias_dtype: torch.dtype) -> GroupedExperts:
+    """Two experts in bfloat16 whose matrices are 0, so that an output is its expert's bias b2 alone."""
     experts = GroupedExperts(DIM, ExpertsLayer(2, 1, 16, expert_biases=True)).bfloat16()
     for parameter in experts.parameters():
         torch.nn.init.zeros_(parameter)
-    experts(torch.zeros(2000, DIM, dtype=torch.bfloat16), torch.tensor([2000, 0])).sum().backward()
-    assert torch.equal(experts.b2.grad, torch.tensor([[2000.0], [0.0]]).expand(2, DIM).to(torch.bfloat16))
+    for name in ("b1", "b2", "b3"):
+        setattr(experts, name, torch.nn.Parameter(getattr(experts, name).detach().to(bias_dtype)))
+    return experts
+
+
+def test_the_gradient_of_an_expert_bias_is_summed_in_float32() -> None:
+    """Of a bias in float32 it is the sum of the rows' gradients to float32's accuracy: a sum that is bfloat16 at any
+    point is off by up to 2^-9, or stops at 256."""
+    counts = torch.tensor([1700, 300])
+    rows = torch.rand(2000, DIM).bfloat16()
+    expected = torch.stack([part.double().sum(0) for part in rows.split(counts.tolist())])
+    experts = biased_experts(torch.float32)
+    experts(torch.zeros(2000, DIM, dtype=torch.bfloat16), counts).backward(rows)
+    torch.testing.assert_close(experts.b2.grad.double(), expected, rtol=FORMULA_FP32, atol=0)
+    narrow = biased_experts(torch.bfloat16)
+    narrow(torch.zeros(2000, DIM, dtype=torch.bfloat16), counts).backward(rows)
+    torch.testing.assert_close(narrow.b2.grad.double(), expected, rtol=2**-8, atol=0)  # rounded once
+
+
+def test_rows_of_expert_biases_are_added_up_in_float32_on_any_device() -> None:
+    """The CPU's own sum over rows of bfloat16 is wide, that of other devices is not: what they are given must be."""
+    experts = biased_experts(torch.bfloat16)
+    out = experts(torch.zeros(20, DIM, dtype=torch.bfloat16), torch.tensor([15, 5]))
+    with SummedRows() as summed:
+        out.sum().backward()
+    assert summed.dtypes == [torch.float32] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,13 +7,17 @@ from tests.mutants.catalog import (
     attention,
     checkpoints,
     configs,
+    dcp,
+    delta_nets,
     engine,
     experts,
     generation,
     head,
+    latents,
     layers,
     layouts,
     losses,
+    quantized,
     rollouts,
     training,
     update,
@@ -22,7 +26,7 @@ from tests.mutants.catalog import (
 from tests.mutants.mutant import Mutant
 
 ROOMS = (
-    attention, experts, layers, head, configs, weights, layouts, engine, checkpoints, generation, training, rollouts,
-    advantages, losses, update,
+    attention, latents, delta_nets, experts, layers, head, configs, weights, layouts, engine, checkpoints, quantized,
+    dcp, generation, training, rollouts, advantages, losses, update,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

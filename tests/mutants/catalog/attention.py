@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tests.mutants.catalog.known_tests import MATRIX
+from tests.mutants.catalog.known_tests import FURTHER_MATRIX, MATRIX
 from tests.mutants.mutant import Mutant
+
+SINKS = "tests/models/test_sinks.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -68,5 +70,42 @@ MUTANTS: tuple[Mutant, ...] = (
         "tuple((starts[document], stop) for document, _, stop in own)",
         "tuple((starts[0], stop) for document, _, stop in own)",
         (f"{MATRIX}[dense-c2-float64-context_parallel=allgather]",),
+    ),
+    Mutant(
+        "the kernel's log-sum-exp is a constant where sinks rescale its result",
+        "models/attention/sinks.py",
+        "        dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, lse)\n",
+        "        own, own_lse = ctx.kernel.forward(q, k, v)\n"
+        "        scaled = (grad * (own_lse - lse).exp().t().unsqueeze(-1)).to(grad.dtype)\n"
+        "        dq, dk, dv = ctx.kernel.backward(scaled, q, k, v, own, own_lse)\n",
+        (f"{SINKS}::test_a_kernels_own_backward_gives_the_gradients_with_sinks",),
+    ),
+    Mutant(
+        "a kernel's backward takes the log-sum-exp without sinks",
+        "models/attention/sinks.py",
+        "ctx.save_for_backward(q, k, v, sinks, out, with_sinks)",
+        "ctx.save_for_backward(q, k, v, sinks, out, lse)",
+        (f"{SINKS}::test_a_kernels_own_backward_gives_the_gradients_with_sinks",),
+    ),
+    Mutant(
+        "the gradient of soft-capped scores is that of scores",
+        "models/attention/blockwise.py",
+        "                    ds.mul_(slope)\n",
+        "                    ds.mul_(1.0)\n",
+        (f"{SINKS}::test_packed_documents",),
+    ),
+    Mutant(
+        "a decoding step over several pages forgets the sinks",
+        "models/attention/paged.py",
+        "if spec.sinks is None else torch.exp(spec.sinks - maximum)",
+        "if spec.sinks is None else torch.zeros_like(maximum)",
+        (f"{SINKS}::test_decoding_from_pages",),
+    ),
+    Mutant(
+        "Ulysses gives every rank the sinks of the first one's heads",
+        "models/attention/context_parallel.py",
+        "sinks=spec.sinks.chunk(group.size)[group.rank]",
+        "sinks=spec.sinks.chunk(group.size)[0]",
+        (f"{FURTHER_MATRIX}[sinks-c2-float64-context_parallel=ulysses]",),
     ),
 )

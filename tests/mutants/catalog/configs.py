@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.catalog.known_tests import PARITY
 from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -18,5 +19,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "(layer + 1) % self.decoder_sparse_step == 0",
         "layer % self.decoder_sparse_step == 0",
         ("tests/models/test_parity.py",),
+    ),
+    Mutant(
+        "layers with a window rotate as the others do",
+        "models/args.py",
+        'if use == "local":',
+        'if use == "none":',
+        (f"{PARITY}[olmo3-0]",),
+    ),
+    Mutant(
+        "every n-th layer without a window is counted from zero",
+        "models/hf_config.py",
+        "slides = [(layer + 1) % period != 0 for layer in range(n_layers)]",
+        "slides = [layer % period != 0 for layer in range(n_layers)]",
+        ("tests/models/test_hf_config.py",),
     ),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from tests.mutants.catalog.known_tests import FURTHER_MATRIX
 from tests.mutants.mutant import Mutant
+
+ROUTER = "tests/models/test_router.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -39,5 +42,68 @@ MUTANTS: tuple[Mutant, ...] = (
         "return (counts * probabilities).sum() * counts.shape[0] / tokens.square()",
         "return (counts * probabilities).sum() * counts.shape[0] / (tokens * counts.sum())",
         ("tests/engine/test_balancing.py",),
+    ),
+    Mutant(
+        "a router's bias is rounded with the model",
+        "models/layers/moe.py",
+        "torch.promote_types(self.expert_bias.dtype, torch.float32)",
+        "self.expert_bias.dtype",
+        (f"{ROUTER}::test_the_correction_bias_stays_wide_is_0_where_given_memory_and_keeps_what_was_loaded",),
+    ),
+    Mutant(
+        "giving buffers a device erases the bias that was loaded",
+        "models/layers/moe.py",
+        "device=device) if meta else self.expert_bias.to(device)",
+        "device=device)",
+        (f"{ROUTER}::test_the_correction_bias_stays_wide_is_0_where_given_memory_and_keeps_what_was_loaded",),
+    ),
+    Mutant(
+        "groups are chosen by their best expert, not by the two best",
+        "models/layers/moe.py",
+        "groups.topk(2, dim=-1).values.sum(-1)",
+        "groups.amax(-1)",
+        (f"{ROUTER}::test_group_limited_routing_in_plain_steps",),
+    ),
+    Mutant(
+        "experts are chosen by rounded logits",
+        "models/layers/moe.py",
+        "F.linear(x.to(wide), local(self.gate.weight).to(wide), None if bias is None else bias.to(wide))",
+        "F.linear(x, local(self.gate.weight), bias).to(wide)",
+        (f"{ROUTER}::test_wide_logits_choose_experts_that_rounded_ones_confuse",),
+    ),
+    Mutant(
+        "gates are clamped from below too",
+        "models/layers/fused.py",
+        "gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)",
+        "gate, up = gate.clamp(-limit, limit), up.clamp(-limit, limit)",
+        (f"{ROUTER}::test_biased_clamped_experts_are_those_of_gpt_oss",),
+    ),
+    Mutant(
+        "gates beyond their limit have a gradient",
+        "models/layers/fused.py",
+        "gate_grad = slope.mul_(factor).mul_(grad).masked_fill_(gate > ctx.limit, 0)",
+        "gate_grad = slope.mul_(factor).mul_(grad)",
+        (f"{ROUTER}::test_biased_clamped_experts_are_those_of_gpt_oss",),
+    ),
+    Mutant(
+        "ranks that split an expert each add all of its output bias",
+        "models/layers/moe.py",
+        "out_bias = F.pad(out_bias, (start, self.dim - start - out_bias.shape[1]))",
+        "out_bias = all_gather(out_bias.t().contiguous(), self.etp).t() + 0 * start",
+        (f"{FURTHER_MATRIX}[tied_sinks-(attn:d1t2|ffn:d1t2)-float64]",),
+    ),
+    Mutant(
+        "the gradient of an expert's bias is rounded to the compute dtype",
+        "models/layers/moe.py",
+        "x + bias.to(wide).index_select(0, experts).to(x.dtype)",
+        "x + bias.to(x.dtype).to(wide).index_select(0, experts).to(x.dtype)",
+        (f"{ROUTER}::test_the_gradient_of_an_expert_bias_is_summed_in_float32",),
+    ),
+    Mutant(
+        "the gradient of an expert's bias is summed in the compute dtype",
+        "models/layers/moe.py",
+        "    wide = torch.promote_types(bias.dtype, torch.float32)\n    return x +",
+        "    wide = x.dtype\n    return x +",
+        (f"{ROUTER}::test_rows_of_expert_biases_are_added_up_in_float32_on_any_device",),
     ),
 )

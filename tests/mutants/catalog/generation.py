@@ -82,4 +82,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "sequence.pages, chunk.stop, sequence.state)",
         ("tests/generation/test_parity.py::test_rope_that_would_turn_cached_keys_is_refused",),
     ),
+    Mutant(
+        "a generator's packed head forgets the soft cap",
+        "archon/generation/replica.py",
+        "soft_cap = module.soft_cap if isinstance(module, LMHead) else None",
+        "soft_cap = None",
+        ("tests/generation/test_parity.py::test_first_step_ratio_is_one[gemma3_text-1.0]",),
+    ),
 )

@@ -55,4 +55,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "entropy = all_reduce((lse - full).exp() * entropy, group)",
         (f"{MATRIX}[dense-t2-float64]",),
     ),
+    Mutant(
+        "the fused loss leaves out the derivative of the soft cap",
+        "models/token_scores.py",
+        "                    tile.mul_(cap_slope)\n",
+        "",
+        ("tests/models/test_head.py",),
+    ),
+    Mutant(
+        "the gradient of scores leaves out the derivative of the soft cap",
+        "models/token_scores.py",
+        "tile = tile if cap_slope is None else tile.mul_(cap_slope)",
+        "tile = tile if cap_slope is None else tile",
+        ("tests/models/test_head.py",),
+    ),
+    Mutant(
+        "the temperature divides the logits before their soft cap",
+        "models/token_scores.py",
+        "return tile.div_(self.soft_cap).tanh_().mul_(self.soft_cap * scale)",
+        "return tile.mul_(scale).div_(self.soft_cap).tanh_().mul_(self.soft_cap)",
+        ("tests/models/test_head.py",),
+    ),
 )

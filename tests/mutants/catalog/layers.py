@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.catalog.known_tests import FURTHER_MATRIX, PARITY
 from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -32,5 +33,40 @@ MUTANTS: tuple[Mutant, ...] = (
         "out.to(x.dtype) * weight",
         "(out * weight).to(x.dtype)",
         ("tests/models/test_layers.py",),
+    ),
+    Mutant(
+        "queries grow within the original context too",
+        "models/layers/rope.py",
+        "periods = torch.floor(positions.to(wide) / self.spec.query_period)",
+        "periods = positions.to(wide) / self.spec.query_period",
+        (f"{PARITY}[ministral3-1]",),
+    ),
+    Mutant(
+        "a norm over all heads takes the squares of its own rank's heads alone",
+        "models/layers/norm.py",
+        "mean = all_reduce_sharded(wide.square().sum(-1, keepdim=True), self.tp) / copies",
+        "mean = wide.square().sum(-1, keepdim=True) * self.tp.size / copies",
+        (f"{FURTHER_MATRIX}[norms_after-t2-float64]",),
+    ),
+    Mutant(
+        "the squares of other ranks' heads get no gradient",
+        "parallel/comm.py",
+        "return all_reduce(grad, ctx.group), None",
+        "return grad, None",
+        (f"{FURTHER_MATRIX}[norms_after-t2-float64]",),
+    ),
+    Mutant(
+        "a key head that several ranks hold counts once in the mean of squares",
+        "models/layers/norm.py",
+        "copies = x.shape[-1] * self.tp.size",
+        "copies = self.weight.shape[0]",
+        (f"{FURTHER_MATRIX}[norms_after_few_kv-t4-float64]",),
+    ),
+    Mutant(
+        "the 1 that checkpoints leave out of a norm's factor is added twice",
+        "models/layers/norm.py",
+        "return rms_norm(x, local(self.weight), self.eps, self.offset, self.rounds_once)",
+        "return rms_norm(x, local(self.weight), self.eps, 2 * self.offset, self.rounds_once)",
+        (f"{PARITY}[gemma3_text-0]",),
     ),
 )

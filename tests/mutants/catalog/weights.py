@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+FUSED = "tests/checkpoint/test_fused.py"
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "experts of a file are stacked in the order of their names, 10 before 2",
@@ -11,5 +13,89 @@ MUTANTS: tuple[Mutant, ...] = (
         "for row in sorted(by_row)])",
         "for row in sorted(by_row, key=str)])",
         ("tests/models/test_state_dict.py",),
+    ),
+    Mutant(
+        "gate and up of a model in memory change places",
+        "models/state_dict.py",
+        'Fused((f"{stack}.w1", f"{stack}.w3"), dim=1)',
+        'Fused((f"{stack}.w3", f"{stack}.w1"), dim=1)',
+        ("tests/models/test_in_memory.py",),
+    ),
+    Mutant(
+        "the square down projection of gpt-oss is read the other way round",
+        "models/gpt_oss.py",
+        'Fused((f"{_EXPERTS}w2",), transposed=True)',
+        'Fused((f"{_EXPERTS}w2",))',
+        ("tests/models/test_gpt_oss.py::test_experts_as_the_checkpoint_stores_them",),
+    ),
+    Mutant(
+        "gate and up of gpt-oss are halves of the columns",
+        "models/gpt_oss.py",
+        "dim=1, interleaved=True, transposed=True",
+        "dim=1, transposed=True",
+        ("tests/models/test_gpt_oss.py::test_experts_as_the_checkpoint_stores_them",),
+    ),
+    Mutant(
+        "a square matrix is read in the other orientation",
+        "archon/checkpoint/hf_reader.py",
+        "transposed = target.is_transposed and not stored.is_native",
+        "transposed = False",
+        (f"{FUSED}::test_a_square_matrix_is_not_read_in_the_other_orientation",),
+    ),
+    Mutant(
+        "4-bit experts are read in the orientation that the map declares",
+        "archon/checkpoint/hf_reader.py",
+        "target.is_transposed and not stored.is_native",
+        "target.is_transposed",
+        ("tests/checkpoint/test_quantized.py::test_gpt_oss_with_4_bit_experts_computes_what_transformers_does",),
+    ),
+    Mutant(
+        "a transposed tensor is taken as it lies",
+        "models/fused_tensors.py",
+        "(tensor.mT if self.transposed else tensor)",
+        "tensor",
+        ("tests/models/test_fused_tensors.py",),
+    ),
+    Mutant(
+        "every part of a fused tensor begins with its first row",
+        "models/fused_tensors.py",
+        "starts = [sum(sizes[:part]) for part in range(len(sizes))]",
+        "starts = [0 for _ in sizes]",
+        ("tests/models/test_fused_tensors.py",),
+    ),
+    Mutant(
+        "a shard that begins within a block begins with the block",
+        "models/fused_tensors.py",
+        "inside = slice(self.start + rows.start, self.start + rows.stop)",
+        "inside = slice(self.start, self.start + rows.stop - rows.start)",
+        ("tests/models/test_fused_tensors.py",),
+    ),
+    Mutant(
+        "alternating columns are read one after the other",
+        "models/fused_tensors.py",
+        "    if fused.interleaved:\n        blocks = shapes[0][dim]\n",
+        "",
+        ("tests/models/test_fused_tensors.py",),
+    ),
+    Mutant(
+        "an export leaves out the keys that a model does not compute",
+        "archon/checkpoint/hf_export.py",
+        "keys = [key for key in checkpoint.entries if adapter.is_carried(key)]",
+        "keys: list[str] = []",
+        ("tests/checkpoint/test_carried.py::test_a_model_is_saved_with_the_carried_keys",),
+    ),
+    Mutant(
+        "an export rounds a router's bias",
+        "archon/checkpoint/hf_export.py",
+        "tensor.dtype if dtype is None or name in buffers else dtype",
+        "dtype or tensor.dtype",
+        (f"{FUSED}::test_a_stored_bias_keeps_its_dtype_and_does_not_widen_the_config",),
+    ),
+    Mutant(
+        "a pipeline sends a router's bias in the parameters' dtype",
+        "archon/engine/engine.py",
+        "wide = torch.promote_types(dtype, torch.float32)",
+        "wide = dtype",
+        ("tests/distributed/test_fused.py::test_a_pipeline_in_bfloat16_exports_the_routers_bias_in_float32",),
     ),
 )

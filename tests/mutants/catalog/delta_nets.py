@@ -1,0 +1,79 @@
+"""Mistakes in gated delta nets: documents, decays, convolutions, states."""
+
+from __future__ import annotations
+
+from tests.mutants.catalog.known_tests import FURTHER_MATRIX
+from tests.mutants.mutant import Mutant
+
+DELTA = "tests/models/test_delta_net.py"
+STATES = "tests/generation/test_states.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "the scan takes a pack for one document",
+        "models/layers/delta_net.py",
+        "gated_delta_rule(q, k, v, log_decay, beta, documents, matrices)",
+        "gated_delta_rule(\n"
+        "            q, k, v, log_decay, beta, PackedDocuments(documents.cu_seqlens[[0, -1]], len(q)), matrices\n"
+        "        )",
+        (f"{DELTA}::test_a_document_does_not_see_the_one_before_it",),
+    ),
+    Mutant(
+        "the convolution sees the end of the document before",
+        "models/layers/delta_net.py",
+        "causal_convolution(channels, weight, documents, inputs)",
+        "causal_convolution(\n"
+        "            channels, weight, PackedDocuments(documents.cu_seqlens[[0, -1]], len(channels)), inputs\n"
+        "        )",
+        (f"{DELTA}::test_a_document_does_not_see_the_one_before_it",),
+    ),
+    Mutant(
+        "decays are computed in the model's dtype",
+        "models/layers/delta_net.py",
+        "wide = torch.promote_types(a.dtype, torch.float32)",
+        "wide = a.dtype",
+        (f"{DELTA}::test_decays_stay_float32_in_a_bfloat16_model",),
+    ),
+    Mutant(
+        "the parameters of decays are rounded with the model",
+        "models/layers/delta_net.py",
+        "return converted if converted.dtype.itemsize >= 4 else x.to(converted.device)",
+        "return converted",
+        (f"{DELTA}::test_decays_stay_float32_in_a_bfloat16_model",),
+    ),
+    Mutant(
+        "a chunk takes no state from the one before",
+        "models/layers/delta_rule.py",
+        "corrections = of_values[now] - of_state[now] @ state",
+        "corrections = of_values[now]",
+        (f"{DELTA}::test_chunks_compute_the_definition_and_its_gradients",),
+    ),
+    Mutant(
+        "Ulysses convolves with the first rank's weights on every rank",
+        "models/attention/context_parallel.py",
+        "weight.repeat_interleave(ulysses_repeat(heads, len(weight), group.size), 0).chunk(group.size)[group.rank]",
+        "weight.repeat_interleave(ulysses_repeat(heads, len(weight), group.size), 0).chunk(group.size)[0]",
+        (f"{FURTHER_MATRIX}[delta-c2-float64-context_parallel=ulysses]",),
+    ),
+    Mutant(
+        "a fork starts without the prompt's state",
+        "archon/generation/scheduler.py",
+        "        if self.states is not None:\n            self.state_copies.append((state, sequence.state))\n",
+        "",
+        (f"{STATES}::test_greedy_forks_are_transformers_answers",),
+    ),
+    Mutant(
+        "a duplicate keeps the state of the token before",
+        "models/attention/paged.py",
+        "tuple(x.index_select(0, self._duplicates) for x in after)",
+        "self.cache.states.read(layer, copies, None)",
+        (f"{STATES}::test_greedy_forks_are_transformers_answers",),
+    ),
+    Mutant(
+        "a new sequence begins with the state that its slot's last one left",
+        "models/attention/states.py",
+        "return tuple(x.masked_fill(fresh.view(-1, *[1] * (x.dim() - 1)), 0) for x in state)",
+        "return state",
+        (f"{STATES}::test_forks_of_a_prompt_answer_as_alone",),
+    ),
+)

@@ -1,0 +1,45 @@
+"""Mistakes in dequantizing checkpoints."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+QUANTIZED = "tests/checkpoint/test_quantized.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "scales count rows from the first that a rank reads",
+        "archon/checkpoint/quantized.py",
+        "rows = torch.arange(first, first + data.shape[0])",
+        "rows = torch.arange(data.shape[0])",
+        (f"{QUANTIZED}::test_blocks_at_the_edges_are_smaller_and_rows_count_from_the_first_of_their_matrix",),
+    ),
+    Mutant(
+        "the last, smaller block of a matrix shares the next matrix's scale",
+        "archon/checkpoint/quantized.py",
+        "rows // self.n_rows * -(-self.n_rows // height)",
+        "rows // self.n_rows * (self.n_rows // height)",
+        (f"{QUANTIZED}::test_blocks_at_the_edges_are_smaller_and_rows_count_from_the_first_of_their_matrix",),
+    ),
+    Mutant(
+        "scales stored as exponents are read as integers",
+        "archon/checkpoint/quantized.py",
+        "data = data.view(torch.float8_e8m0fnu)",
+        "data = data.to(torch.float32)",
+        (f"{QUANTIZED}::test_fp8_is_what_transformers_makes_of_it",),
+    ),
+    Mutant(
+        "the high half of a byte comes first",
+        "archon/checkpoint/quantized.py",
+        "[_E2M1[byte & 15], _E2M1[byte >> 4]]",
+        "[_E2M1[byte >> 4], _E2M1[byte & 15]]",
+        (f"{QUANTIZED}::test_mxfp4_is_what_transformers_makes_of_it",),
+    ),
+    Mutant(
+        "a missing scale is no error",
+        "archon/checkpoint/quantized.py",
+        "if base in expected and (base != key or (suffixes and entry.dtype == torch.float8_e4m3fn)):",
+        "if base in expected and base != key:",
+        (f"{QUANTIZED}::test_a_defect_of_fp8_is_named",),
+    ),
+)
