@@ -16,6 +16,17 @@ import numpy as np
 import pytest
 import torch
 
+from archon.engine import warm_processes
+
+# Once per worker, for all the processes that its tests start.
+warm_processes.PRELOADED += [
+    "archon.check.contracts",
+    "archon.cli.app",
+    "archon.cli.check_model",
+    "archon.rl.trainer",
+    "transformers.generation",
+    "transformers.models.auto.modeling_auto",
+]
 NEEDS_GPU = "gpu: no CUDA device"
 NEEDS_DATA = "data: no folder ../shared/data, and ARCHON_DATA is not set"
 NEEDS_REAL = "real: the packages of the extra `real` are not installed"

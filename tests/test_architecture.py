@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 import archon
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.warm_processes import warm_context
 from archon.models import get_model_spec
 from archon.rl import RLConfig, RLTrainer
 from archon.rl.bootstrap import write_blank
@@ -133,7 +133,7 @@ def prompt_to_a_sample(folder: Path) -> Calls:
 
 def layout_to_modules(folder: Path) -> Calls:
     """In a process of its own, where it becomes one of four ranks that do not exist."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, warm_context()) as pool:
         return pool.submit(initialize_on_a_fake_rank, folder).result()
 
 

@@ -18,10 +18,11 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
+
+from archon.engine.warm_processes import adopt_environment, warm_context
 
 START_SECONDS = 120.0
 CASE_SECONDS = 240.0
@@ -60,14 +61,14 @@ class Pool:
         return [value for _, (_, value) in sorted(results.items())]
 
     def _start(self) -> None:
-        context = get_context("spawn")
+        context = warm_context()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, port, theirs, self._trace(rank)), daemon=True
+                target=_serve, args=(rank, self.size, port, theirs, self._trace(rank), dict(os.environ)), daemon=True
             )
             process.start()
             theirs.close()
@@ -122,7 +123,8 @@ class Pool:
         self.close()
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Connection, trace: str, environment: dict[str, str]) -> None:
+    adopt_environment(environment)
     handle = open(trace, "w")  # noqa: SIM115 - for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

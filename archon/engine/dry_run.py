@@ -11,11 +11,11 @@ It runs `ArchonEngine.train_batch` itself. The values that a step *reads* are re
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from archon.engine.batch import PackedBatch, pack
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.warm_processes import adopt_environment, warm_context
 from archon.models.layers.moe import Router
 from archon.parallel.collectives import CollectiveRecorder, Sum, Traffic, collective_group, collective_kind, group_names
 from archon.parallel.fsdp import local_tensor
@@ -70,7 +71,7 @@ def dry_run(config: EngineConfig, rank: int, tokens: int, micro_batches: int = 1
     if config.optimizer is None:
         raise ConfigError("a dry run takes a training step, and optimizer is null; leave it out")
     # torch caches meshes for the life of a process, and this one may have a process group already.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, warm_context(), adopt_environment, (dict(os.environ),)) as process:
         return process.submit(_dry_run, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
 
 

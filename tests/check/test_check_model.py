@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,8 @@ from archon.check.decoding import NEW_TOKENS, check_decoding, prompts
 from archon.check.family import LINE_BUDGETS, load_families
 from archon.check.random_configs import draw_fields
 from archon.models.spec import FAMILIES
+from tests.warm import run_archon
 
-ROOT = Path(__file__).resolve().parents[2]
 # Llama's decoder with norms after each part as well, and scaled residuals, in a config of its own.
 INVENTED = '''\
 """An invented family: Llama's decoder with a norm before and after each part."""
@@ -141,16 +139,6 @@ MISTAKES = [
 
 def check_model(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_archon("check-model", *arguments)
-
-
-def run_archon(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "archon", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from archon.check.contracts import CONTRACTS
 from archon.check.oracle import checkpoint_tensors, hf_model, own_config, random_config
 from archon.cli.new_model import command
 from archon.schema.errors import ConfigError
-from tests.check.test_check_model import check_model, run_archon
+from tests.check.test_check_model import check_model
+from tests.warm import run_archon
 
 NEW_TYPE = "my_llama"
 

@@ -1,24 +1,21 @@
 """Processes that train or export and are killed, and what must hold afterwards.
 
-The processes are forked from a server that has imported PyTorch once; they die by a real SIGKILL.
+The processes are forked from a server that has imported the engine once; they die by a real SIGKILL.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import archon
@@ -26,14 +23,11 @@ from archon.checkpoint.atomic import KILL_AT
 from archon.checkpoint.native import load_latest, load_state, model_fingerprint, save_state
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.engine.warm_processes import warm_context
 from archon.schema.config import EngineConfig, OptimizerConfig, SchedulerConfig
 from tests.checkpoint.tiny_checkpoints import hf_state
 from tests.engine.tiny import sft_batch, write_config
 
-CONTEXT = multiprocessing.get_context("forkserver")
-# The last two are what sharding imports, and most of the time a rank takes to start.
-CONTEXT.set_forkserver_preload([__name__, "torch.distributed.fsdp", "torch.distributed.tensor"])
-ROOT = str(Path(__file__).resolve().parents[2])
 STEPS = 8
 # 2 + 3 * 11 parameters (see `tests.engine.tiny.CONFIG`), two moments and a step each, and PyTorch's generator.
 TENSORS_IN_A_SAVE = 35 * 4 + 1
@@ -43,11 +37,7 @@ AFTER_PUBLISHING = ("export.published", "export.end")
 
 
 def start(work: Callable[..., None], *args: Any, kill_at: str | None = None) -> BaseProcess:
-    # Before Python 3.12.4 the server does not inherit sys.path, and skips what it cannot import without a word.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", ROOT)
-        forkserver.ensure_running()
-    process = CONTEXT.Process(target=_run, args=(work, args, kill_at), daemon=True)
+    process = warm_context().Process(target=_run, args=(work, args, kill_at), daemon=True)
     process.start()
     return process
 

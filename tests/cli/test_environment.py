@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import run_code
+
 
 def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`code` in a process of its own with further environment variables."""
@@ -53,6 +55,6 @@ def test_processes_that_cannot_join(variables: dict[str, str], reason: str):
         "    join_process_group(2, 'cpu', timeout_s=1.0)\n"
     )
     surroundings = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = python(code, **surroundings | variables)
+    done = run_code(code, environment=os.environ | surroundings | variables)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"archon: {reason}" in done.stderr

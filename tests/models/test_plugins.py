@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from archon.models.spec import FAMILIES
+from tests.warm import run_code
 
 BUILT_IN = [
     model_type
@@ -39,25 +37,11 @@ def family(name: str, *types: str) -> str:
     return FAMILY.format(name=name, types=types)
 
 
-def run(site: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """`code` in a process that finds the packages of `site`."""
-    path = os.pathsep.join([str(site), *sys.path])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def list_then_ask(site: Path, folder: Path, model_type: str) -> tuple[list[str], list[str], str]:
     """What `archon models` lists and warns of, and what `archon inspect` of such a checkpoint then says, in one
     process."""
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    done = run(
-        site,
+    done = run_code(
         "import sys\n"
         "from archon.cli import main\n"
         "try:\n"
@@ -66,6 +50,7 @@ def list_then_ask(site: Path, folder: Path, model_type: str) -> tuple[list[str],
         "    assert not left.code, left.code\n"
         "sys.stderr.write('---\\n')\n"
         f"main(['inspect', {str(folder)!r}])\n",
+        path=[site],
     )
     warned, _, complaint = done.stderr.partition("---\n")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
@@ -126,7 +111,7 @@ def test_two_plugins_that_claim_one_model_type_are_both_named_and_neither_serves
 def test_a_family_may_be_registered_and_be_an_entry_point(site: Path) -> None:
     source = family("own", "own") + "from archon.models import register_model_spec\nregister_model_spec(SPEC)\n"
     install(site, "ownfamily", source)
-    done = run(site, "from archon.models import get_model_spec; print(get_model_spec('own').name)")
+    done = run_code("from archon.models import get_model_spec; print(get_model_spec('own').name)", path=[site])
     assert (done.returncode, done.stdout, done.stderr) == (0, "own\n", "")
 
 
@@ -147,5 +132,5 @@ def test_an_interrupted_look_at_the_plugins_is_begun_anew(site: Path) -> None:
         "except KeyboardInterrupt:\n"
         "    print(is_supported_model('slow'), is_supported_model('good'), is_supported_model('qwen3'))\n"
     )
-    done = run(site, code)
+    done = run_code(code, path=[site])
     assert (done.returncode, done.stdout) == (0, "True True True\n"), done.stderr

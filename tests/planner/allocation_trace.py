@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from archon.engine.dry_run import RankReport, dry_run_config, fake_step, rank_report
 from archon.engine.engine import ArchonEngine
+from archon.engine.warm_processes import warm_context
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.torch_dispatch import TorchDispatchMode, tree_leaves, wait_tensor
 from archon.schema.config import EngineConfig
@@ -136,10 +136,8 @@ def trace_allocations(config: EngineConfig, rank: int, tokens: int, micro_batche
 
     Runs in a process of its own, in seconds, on fake tensors without memory. Shared prefixes are off.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # importing torch takes longer than most steps
     config = config.model_copy(update={"share_prefixes": False})
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, warm_context()) as pool:
         return pool.submit(_trace, dry_run_config(config, tokens), rank, tokens, micro_batches).result()
 
 
