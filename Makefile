@@ -6,7 +6,6 @@ export PYTHON TORCH_INDEX
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
-MATRIX_RECORD := benchmarks/records/matrix.jsonl
 
 .PHONY: help setup demo test test-slow test-real test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
@@ -54,9 +53,7 @@ test-kill: setup
 	ARCHON_KILLS=20 ARCHON_KILL_RECORD=$(abspath $(KILL_RECORD)) $(PYTEST) -k kill
 
 test-matrix: setup
-	rm -f $(MATRIX_RECORD)
-	ARCHON_MATRIX_RECORD=$(abspath $(MATRIX_RECORD)) $(PYTEST) tests/distributed/test_matrix.py
-	.venv/bin/python -m tests.distributed.table
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.distributed.record
 
 test-rl-layouts: setup
 	.venv/bin/python -m benchmarks.rl_layouts --record benchmarks/records/rl_layouts.jsonl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from archon.check.layouts import MAX_TOKENS, VOCAB, SequenceLoss, padded_batch
+from archon.check.layouts import LENGTHS, MAX_TOKENS, VOCAB, SequenceLoss, padded_batch
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, loss_token_count
@@ -198,6 +199,11 @@ MODELS["latent"] = DENSE | {
 }
 # Values wider than queries, which have no latent.
 MODELS["tied_latent"] = MODELS["latent"] | {"q_lora_rank": None, "v_head_dim": 18, "tie_word_embeddings": True}
+MODELS |= {
+    f"tied_{name}": MODELS[name] | {"tie_word_embeddings": True}
+    for name in ("shared", "glm4_moe", "minimax_m2", "qwen2_moe", "partly_rotated")
+}
+MODELS["untied_mixtral"] = MODELS["mixtral"] | {"tie_word_embeddings": False}
 STEPS = 3
 
 
@@ -217,6 +223,12 @@ class Case:
         options = "-".join(f"{key}={value}" for key, value in self.config.items())
         parts = [self.model, "critic" if self.critic else "", self.layout, self.dtype, options]
         return "-".join(part for part in parts if part)
+
+    @property
+    def definition(self) -> str:
+        """A hash of the model's config and of all else that the case computes."""
+        computed = (MODELS[self.model], self.layout, self.dtype, self.critic, self.config, LENGTHS, MAX_TOKENS, STEPS)
+        return hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class ValueLoss:

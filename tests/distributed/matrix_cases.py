@@ -365,5 +365,27 @@ DELTA: tuple[Case, ...] = (
     _case("(attn:d1t2|ffn:d1t2)", "qwen3_next"),
 )
 
-BLOCKS += DELTA
+# The layouts of the families with experts that the rows above do not have.
+EXPERTS: tuple[Case, ...] = (
+    _case("t2", "glm4_moe", "shared experts behind partly rotated heads"),
+    _case("d2", "glm4_moe", gradient_reduction="per_microbatch"),
+    _case("c2", "tied_glm4_moe", context_parallel="allgather", **BALANCED),
+    _case("d2", "minimax_m2"),
+    _case("c2", "tied_minimax_m2", "norms over all heads under CP", context_parallel="ulysses"),
+    _case("(attn:d1t2|ffn:d1t2)", "tied_minimax_m2"),
+    _pipeline("p2", "1f1b", "minimax_m2", "router statistics counted once", **BALANCED),
+    _case("t2", "mixtral", activation_checkpoint=FULL),
+    _case("d2", "untied_mixtral"),
+    _case("(attn:d1t2|ffn:d1t2)", "untied_mixtral"),
+    _pipeline("p2", "1f1b", "mixtral"),
+    _case("d2", "tied_qwen2_moe"),
+    _case("c2", "qwen2_moe", context_parallel="allgather"),
+    _case("(attn:d1t2|ffn:d1t2)", "qwen2_moe", "gate of the shared experts under ETP"),
+    _pipeline("p2", "1f1b", "tied_qwen2_moe"),
+    _case("d2e2", "shared"),
+    _pipeline("p2", "1f1b", "tied_shared", activation_checkpoint=FULL),
+    _pipeline("p2", "1f1b", "tied_partly_rotated", activation_checkpoint=FULL),
+)
+
+BLOCKS += DELTA + EXPERTS
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -1,7 +1,7 @@
 """Writes the tables of parallel/README.md: the cases of the gradient matrix with what a run of it found, and the
 mistakes it catches.
 
-make test-matrix                       # run the matrix, write the record and the tables
+make test-matrix                       # run the matrix, write the record and the tables (record.py)
 python -m tests.distributed.table      # the tables from the record that is there
 """
 
@@ -85,9 +85,10 @@ def with_tables(text: str, record: Mapping[str, Mapping[str, Any]]) -> str:
     return text
 
 
-def main() -> None:
+def write_page() -> None:
+    """Write the tables of parallel/README.md from the record."""
     README.write_text(with_tables(README.read_text(encoding="utf-8"), read_record()), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write_page()

@@ -1,16 +1,13 @@
-"""What a case's ranks found, held against the tolerances, and its line in the record that the table is made from."""
+"""What a case's ranks found, held against the tolerances."""
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from archon.check.rank_pool import Pool
@@ -18,9 +15,6 @@ from archon.parallel.layout import parse_layout
 from tests.distributed.cases import Case
 from tests.distributed.matrix import run_case
 from tests.tolerances import REORDER_FP32, REORDER_FP64, STEPS_FP64
-
-RECORD = "ARCHON_MATRIX_RECORD"
-"""The environment variable that names the file each case appends its line to; unset, nothing is written."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +62,3 @@ def _tolerance(case: Case, name: str) -> float:
     if name.startswith("weight."):
         return STEPS_FP64 if case.dtype == "float64" else float("inf")
     return REORDER_FP64 if case.dtype == "float64" else REORDER_FP32
-
-
-def record(case: Case, verdict: Verdict) -> None:
-    """Append the case's line to the record, if one is being made."""
-    path = os.environ.get(RECORD)
-    if not path:
-        return
-    line = {
-        "case": case.name,
-        "layout": case.layout,
-        "model": case.model + (" critic" if case.critic else ""),
-        "dtype": case.dtype,
-        "options": case.config,
-        "traps": list(case.traps),
-        "gradient": verdict.worst("grad."),
-        "norm": verdict.worst("norm"),
-        "loss": verdict.worst("loss"),
-        "weights": verdict.worst("weight.") if case.dtype == "float64" else None,
-        "seconds": round(verdict.seconds, 2),
-        "torch": torch.__version__,
-    }
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
