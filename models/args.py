@@ -19,6 +19,8 @@ from archon.schema.errors import ConfigError
 
 # Frequencies are computed for every pair of features, when a model is built; real heads have up to 512 features.
 MAX_ROTARY_DIM = 2**16
+# Factors and their inverses are numbers of float32 and bfloat16.
+MIN_FACTOR = 1e-30
 
 
 @dataclass
@@ -135,9 +137,9 @@ class BaseModelArgs:
             raise ConfigError(f"head_dim or rotary_dim is {self.rotary_dim}; expected at most {MAX_ROTARY_DIM}")
         get_activation(self.hidden_act)  # raises for an unknown name, as the next line does
         candidates(self.attn_type)
-        for name in ("logits_divisor", "logits_soft_cap"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}; expected a number above 0")
+        for name in ("logits_divisor", "logits_soft_cap", "attention_scale", "attention_soft_cap"):
+            if (value := getattr(self, name)) is not None and not MIN_FACTOR <= value <= 1 / MIN_FACTOR:
+                raise ConfigError(f"{name} is {value}; expected {MIN_FACTOR:g} to {1 / MIN_FACTOR:g}")
         for name in ("layer_windows", "layer_ropes"):
             if len(getattr(self, name)) != self.n_layers:
                 raise ConfigError(

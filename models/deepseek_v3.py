@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.further_layers import FurtherLayersAdapter
 from archon.models.hf_config import Field
 from archon.models.latent_args import DEEPSEEK_V3_FIELDS, LATENT_HF_MAP, LatentModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass
@@ -27,13 +27,12 @@ class DeepseekV3Model(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = DeepseekV3ModelArgs
 
 
-class DeepseekV3StateDictAdapter(BaseStateDictAdapter):
+class DeepseekV3StateDictAdapter(FurtherLayersAdapter):
     """Maps the names of latent attention, of the router's bias and of shared experts; the layers that predict further
     tokens are carried."""
 
     model_class = DeepseekV3Model
     from_hf_map = LATENT_HF_MAP
-    carried = ("model.layers.{n_layers}.*",)
 
 
 parallelize_deepseek_v3 = make_parallelize_fn(MOE_TP_PLAN)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
-from archon.models.hf_config import NO_WINDOWS, Field, WindowPolicy, dense_fields
+from archon.models.further_layers import FurtherLayersAdapter
+from archon.models.hf_config import MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, dense_fields
 from archon.models.hf_rope import RopePolicy
 from archon.models.moe_args import GroupRoutedArgs, group_routed_fields
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
+from archon.models.state_dict import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Glm4MoEModelArgs(GroupRoutedArgs):
             "head_dim": Field("head_dim", int, 0),
             "attention_bias": Field("attention_bias", bool, False),
             "use_qk_norm": Field("qk_norm", bool, False),
-            "num_nextn_predict_layers": Field("", int, 1, minimum=0),
+            "num_nextn_predict_layers": Field("", int, 1, minimum=0, maximum=MAX_LAYERS),
         }
     )
 
@@ -48,14 +49,13 @@ class Glm4MoEModel(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = Glm4MoEModelArgs
 
 
-class Glm4MoEStateDictAdapter(BaseStateDictAdapter):
+class Glm4MoEStateDictAdapter(FurtherLayersAdapter):
     """The common names of dense decoders, norms of queries and keys, and those of DeepSeek-V3's experts.
 
-    The layer after the last one predicts further tokens; it is carried through.
+    Layers after the last one predict further tokens; they are carried.
     """
 
     model_class = Glm4MoEModel
-    carried: ClassVar[tuple[str, ...]] = ("model.layers.{n_layers}.*",)
     from_hf_map = DENSE_HF_MAP | QK_NORM_HF_MAP | GROUP_ROUTED_HF_MAP
 
 

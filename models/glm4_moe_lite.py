@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.further_layers import FurtherLayersAdapter
 from archon.models.hf_checks import check_kind, reject_field
 from archon.models.hf_config import Field, as_dict, dense_fields
 from archon.models.latent_args import LATENT_FIELDS, LATENT_HF_MAP, LatentModelArgs
 from archon.models.moe_args import group_routed_fields
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass
@@ -70,13 +70,12 @@ class Glm4MoELiteModel(BaseArchonModel):
     args_class: ClassVar[type[BaseModelArgs]] = Glm4MoELiteModelArgs
 
 
-class Glm4MoELiteStateDictAdapter(BaseStateDictAdapter):
-    """Maps the names of latent attention, of the router's bias and of shared experts; the layer that predicts a further
-    token is carried."""
+class Glm4MoELiteStateDictAdapter(FurtherLayersAdapter):
+    """Maps the names of latent attention, of the router's bias and of shared experts; the layers that predict further
+    tokens are carried."""
 
     model_class = Glm4MoELiteModel
     from_hf_map = LATENT_HF_MAP
-    carried = ("model.layers.{n_layers}.*",)
 
 
 parallelize_glm4_moe_lite = make_parallelize_fn(MOE_TP_PLAN)

@@ -30,7 +30,8 @@ class Field:
         default: the default of the family's config class in transformers; REQUIRED for a field without one.
         null: what null stands for, which need not be the default; REQUIRED for a field that null is rejected for.
         minimum: the smallest integer accepted; floats must not be negative.
-        maximum: the largest integer accepted; PyTorch counts the bytes of a tensor in 64 bits.
+        maximum: the largest integer accepted; PyTorch counts the bytes of a tensor in 64 bits. Floats are at most
+            `MAX_FLOAT`.
     """
 
     native: str
@@ -40,6 +41,9 @@ class Field:
     minimum: int = 1
     maximum: int = 2**40
 
+
+# float32 and bfloat16 end at 3.4e38; what lies beyond would become infinite, or an error of PyTorch, in the forward.
+MAX_FLOAT = 1e30
 
 # No real model has more layers, and lists with one entry per layer would fill the memory.
 MAX_LAYERS = 10_000
@@ -192,6 +196,8 @@ def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
         reject_field(name, value, f"expected at most {field.maximum}")
     if field.kind is float and value < 0:
         reject_field(name, value, "expected no negative number")
+    if field.kind is float and value > MAX_FLOAT:
+        reject_field(name, value, f"expected at most {MAX_FLOAT:g}, which the dtypes of the computation can represent")
     return value
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from archon.models.hf_checks import reject_field
-from archon.models.hf_config import NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields
+from archon.models.hf_config import MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields
 from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.norm import NormSpec
 from archon.models.moe_args import GroupRoutedArgs, group_routed_fields
@@ -26,8 +26,8 @@ LATENT_FIELDS: dict[str, Field] = {
     "v_head_dim": Field("value_dim", int, 128),
     "rope_interleave": Field("rope_interleaved", bool, True, null=False),
     # Layers that predict further tokens are carried in checkpoints and not computed.
-    "num_nextn_predict_layers": Field("", int, 1, minimum=0),
-    "num_mtp_layers": Field("", int, 1, minimum=0),
+    "num_nextn_predict_layers": Field("", int, 1, minimum=0, maximum=MAX_LAYERS),
+    "num_mtp_layers": Field("", int, 1, minimum=0, maximum=MAX_LAYERS),
     # Of the training of the published models.
     "aux_loss_alpha": Field("", float, 0.0),
     "seq_aux": Field("", bool, True),

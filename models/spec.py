@@ -199,8 +199,10 @@ def get_model_spec(model_type: str) -> ModelSpec:
     """Returns the spec of a Hugging Face `model_type`.
 
     Raises UnknownModelError, which lists the supported ones, the reason for a model type in `UNSUPPORTED`, and the
-    plugins that could not be loaded.
+    plugins that could not be loaded; also for what is no string.
     """
+    if not isinstance(model_type, str):
+        raise UnknownModelError(f"model_type is {model_type!r}; expected a string, such as 'qwen3'")
     specs = _REGISTRY.specs()
     if model_type not in specs:
         reason = ""
@@ -216,7 +218,7 @@ def get_model_spec(model_type: str) -> ModelSpec:
 
 def is_supported_model(model_type: str) -> bool:
     """Returns whether a registered family supports this `model_type`."""
-    return model_type in _REGISTRY.specs()
+    return isinstance(model_type, str) and model_type in _REGISTRY.specs()
 
 
 def get_supported_model_types() -> frozenset[str]:

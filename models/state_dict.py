@@ -167,7 +167,7 @@ class BaseStateDictAdapter:
 
     model_class: ClassVar[type[BaseArchonModel]]
     from_hf_map: ClassVar[HFMap] = DENSE_HF_MAP
-    carried: ClassVar[tuple[str, ...]] = ()
+    carried: tuple[str, ...] = ()
 
     def __init__(
         self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False
@@ -221,7 +221,7 @@ class BaseStateDictAdapter:
     def in_memory(self) -> BaseStateDictAdapter:
         """The same adapter with the names that transformers' models have in memory; see `memory_names`."""
         adapter = copy.copy(self)
-        kept = ("args", "quantization", "hf_assets_path", "init_score")
+        kept = {"args", "quantization", "hf_assets_path", "init_score", "carried"} & self.__dict__.keys()
         adapter.__dict__ = {name: self.__dict__[name] for name in kept}
         adapter.__dict__["from_hf_map"] = memory_names(self.from_hf_map)
         return adapter

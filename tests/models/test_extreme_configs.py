@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from archon.check.oracle import pack
 from archon.check.random_configs import draw_fields
 from archon.models import get_model_spec, get_supported_model_types
 from archon.models.quantization import Quantization
@@ -114,6 +115,28 @@ def test_one_senseless_value_is_built_or_told(model_type: str) -> None:
                 text = ""
             assert len(text) < 3000 and "\n" not in text, (name, value)
             assert time.process_time() - started < 5, (name, value)
+
+
+@pytest.mark.parametrize("model_type", sorted(get_supported_model_types()))
+def test_a_senseless_number_is_told_before_the_forward(model_type: str) -> None:
+    """What the reader accepts is computed: no error of PyTorch, and no number that is not finite."""
+    spec = get_model_spec(model_type)
+    sound = {"model_type": model_type, **draw_fields(1, model_type)}
+    inner = sound.get("text_config")
+    fields = [name for name, field in spec.model_args_class.hf_fields.items() if field.kind is float and field.native]
+    assert fields
+    for name in sorted({*fields} - {"initializer_range"}):
+        for value in (0.0, 1e-320, 1e30, 1e38, 1e308):
+            config = sound | ({name: value} if inner is None else {"text_config": inner | {name: value}})
+            try:
+                args = spec.model_args_class.from_hf_config(config)
+            except ConfigError:
+                continue
+            model = spec.model_class(args)
+            model.init_weights()
+            tokens, positions, cu_seqlens, longest = pack([5, 9], args.vocab_size, 1)
+            with torch.no_grad():
+                assert model(tokens, positions, cu_seqlens, longest).isfinite().all(), (name, value)
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)

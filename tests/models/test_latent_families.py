@@ -86,6 +86,24 @@ def test_layers_that_predict_further_tokens_are_carried(family: str) -> None:
         adapter.hf_to_native(f"model.layers.{layers - 1}.eh_proj.weight")
 
 
+@pytest.mark.parametrize("field", ["num_nextn_predict_layers", "num_mtp_layers"])
+@pytest.mark.parametrize("family", [*LATENT, "glm4_moe"])
+def test_as_many_further_layers_are_carried_as_the_config_says(family: str, field: str) -> None:
+    config = config_of(family, 1)
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        config.pop(name, None)
+    layers, spec = config["num_hidden_layers"], get_model_spec(family)
+    for given, carried in (({}, 1), ({field: 0}, 1), ({field: 1}, 1), ({field: 3}, 3)):
+        adapter = spec.state_dict_adapter_class(config | given)
+        for number in range(4):
+            key = f"model.layers.{layers + number}.eh_proj.weight"
+            assert adapter.is_carried(key) == adapter.in_memory.is_carried(key) == (number < carried)
+        with pytest.raises(CheckpointError, match="unknown key"):
+            adapter.hf_to_native(f"model.layers.{layers + carried}.enorm.weight")
+    with pytest.raises(ConfigError, match=field if family != "glm4_moe" else "num_nextn_predict_layers"):
+        spec.state_dict_adapter_class(config | {field: 10**7})
+
+
 def test_the_published_deepseek_v3_has_a_bias_in_each_router_and_caches_latents() -> None:
     config = json.loads((CONFIGS / "DeepSeek-V3" / "config.json").read_text())
     adapter = get_model_spec("deepseek_v3").state_dict_adapter_class(config)

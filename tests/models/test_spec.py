@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +64,13 @@ def test_an_unknown_model_names_what_is_available() -> None:
     assert isinstance(error.value, KeyError)
     assert isinstance(error.value, ValueError)
     assert isinstance(error.value, UserError)
+
+
+@pytest.mark.parametrize("value", [[], {}, None, 3, ["qwen3"]], ids=str)
+def test_what_is_no_string_is_one_clear_error(value: Any) -> None:
+    with pytest.raises(UnknownModelError, match=rf"model_type is {re.escape(repr(value))}; expected a string"):
+        get_model_spec(value)
+    assert not is_supported_model(value)
 
 
 @pytest.mark.usefixtures("registry")
