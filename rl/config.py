@@ -20,8 +20,7 @@ from archon.schema.config import (
     MetricsConfig,
     StrictModel,
     derived_critic,
-    derived_engine,
-    require_exportable,
+    derived_reference,
 )
 from archon.training.config import BootstrapFile, CheckpointConfig
 
@@ -151,7 +150,7 @@ class RLConfig(StrictModel):
             aggregation = algorithm.aggregation.model_copy(update=length)
             algorithm = algorithm.model_copy(update={"aggregation": aggregation})
         if self.ref is not None:
-            ref = derived_engine(self.actor, self.ref | {"optimizer": None}, "ref")
+            ref = derived_reference(self.actor, self.ref, "ref")
         if self.critic is not None:
             critic = derived_critic(self.actor, self.critic, "critic")
         needed = ref if algorithm.kl.coef > 0 else None
@@ -195,6 +194,5 @@ class RLConfig(StrictModel):
                 "several processes; rollouts run ahead on one process only, set rollout.max_staleness=0"
             )
         check_recomputable(self.gconfig, self.gconfig.temperature)
-        require_exportable(self.actor, "actor")
         self.resolve()
         return self

@@ -13,6 +13,7 @@ from torch import Tensor
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import encode_prompt
 from archon.data.registry import load_rows
+from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
@@ -202,6 +203,7 @@ class RLTrainer(BaseTrainer):
     ) -> Iterator[RLTrainer]:
         """Opens everything a run needs, from rows to generator, and resumes it if configured."""
         config, rollout = self.config, self.config.rollout
+        require_exportable(config.actor, "actor")
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
         wrapper = AsyncRewardWrapper(config.reward, rollout.reward_timeout, rollout.reward_workers)
         with asyncio.Runner() as loop, wrapper as reward:

@@ -6,16 +6,17 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from archon.checkpoint.hf_io import materialize
-from archon.checkpoint.hf_reader import load_hf_weights
+from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
 from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
-from archon.models.spec import ModelSpec
+from archon.models.layers.moe import expert_biases
+from archon.models.spec import ModelSpec, get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.pipeline import StagedModel, prune
@@ -120,6 +121,29 @@ def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) 
             f"router_aux_loss_coef = {config.router_aux_loss_coef:g} needs routers that choose by a softmax, and those "
             f"of family {spec.name} choose by a sigmoid, whose scores do not sum to 1; set it to 0, and "
             "router_bias_update_rate to balance experts by a bias"
+        )
+
+
+def require_exportable(config: EngineConfig, name: str) -> None:
+    """Raise ConfigError for a model whose export, at the end of a run, would lack balancing biases.
+
+    A family whose checkpoints store a bias for each router exports those that `router_bias_update_rate` has moved.
+
+    Args:
+        name: the section of the run's configuration that holds `config`.
+    """
+    if not config.router_bias_update_rate:
+        return
+    hf_config = read_hf_config(config.path)
+    spec = get_model_spec(hf_config["model_type"])
+    adapter = spec.state_dict_adapter_class(hf_config, str(config.path), is_critic=config.is_critic)
+    with torch.device("meta"):
+        moved = expert_biases(spec.model_class(replace(adapter.args, balance_by_bias=True)))
+    if moved.keys() - adapter.buffer_shapes.keys():
+        raise ConfigError(
+            f"{name}.router_bias_update_rate = {config.router_bias_update_rate:g} moves balancing biases, which the "
+            f"export of a {spec.name} at the end of the run cannot hold; set it to 0, and {name}.router_aux_loss_coef "
+            "to balance experts by a loss"
         )
 
 

@@ -235,8 +235,8 @@ class EngineConfig(StrictModel):
     router_bias_update_rate: float = Field(
         0.0,
         ge=0,
-        description="change of a router's balancing bias after each step; 0 disables it. A Hugging Face export cannot "
-        "hold such biases and is refused",
+        description="change of a router's balancing bias after each step; 0 disables it. In families whose checkpoints "
+        "do not store such biases, a Hugging Face export cannot hold them and is refused",
     )
     attn_type: str = Field("auto", description="attention backend: auto, sdpa, varlen, flash or another registered one")
     share_prefixes: bool = Field(
@@ -296,17 +296,12 @@ def derived_critic(model: EngineConfig, changes: Mapping[str, Any], source: str)
     return derived_engine(model, {"init_score": True, **changes, "is_critic": True}, source)
 
 
+def derived_reference(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
+    """Returns `derived_engine` without an optimizer and without what moves weights or biases after a step."""
+    return derived_engine(model, {**changes, "optimizer": None, "router_bias_update_rate": 0.0}, source)
+
+
 def require_folder(file: Path) -> None:
     """Raise ConfigError, before any work, where the folder of an output file does not exist."""
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"{file.parent} is not a folder, and {file.name} is to be written there; make it first")
-
-
-def require_exportable(model: EngineConfig, name: str) -> None:
-    """Raise ValueError for a model that the export at the end of the run would refuse."""
-    if model.router_bias_update_rate:
-        raise ValueError(
-            f"{name}.router_bias_update_rate = {model.router_bias_update_rate:g} moves balancing biases, which the "
-            f"Hugging Face export at the end of the run cannot hold; set it to 0, and {name}.router_aux_loss_coef to "
-            "balance experts by a loss"
-        )

@@ -15,8 +15,7 @@ from archon.schema.config import (
     SchedulerConfig,
     StrictModel,
     derived_critic,
-    derived_engine,
-    require_exportable,
+    derived_reference,
 )
 
 
@@ -68,11 +67,6 @@ class SFTConfig(StrictModel):
         """Returns the models as the run uses them."""
         return ResolvedSFT(model=self.model)
 
-    @model_validator(mode="after")
-    def _check_exportable(self) -> SFTConfig:
-        require_exportable(self.model, "model")
-        return self
-
 
 class PreferenceConfig(SFTConfig):
     """Training of one model on pairs of answers."""
@@ -90,9 +84,7 @@ class PreferenceConfig(SFTConfig):
         if self.loss == "reward":
             given = {} if self.model.init_score is None else {"init_score": self.model.init_score}
             return ResolvedSFT(model=derived_critic(self.model, given, "model"))
-        return ResolvedSFT(
-            model=self.model, ref=derived_engine(self.model, (self.ref or {}) | {"optimizer": None}, "ref")
-        )
+        return ResolvedSFT(model=self.model, ref=derived_reference(self.model, self.ref or {}, "ref"))
 
     @model_validator(mode="after")
     def _check_models(self) -> PreferenceConfig:

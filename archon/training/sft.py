@@ -13,6 +13,7 @@ from torch import Tensor
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import RowDataset, RowLoader
 from archon.data.registry import DatasetKind, load_rows
+from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.layout import parse_layout
@@ -80,6 +81,7 @@ class SFTTrainer(BaseTrainer):
     def open(self) -> None:
         """Load tokenizer, rows and model, and with `resume` the newest checkpoint."""
         config = self.config
+        require_exportable(config.model, "model")
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
         rows = load_rows(config.train_data, self.kind, tokenizer)
         self.held_out = load_rows(config.eval_data, self.kind, tokenizer) if config.eval_data else None

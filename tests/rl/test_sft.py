@@ -52,12 +52,6 @@ def records(config: SFTConfig) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(clocked)} for row in rows]
 
 
-def test_an_export_that_cannot_hold_the_biases_is_refused_before_the_run(sft_config: MakeConfig) -> None:
-    model = sft_config().model.model_dump() | {"router_bias_update_rate": 0.01}
-    with pytest.raises(ConfigError, match=r"model\.router_bias_update_rate = 0\.01 moves balancing biases, which"):
-        sft_config(model=model)
-
-
 def test_a_row_that_no_micro_batch_can_hold_is_refused_before_the_first_step(sft_config: MakeConfig) -> None:
     config = sft_config()
     config.model.max_tokens_per_mb = 4

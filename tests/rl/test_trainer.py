@@ -115,12 +115,6 @@ def test_an_export_that_cannot_be_verified_is_refused_before_the_run(rl_config: 
         rl_config(actor=actor, verify_export=True)
 
 
-def test_an_export_that_cannot_hold_the_biases_is_refused_before_the_run(rl_config: MakeConfig) -> None:
-    actor = rl_config().actor.model_dump() | {"router_bias_update_rate": 0.01}
-    with pytest.raises(ConfigError, match=r"actor\.router_bias_update_rate = 0\.01 moves balancing biases, which"):
-        rl_config(actor=actor)
-
-
 def test_gold_answers_score_one_before_step_0_or_the_run_stops(rl_config: MakeConfig) -> None:
     config = rl_config(reward="tests.rl.rewards_for_tests.half")
     with pytest.raises(RewardError, match=r"gold answer .* scores 0.5 instead of 1.0"):
