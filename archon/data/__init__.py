@@ -12,7 +12,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "encoding": ("encode_prompt",),
         "loader": ("RowLoader",),
-        "mapping": ("RowDataset", "rl_dataset", "sft_dataset"),
+        "image_datasets": (
+            "get_clevr_count_70k_rl_dataset",
+            "get_clevr_count_70k_sft_dataset",
+            "get_geometry3k_rl_dataset",
+            "get_geometry3k_sft_dataset",
+        ),
+        "mapping": ("rl_dataset", "sft_dataset"),
         "named_datasets": (
             "get_arithmetic_rl_dataset",
             "get_arithmetic_sft_dataset",
@@ -22,7 +28,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "get_torl_data_sft_dataset",
         ),
         "pairs": ("get_hh_rlhf_dpo_dataset", "get_hh_rlhf_rw_dataset", "pair_dataset"),
-        "registry": ("VALID_DATASETS", "get_custom_dataset"),
+        "registry": ("VALID_DATASETS", "get_custom_dataset", "register_dataset"),
+        "rows": ("RowDataset",),
         "sources": ("data_folder", "read_rows"),
     },
 )

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from archon.data.encoding import Message, encode_prompt, encode_sft, plain_prompt, sft_text
+from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow
 from archon.schema.errors import DatasetError
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class RowDataset(Sequence[dict[str, Any]]):
-    """Rows in memory, in the source's order.
-
-    Attributes:
-        name: Of the dataset, for messages.
-        rows: The rows.
-        n_filtered: Number of rows that were dropped because they were longer than `max_length` tokens.
-    """
-
-    name: str
-    rows: list[dict[str, Any]]
-    n_filtered: int = 0
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        return self.rows[index]
+ENCODED = ("input_ids", "loss_mask")
 
 
 def rl_dataset(
@@ -95,6 +72,8 @@ def sft_dataset(
 ) -> RowDataset:
     """Returns SFT rows `{"input_ids", "loss_mask"}`, by the chat template if the tokenizer has one, else as plain text.
 
+    Rows that have these two columns already are taken as they are, see `encoded_rows`.
+
     A column `tools` may hold the functions of a conversation, in OpenAI's format, for the chat template.
 
     Args:
@@ -103,16 +82,40 @@ def sft_dataset(
         system_prompt: As in `rl_dataset`; so are `instruction` and `plain_end`.
         max_length: Drop examples of more tokens.
     """
-    examples = []
-    for row in source:
-        messages = conversation(row, prompt_key, system_prompt, instruction)
-        if response_key is not None:
-            messages.append(assistant_message(row, response_key))
-        examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))
-    rows = encode_sft(tokenizer, examples)
+    if all(column in source[0].data for column in ENCODED):
+        rows = encoded_rows(source)
+    else:
+        examples = []
+        for row in source:
+            messages = conversation(row, prompt_key, system_prompt, instruction)
+            if response_key is not None:
+                messages.append(assistant_message(row, response_key))
+            examples.append(sft_text(tokenizer, messages, row.where, plain_end, tools=row.data.get("tools")))
+        rows = encode_sft(tokenizer, examples)
     if max_length is None:
         return RowDataset(name, rows)
     return drop_long_rows(name, rows, [len(row["input_ids"]) for row in rows], max_length)
+
+
+def encoded_rows(source: Sequence[SourceRow]) -> list[dict[str, list[int]]]:
+    """Returns the columns `input_ids` and `loss_mask` of rows that a loader has encoded, as lists of int.
+
+    Raises DatasetError, naming the row, where one is missing, they differ in length, a mask holds anything but 0 and 1,
+    or no token is trained.
+    """
+    rows = []
+    for row in source:
+        ids, mask = ([int(value) for value in require_column(row, column)] for column in ENCODED)
+        if len(ids) != len(mask):
+            raise DatasetError(
+                f"{row.where}: {len(ids)} input_ids and {len(mask)} values of loss_mask; expected as many"
+            )
+        if not {*mask} <= {0, 1} or 1 not in mask:
+            raise DatasetError(
+                f"{row.where}: loss_mask must be 1 on trained tokens, of which there is one or more, else 0"
+            )
+        rows.append({"input_ids": ids, "loss_mask": mask})
+    return rows
 
 
 def drop_long_rows(name: str, rows: Sequence[dict[str, Any]], lengths: Sequence[int], max_length: int) -> RowDataset:

@@ -1,7 +1,8 @@
 """The named datasets of prompts with answers: arithmetic, gsm8k and torl_data.
 
-In all of them `options` are those of `rl_dataset` and `sft_dataset`: system_prompt, instruction, tokenizer, max_length.
-`path` is the folder of a dataset's files; by default that of `data_folder`.
+Those of files take `(path, split, tokenizer, max_length)` by position. `path` is the folder of a dataset's files, a
+file, or a name on the hub; by default the folder of `data_folder`. `options` are those of `rl_dataset` and
+`sft_dataset`: system_prompt, instruction.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from archon.data.mapping import RowDataset, require_column, rl_dataset, sft_dataset
+from archon.data.mapping import require_column, rl_dataset, sft_dataset
+from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, data_folder, read_rows
-from archon.schema.errors import DatasetError
+from archon.schema.errors import DatasetError, TokenizerError
 
 N_HELD_OUT = 1000
 _RANGE = 100
@@ -64,8 +66,10 @@ def _sums(split: str, seed: int) -> list[SourceRow]:
 
 
 def get_gsm8k_rl_dataset(
-    split: str = "train",
     path: str | Path | None = None,
+    split: str = "train",
+    tokenizer: Any = None,
+    max_length: int | None = None,
     *,
     instruction: str | None = GSM8K_INSTRUCTION,
     **options: Any,
@@ -73,38 +77,66 @@ def get_gsm8k_rl_dataset(
     """Returns RL rows of grade-school math word problems (Cobbe et al. 2021, arXiv:2110.14168).
 
     `answer` is the dataset's worked solution, which ends in `#### <number>`. Splits are "train" (7,473 rows) and "test"
-    (1,319), from `train.jsonl` and `test.jsonl`.
+    (1,319), from `train.jsonl` and `test.jsonl`. `max_length` needs a tokenizer.
     """
-    source = read_rows(data_folder("gsm8k", path), split)
-    return rl_dataset(source, f"gsm8k[{split}]", **_GSM8K_KEYS, instruction=instruction, **options)
+    options |= {"tokenizer": tokenizer, "max_length": max_length, "instruction": instruction}
+    return rl_dataset(named_rows("gsm8k", path, split, subset="main"), f"gsm8k[{split}]", **_GSM8K_KEYS, **options)
 
 
 def get_gsm8k_sft_dataset(
-    split: str = "train", path: str | Path | None = None, *, tokenizer: Any, **options: Any
+    path: str | Path | None = None,
+    split: str = "train",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    **options: Any,
 ) -> RowDataset:
     """Returns SFT rows: the question, then the worked solution, which is trained."""
-    source = read_rows(data_folder("gsm8k", path), split)
-    return sft_dataset(source, f"gsm8k[{split}]", tokenizer=tokenizer, **_GSM8K_KEYS, **options)
+    options |= {"tokenizer": required_tokenizer(tokenizer, "gsm8k"), "max_length": max_length}
+    return sft_dataset(named_rows("gsm8k", path, split, subset="main"), f"gsm8k[{split}]", **_GSM8K_KEYS, **options)
 
 
-def get_torl_data_rl_dataset(split: str = "train", path: str | Path | None = None, **options: Any) -> RowDataset:
+def get_torl_data_rl_dataset(
+    path: str | Path | None = None,
+    split: str = "train",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    **options: Any,
+) -> RowDataset:
     r"""Returns RL rows of ToRL's math problems (Li et al. 2025, arXiv:2503.23383).
 
     `answer` is `\boxed{…}` around the dataset's `reward_model.ground_truth`, for math_verify. Splits are "train" and
     "test", from `train.parquet` and `test.parquet`.
     """
+    options |= {"tokenizer": tokenizer, "max_length": max_length}
     return rl_dataset(_torl_rows(split, path), f"torl_data[{split}]", **_TORL_KEYS, **options)
 
 
 def get_torl_data_sft_dataset(
-    split: str = "train", path: str | Path | None = None, *, tokenizer: Any, **options: Any
+    path: str | Path | None = None,
+    split: str = "train",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    **options: Any,
 ) -> RowDataset:
     r"""Returns SFT rows: the problem, then `\boxed{…}` around the gold answer (there are no worked solutions)."""
-    return sft_dataset(_torl_rows(split, path), f"torl_data[{split}]", tokenizer=tokenizer, **_TORL_KEYS, **options)
+    options |= {"tokenizer": required_tokenizer(tokenizer, "torl_data"), "max_length": max_length}
+    return sft_dataset(_torl_rows(split, path), f"torl_data[{split}]", **_TORL_KEYS, **options)
+
+
+def named_rows(name: str, path: str | Path | None, split: str, subset: str | None = None) -> list[SourceRow]:
+    """Returns the rows of a named dataset's files: by default those of `data_folder`; `subset` is for the hub."""
+    return read_rows(data_folder(name) if path is None else path, split, subset)
+
+
+def required_tokenizer(tokenizer: Any, name: str) -> Any:
+    """Returns the tokenizer. Raises TokenizerError, naming the dataset, where it is None."""
+    if tokenizer is None:
+        raise TokenizerError(f"no tokenizer was given; SFT rows of {name} are token ids: pass a tokenizer")
+    return tokenizer
 
 
 def _torl_rows(split: str, path: str | Path | None) -> list[SourceRow]:
-    source = read_rows(data_folder("torl_data", path), split)
+    source = named_rows("torl_data", path, split)
     return [SourceRow(row.where, row.data | {"answer": _boxed_answer(row)}) for row in source]
 
 

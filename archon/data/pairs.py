@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from archon.data.encoding import Message, encode_sft, sft_text
-from archon.data.mapping import RowDataset, assistant_message, conversation, drop_long_rows, require_column
+from archon.data.mapping import assistant_message, conversation, drop_long_rows, require_column
+from archon.data.named_datasets import required_tokenizer
+from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError
 
@@ -91,13 +93,19 @@ def parse_transcript(row: SourceRow, key: str) -> list[Message]:
 
 
 def get_hh_rlhf_rw_dataset(
-    split: str = "train", path: str | Path = "Anthropic/hh-rlhf", *, tokenizer: Any, **options: Any
+    path: str | Path | None = None,
+    split: str = "train",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    **options: Any,
 ) -> RowDataset:
-    """Returns preference pairs of HH-RLHF (Bai et al. 2022, arXiv:2204.05862), from the hub or a folder.
+    """Returns preference pairs of HH-RLHF (Bai et al. 2022, arXiv:2204.05862), from a folder or, by default, the hub.
 
-    `options` are those of `pair_dataset`: system_prompt, instruction, max_length.
+    `options` are those of `pair_dataset`: system_prompt, instruction.
     """
-    return pair_dataset(read_rows(path, split), f"hh_rlhf[{split}]", tokenizer=tokenizer, prompt_key=None, **options)
+    source = read_rows(path or "Anthropic/hh-rlhf", split)
+    options |= {"tokenizer": required_tokenizer(tokenizer, "hh_rlhf"), "max_length": max_length}
+    return pair_dataset(source, f"hh_rlhf[{split}]", prompt_key=None, **options)
 
 
 get_hh_rlhf_dpo_dataset = get_hh_rlhf_rw_dataset

@@ -1,32 +1,77 @@
-"""Datasets by name, or any source by the names of its columns."""
+"""Datasets by name, or any source by the names of its columns.
+
+A dataset of your own gets a name by `register_dataset`; another package gives it by an entry point in the group
+`archon.datasets`, whose value is a dictionary of loaders by kind of row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-from archon.data import named_datasets, pairs
+from archon.data import image_datasets, named_datasets, pairs
 from archon.data.config import DatasetConfig
-from archon.data.mapping import RowDataset, rl_dataset, sft_dataset
+from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
+from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, read_rows
 from archon.schema.errors import DatasetError, TokenizerError
+from archon.schema.registry import NamedObjects
 
 DatasetKind = Literal["rl", "sft", "dpo", "rw"]
+Loader: TypeAlias = Callable[..., Iterable[Mapping[str, Any]]]
 
+_HH_RLHF: dict[str, Loader] = {"dpo": pairs.get_hh_rlhf_dpo_dataset, "rw": pairs.get_hh_rlhf_rw_dataset}
 # By the name of a dataset: the function that returns its rows of each kind.
-_NAMED: dict[str, dict[str, Callable[..., RowDataset]]] = {
+_BUILT_IN: dict[str, dict[str, Loader]] = {
     "arithmetic": {
         "rl": named_datasets.get_arithmetic_rl_dataset,
         "sft": named_datasets.get_arithmetic_sft_dataset,
     },
+    "clevr_count_70k": {
+        "rl": image_datasets.get_clevr_count_70k_rl_dataset,
+        "sft": image_datasets.get_clevr_count_70k_sft_dataset,
+    },
+    "geometry3k": {
+        "rl": image_datasets.get_geometry3k_rl_dataset,
+        "sft": image_datasets.get_geometry3k_sft_dataset,
+    },
     "gsm8k": {"rl": named_datasets.get_gsm8k_rl_dataset, "sft": named_datasets.get_gsm8k_sft_dataset},
-    "hh_rlhf": {"dpo": pairs.get_hh_rlhf_dpo_dataset, "rw": pairs.get_hh_rlhf_rw_dataset},
+    "hh-rlhf": _HH_RLHF,
+    "hh_rlhf": _HH_RLHF,
     "torl_data": {"rl": named_datasets.get_torl_data_rl_dataset, "sft": named_datasets.get_torl_data_sft_dataset},
 }
-_READ_FROM_FILES = ("gsm8k", "hh_rlhf", "torl_data")
-VALID_DATASETS = tuple(_NAMED)
+_NAMED: NamedObjects[dict[str, Loader]] = NamedObjects("dataset", "archon.datasets", _BUILT_IN)
+VALID_DATASETS = _NAMED.names
+
+
+def register_dataset(name: str, kind: DatasetKind) -> Callable[[Loader], Loader]:
+    """Registers the decorated function as the loader of a dataset's rows of one kind; `path: NAME` then reads it.
+
+    It is called with those of `path`, `split`, `tokenizer` and `max_length` that it names, by keyword. `path` is the
+    configuration's `data_dir`, or else the dataset's name. It returns rows as dictionaries: a list, `RowDataset`, or
+    Hugging Face dataset. SFT rows hold `input_ids` and `loss_mask`.
+
+    Raises DatasetError where the dataset has another loader for this kind.
+    """
+    if kind not in get_args(DatasetKind):
+        raise DatasetError(f"kind is {kind!r}; expected one of {', '.join(get_args(DatasetKind))}")
+
+    def add(loader: Loader) -> Loader:
+        loaders = _NAMED.find(name)
+        if loaders is None:
+            loaders = _NAMED.register(name)({})
+        known = loaders.get(kind, loader)
+        if (known.__module__, known.__qualname__) != (loader.__module__, loader.__qualname__):
+            raise DatasetError(
+                f"dataset {name!r} has a loader of {kind} rows already: {known.__module__}.{known.__qualname__}"
+            )
+        loaders[kind] = loader
+        return loader
+
+    return add
 
 
 def load_rows(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> RowDataset:
@@ -81,25 +126,22 @@ def get_custom_dataset(
         raise TokenizerError(f"no tokenizer was given; {kind.upper()} rows of {path} are token ids: pass a tokenizer")
     if raw and kind != "rl":
         raise DatasetError(f"raw is true, but the rows are of kind {kind!r}; expected 'rl': leave raw out")
-    if data_dir is not None and str(path) not in _READ_FROM_FILES:
+    named = _NAMED.find(str(path))
+    if data_dir is not None and (named is None or str(path) == "arithmetic"):
         raise DatasetError(
-            f"data_dir is {str(data_dir)!r}, but the dataset is {path}; expected {', '.join(_READ_FROM_FILES)}: leave "
-            "data_dir out"
+            f"data_dir is {str(data_dir)!r}, but the dataset is {path}; expected one that is read from files, of "
+            f"{', '.join(name for name in VALID_DATASETS if name != 'arithmetic')}: leave data_dir out"
         )
-    if subset is not None and (str(path) in _NAMED or Path(path).expanduser().exists()):
+    if subset is not None and (named is not None or Path(path).expanduser().exists()):
         raise DatasetError(f"subset is {subset!r}, but {path} is not a Hugging Face dataset; leave subset out")
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
     if instruction is not None:
         shared["instruction"] = instruction
-    if str(path) in _NAMED:
-        if kind not in _NAMED[str(path)]:
-            raise DatasetError(f"{path} has no rows of kind {kind!r}; expected {' or '.join(_NAMED[str(path)])}")
-        if str(path) == "arithmetic":
-            shared["seed"] = seed
+    if named is not None:
         if data_dir is not None:
             shared["path"] = data_dir
-        named = _NAMED[str(path)][kind](split, **shared)
-        return replace(named, rows=[{**row, "raw_task": row} for row in named]) if raw else named
+        loaded = _load_named(str(path), kind, named, {"split": split, "seed": seed, **shared})
+        return replace(loaded, rows=[{**row, "raw_task": row} for row in loaded]) if raw else loaded
     source, name = read_rows(path, split, subset), f"{path}[{split}]"
     if raw:
         source = [SourceRow(row.where, {**row.data, "raw_task": row.data}) for row in source]
@@ -112,3 +154,35 @@ def get_custom_dataset(
     if response_key is None:
         raise DatasetError(f"response_key is null; RL rows of {path} need the column of the gold answer: name it")
     return rl_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
+
+
+def _load_named(name: str, kind: DatasetKind, loaders: Mapping[str, Loader], options: dict[str, Any]) -> RowDataset:
+    """Returns the rows of a named dataset. A user's loader is called with those options that it names."""
+    if kind not in loaders:
+        raise DatasetError(f"{name} has no rows of kind {kind!r}; expected {' or '.join(loaders)}")
+    if name != "arithmetic":
+        del options["seed"]
+    if name in _BUILT_IN:
+        rows = loaders[kind](**options)
+        assert isinstance(rows, RowDataset)
+        return rows
+    title = f"{name}[{options['split']}]"
+    returned = loaders[kind](**_accepted(name, loaders[kind], {"path": name, **options}))
+    source = [SourceRow(f"{title} row {number}", dict(row)) for number, row in enumerate(returned)]
+    if not source:
+        raise DatasetError(f"the loader of dataset {title} returned no row; expected at least one")
+    return RowDataset(title, encoded_rows(source) if kind == "sft" else [row.data for row in source])
+
+
+def _accepted(name: str, loader: Loader, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that a loader names. Raises DatasetError for one that is set and that it does not name."""
+    accepted = inspect.signature(loader).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
+        return options
+    for option in ("system_prompt", "instruction", "max_length"):
+        if options.get(option) is not None and option not in accepted:
+            raise DatasetError(
+                f"{option} is {options[option]!r}, but the loader of dataset {name!r} ({loader.__qualname__}) has no "
+                f"such argument; add it there, or leave {option} out"
+            )
+    return {option: value for option, value in options.items() if option in accepted}

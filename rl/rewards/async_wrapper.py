@@ -15,7 +15,7 @@ from typing import Any, Self
 from archon.rl.rewards import worker
 from archon.rl.rewards.lookup import get_reward_fn
 from archon.rl.rewards.pool import Outcome, RewardCall, WorkerPool
-from archon.rl.rewards.result import Reward, RewardRaised, RewardTimeout, as_reward
+from archon.rl.rewards.result import Reward, RewardFailure, RewardRaised, RewardTimeout, as_reward
 from archon.schema.errors import RewardError
 
 ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
@@ -39,6 +39,7 @@ class AsyncRewardWrapper:
             `get_reward_fn`; a function of other arguments where the wrapper is called with these.
         timeout_seconds: limit of the execution of one call.
         max_workers: limit of concurrent processes; by default the number of CPUs, at most 8. They start on demand.
+        max_retries: how often a call that fails is made again, each time with the whole time limit.
 
     Raises:
         RewardError: the function cannot be sent to another process, or is wrapped already with other limits.
@@ -48,10 +49,14 @@ class AsyncRewardWrapper:
         return reward_fn if isinstance(reward_fn, cls) else super().__new__(cls)
 
     def __init__(
-        self, reward_fn: Callable[..., Any] | str, timeout_seconds: float = _SECONDS, max_workers: int | None = None
+        self,
+        reward_fn: Callable[..., Any] | str,
+        timeout_seconds: float = _SECONDS,
+        max_workers: int | None = None,
+        max_retries: int = 0,
     ) -> None:
         if isinstance(reward_fn, type(self)):  # `reward_fn is self`, from __new__
-            self._require_own_limits(timeout_seconds, max_workers)
+            self._require_own_limits(timeout_seconds, max_workers, max_retries)
             return
         if worker.in_worker:
             raise RewardError(
@@ -62,9 +67,12 @@ class AsyncRewardWrapper:
             raise RewardError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
         if max_workers is not None and max_workers < 1:
             raise RewardError(f"max_workers must be at least 1, got {max_workers!r}")
+        if max_retries < 0:
+            raise RewardError(f"max_retries must be at least 0, got {max_retries!r}")
         function = get_reward_fn(reward_fn) if isinstance(reward_fn, str) else reward_fn
         self.name, is_async = _name_and_is_async(function)
         self.timeout_seconds = float(timeout_seconds)
+        self.max_retries = max_retries
         self._max_workers = max_workers or min(8, os.cpu_count() or 1)
         self._signature = _signature_of(function)
         parameters = self._signature.parameters if self._signature else {}
@@ -96,12 +104,24 @@ class AsyncRewardWrapper:
                 data.pop(name, None)
         if len(arguments) <= 2:
             data = dict.fromkeys(self._ids) | data
+        for _ in range(self.max_retries):
+            try:
+                return await self._run(arguments, data)
+            except RewardFailure:
+                continue
+        return await self._run(arguments, data)
+
+    async def _run(self, arguments: tuple[Any, ...], data: dict[str, Any]) -> Reward:
         if self._pool is None:
             return await self._run_here(arguments, data)
         return await self._run_in_pool(self._pool, arguments, data)
 
-    def _require_own_limits(self, timeout_seconds: float, max_workers: int | None) -> None:
-        if timeout_seconds not in (_SECONDS, self.timeout_seconds) or max_workers not in (None, self._max_workers):
+    def _require_own_limits(self, timeout_seconds: float, max_workers: int | None, max_retries: int) -> None:
+        if (
+            timeout_seconds not in (_SECONDS, self.timeout_seconds)
+            or max_workers not in (None, self._max_workers)
+            or max_retries not in (0, self.max_retries)
+        ):
             raise RewardError(
                 f"the reward {self.name} is wrapped already, with timeout_seconds {self.timeout_seconds:g}; set its "
                 "limits there (of a run: rollout.reward_timeout and reward_workers), not here"

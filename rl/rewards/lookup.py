@@ -1,14 +1,18 @@
-"""Looks up reward functions by name or by dotted path."""
+"""Looks up reward functions by name or by dotted path.
+
+A function of your own gets a name by `register_reward`; another package gives it by an entry point in the group
+`archon.rewards`.
+"""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from archon.schema.errors import RewardError
+from archon.schema.registry import NamedObjects
 
 _BUILT_IN = {
     "clevr_count_70k": "archon.rl.rewards.datasets.clevr_count_70k_reward",
@@ -19,32 +23,54 @@ _BUILT_IN = {
 }
 _NEED_MATH_VERIFY = ("geometry3k", "math_verify")
 
-VALID_REWARD_FN = tuple(sorted(_BUILT_IN))
+_SUFFIXES = ("_reward_fn", "_reward")  # a reward is found with and without them
+_NAMED: NamedObjects[str | Callable[..., Any]] = NamedObjects("reward", "archon.rewards", _BUILT_IN)
+
+VALID_REWARD_FN = _NAMED.names
+register_reward = _NAMED.register
+"""Registers the decorated function under a name: `@register_reward("close_enough")`."""
 
 
 def get_reward_fn(name: str) -> Callable[..., Any]:
     """Returns the reward function called `name`: one of `VALID_REWARD_FN`, or a dotted path.
 
+    A name may end in `_reward_fn` or `_reward`: `gsm8k_reward_fn` is `gsm8k`.
+
     Raises:
         RewardError: no such name, module or function, or a built-in one whose package is not installed.
     """
-    if name in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
+    short = _short_name(name)
+    if short in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
         raise RewardError(
             f"the reward {name} needs the package math-verify, which is not installed; "
             "install archon's extra `rl`: pip install 'archon-engine[rl]'"
         )
-    module_name, _, attribute = _BUILT_IN.get(name, name).rpartition(".")
-    if not module_name or name.startswith("."):
-        near = difflib.get_close_matches(name, VALID_REWARD_FN, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise RewardError(
-            f"unknown reward {name!r}{hint}; expected one of {', '.join(VALID_REWARD_FN)}, "
-            "or a dotted path such as 'my_package.rewards.score'"
-        )
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(f"cannot load the reward {name!r}: {error}") from error
+    found = name if "." in name else _NAMED.find(short) or name
+    function: Any = _imported(name, found) if isinstance(found, str) else found
     if not callable(function):
         raise RewardError(f"the reward {name!r} is a {type(function).__name__}, not a function")
     return function
+
+
+def _short_name(name: str) -> str:
+    """Returns the registered name that `name` stands for; itself where there is none."""
+    if "." in name or _NAMED.find(name) is not None:
+        return name
+    for suffix in _SUFFIXES:
+        if name.endswith(suffix) and _NAMED.find(name.removesuffix(suffix)) is not None:
+            return name.removesuffix(suffix)
+    return name
+
+
+def _imported(name: str, path: str) -> Any:
+    """Returns the object at a dotted path; `name` is what the user gave."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name or path.startswith("."):
+        raise RewardError(
+            f"unknown reward {name!r}{_NAMED.nearest(name)}; expected one of {', '.join(VALID_REWARD_FN)}, "
+            "or a dotted path such as 'my_package.rewards.score'"
+        )
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise RewardError(f"cannot load the reward {name!r}: {error}") from error

@@ -55,8 +55,8 @@ def test_an_unknown_split_is_refused() -> None:
 
 @pytest.mark.data
 def test_gsm8k_has_all_its_rows(data_dir: Path) -> None:
-    train = get_gsm8k_rl_dataset("train", data_dir / "gsm8k")
-    assert (len(train), len(get_gsm8k_rl_dataset("test", data_dir / "gsm8k"))) == (7473, 1319)
+    train = get_gsm8k_rl_dataset(data_dir / "gsm8k", "train")
+    assert (len(train), len(get_gsm8k_rl_dataset(data_dir / "gsm8k", "test"))) == (7473, 1319)
     assert set(train[0]) == {"messages", "prompt", "answer"}
     assert train[0]["messages"][0]["content"].endswith(r"put your final answer within \boxed{}.")
     assert all("\n#### " in row["answer"] for row in train)
@@ -65,8 +65,8 @@ def test_gsm8k_has_all_its_rows(data_dir: Path) -> None:
 @pytest.mark.data
 def test_gsm8k_sft_trains_every_solution_as_it_stands(data_dir: Path) -> None:
     tokenizer = toy_tokenizer(CHATML)
-    rows = get_gsm8k_sft_dataset("test", data_dir / "gsm8k", tokenizer=tokenizer)
-    gold = get_gsm8k_rl_dataset("test", data_dir / "gsm8k")
+    rows = get_gsm8k_sft_dataset(data_dir / "gsm8k", "test", tokenizer=tokenizer)
+    gold = get_gsm8k_rl_dataset(data_dir / "gsm8k", "test")
     for row, rl_row in zip(rows, gold, strict=True):
         trained = [token for token, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
         assert tokenizer.decode(trained) == rl_row["answer"] + "<|im_end|>"

@@ -86,7 +86,7 @@ def test_a_named_set_says_which_kinds_it_has(tokenizer: Any) -> None:
 def test_torl_data_gives_gold_answers_that_math_verify_takes(tmp_path: Path, tokenizer: Any) -> None:
     talk = [{"role": "user", "content": "half of 7?"}]
     folder = write(tmp_path, {"prompt": talk, "reward_model": {"ground_truth": "7/2", "style": "rule"}})
-    row = get_torl_data_rl_dataset("train", folder)[0]
+    row = get_torl_data_rl_dataset(folder, "train")[0]
     assert row["messages"] == talk
     score = get_reward_fn("math_verify")
     assert score(None, r"\boxed{3.5}", None, None, answer=row["answer"]) == 1.0
@@ -96,4 +96,4 @@ def test_torl_data_gives_gold_answers_that_math_verify_takes(tmp_path: Path, tok
     assert tokenizer.decode(answer, skip_special_tokens=True).strip() == r"\boxed{7/2}"
     write(tmp_path, {"prompt": talk, "reward_model": {"style": "rule"}})
     with pytest.raises(DatasetError, match=r"train\.jsonl:1: 'reward_model' must hold 'ground_truth'"):
-        get_torl_data_rl_dataset("train", folder)
+        get_torl_data_rl_dataset(folder, "train")

@@ -30,6 +30,15 @@ def obey(prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **
     return float(completions)
 
 
+def fail_until(prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, log: str, right: int) -> float:
+    """Fails until it is called for the time number `right`; every call leaves a line in `log`."""
+    with Path(log).open("a") as calls:
+        calls.write("called\n")
+    if len(Path(log).read_text().splitlines()) < right:
+        raise ValueError("not yet")
+    return 1.0
+
+
 def _hang(data: dict[str, Any]) -> None:
     time.sleep(3600)
 

@@ -426,3 +426,15 @@ def _ends_soon(pid: int) -> bool:
 
 def _with_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+
+
+def test_a_call_that_fails_is_made_again_as_often_as_asked(tmp_path: Path) -> None:
+    with AsyncRewardWrapper(faulty.fail_until, max_workers=1, max_retries=2) as reward:
+        log = tmp_path / "third"
+        assert asyncio.run(reward("p", "c", [], [], log=str(log), right=3)) == 1.0
+        log = tmp_path / "fourth"
+        with pytest.raises(RewardRaised, match="not yet"):
+            asyncio.run(reward("p", "c", [], [], log=str(log), right=4))
+        assert len(log.read_text().splitlines()) == 3
+    with pytest.raises(RewardError, match="max_retries must be at least 0, got -1"):
+        AsyncRewardWrapper(faulty.fail_until, max_retries=-1)

@@ -137,7 +137,7 @@ def test_math_verify_scores_outside_the_main_thread() -> None:
 @pytest.mark.data
 @pytest.mark.parametrize("name", ["gsm8k", "math_verify"])
 async def test_all_1319_gold_answers_of_gsm8k_score_one(name: str, data_dir: Path) -> None:
-    rows = get_gsm8k_rl_dataset("test", data_dir / "gsm8k")
+    rows = get_gsm8k_rl_dataset(data_dir / "gsm8k", "test")
     with AsyncRewardWrapper(name) as reward:
         assert await averify_gold(reward, rows, None) == 1319
     for row in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import importlib.util
 import math
@@ -11,14 +12,38 @@ import sys
 import pytest
 import torch
 
-from archon.rl.rewards import VALID_REWARD_FN, Reward, RewardInvalid, as_reward, get_reward_fn
-from archon.schema.errors import RewardError
+from archon.rl.rewards import (
+    VALID_REWARD_FN,
+    AsyncRewardWrapper,
+    Reward,
+    RewardInvalid,
+    as_reward,
+    get_reward_fn,
+    lookup,
+    register_reward,
+)
+from archon.schema.errors import ConfigError, RewardError
 from tests.rl.rewards import faulty
 
 
 def test_every_valid_name_gives_a_function() -> None:
-    assert VALID_REWARD_FN == ("clevr_count_70k", "exact_match", "geometry3k", "gsm8k", "math_verify")
+    assert list(VALID_REWARD_FN) == ["clevr_count_70k", "exact_match", "geometry3k", "gsm8k", "math_verify"]
     assert all(callable(get_reward_fn(name)) for name in VALID_REWARD_FN)
+
+
+def test_a_name_may_have_the_suffix_of_a_function() -> None:
+    for name in VALID_REWARD_FN:
+        assert get_reward_fn(f"{name}_reward_fn") is get_reward_fn(f"{name}_reward") is get_reward_fn(name)
+
+
+def test_a_registered_reward_is_found_by_its_name_and_runs_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup._NAMED, "_objects", dict(lookup._NAMED._objects))
+    assert register_reward("obedient")(faulty.obey) is faulty.obey
+    assert "obedient" in VALID_REWARD_FN and get_reward_fn("obedient_reward_fn") is faulty.obey
+    with AsyncRewardWrapper("obedient", max_workers=1) as wrapper:
+        assert asyncio.run(wrapper("p", "0.5", [], [])) == 0.5
+    with pytest.raises(ConfigError, match="the reward 'gsm8k' is registered already"):
+        register_reward("gsm8k")(faulty.obey)
 
 
 def test_a_dotted_string_gives_the_users_own_function() -> None:

@@ -1,0 +1,113 @@
+"""The text of datasets with images: geometry3k and clevr_count_70k.
+
+Each takes `(path, split, tokenizer, max_length)` as the other named datasets do, and a multimodal `processor` in the
+tokenizer's place. Rows are the text alone, and a warning says how many had images.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from archon.data.mapping import require_column, rl_dataset, sft_dataset
+from archon.data.named_datasets import GSM8K_INSTRUCTION, named_rows, required_tokenizer
+from archon.data.rows import RowDataset
+from archon.data.sources import SourceRow
+from archon.schema.errors import DatasetError
+
+logger = logging.getLogger(__name__)
+
+CLEVR_INSTRUCTION = "Put the number alone in brackets, as in [7]."
+_KEYS: dict[str, Any] = {"prompt_key": "problem", "response_key": "answer"}
+_IMAGE = "<image>"  # where an image stands in the text
+
+
+def get_geometry3k_rl_dataset(
+    path: str | Path | None = None,
+    split: str = "train",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    *,
+    processor: Any = None,
+    instruction: str | None = GSM8K_INSTRUCTION,
+    **options: Any,
+) -> RowDataset:
+    """Returns RL rows of the text of geometry problems (Lu et al. 2021, arXiv:2105.04165); images are left out.
+
+    Columns are those of `hiyouga/geometry3k`: problem, answer, images. A `processor` gives its tokenizer.
+    """
+    options |= {"tokenizer": _tokenizer_of(processor, tokenizer), "max_length": max_length, "instruction": instruction}
+    source = _text_of("geometry3k", path, split)
+    return rl_dataset(source, f"geometry3k[{split}]", **_KEYS, **options)
+
+
+def get_geometry3k_sft_dataset(
+    path: str | Path | None = None,
+    split: str = "train",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    *,
+    processor: Any = None,
+    **options: Any,
+) -> RowDataset:
+    """Returns SFT rows: the text of the problem, then the answer, which is trained; images are left out."""
+    tokenizer = required_tokenizer(_tokenizer_of(processor, tokenizer), "geometry3k")
+    options |= {"tokenizer": tokenizer, "max_length": max_length}
+    return sft_dataset(_text_of("geometry3k", path, split), f"geometry3k[{split}]", **_KEYS, **options)
+
+
+def get_clevr_count_70k_rl_dataset(
+    path: str | Path | None = None,
+    split: str = "train",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    *,
+    processor: Any = None,
+    instruction: str | None = CLEVR_INSTRUCTION,
+    **options: Any,
+) -> RowDataset:
+    """Returns RL rows of the text of counting questions on CLEVR's scenes (Johnson et al. 2017, arXiv:1612.06890).
+
+    Columns are those of `BUAADreamer/clevr_count_70k`: problem, answer, images, which are left out.
+    """
+    options |= {"tokenizer": _tokenizer_of(processor, tokenizer), "max_length": max_length, "instruction": instruction}
+    source = _text_of("clevr_count_70k", path, split)
+    return rl_dataset(source, f"clevr_count_70k[{split}]", **_KEYS, **options)
+
+
+def get_clevr_count_70k_sft_dataset(
+    path: str | Path | None = None,
+    split: str = "train",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    *,
+    processor: Any = None,
+    **options: Any,
+) -> RowDataset:
+    """Returns SFT rows: the text of the question, then the answer, which is trained; images are left out."""
+    tokenizer = required_tokenizer(_tokenizer_of(processor, tokenizer), "clevr_count_70k")
+    options |= {"tokenizer": tokenizer, "max_length": max_length}
+    return sft_dataset(_text_of("clevr_count_70k", path, split), f"clevr_count_70k[{split}]", **_KEYS, **options)
+
+
+def _tokenizer_of(processor: Any, tokenizer: Any) -> Any:
+    """Returns the tokenizer, or that of a multimodal processor in its place."""
+    given = tokenizer if processor is None else processor
+    return getattr(given, "tokenizer", given)
+
+
+def _text_of(name: str, path: str | Path | None, split: str) -> list[SourceRow]:
+    """Returns the rows of a dataset with images without these, and without their places in the text."""
+    source = named_rows(name, path, split)
+    if n_images := sum(bool(row.data.get("images")) for row in source):
+        logger.warning("%s[%s]: the images of %d rows are left out; archon trains on text", name, split, n_images)
+    return [SourceRow(row.where, _without_images(row)) for row in source]
+
+
+def _without_images(row: SourceRow) -> dict[str, Any]:
+    text = require_column(row, "problem")
+    if not isinstance(text, str):
+        raise DatasetError(f"{row.where}: 'problem' is a {type(text).__name__}; expected a string")
+    kept = {key: value for key, value in row.data.items() if key not in ("images", "image")}
+    return kept | {"problem": text.replace(_IMAGE, "").strip()}

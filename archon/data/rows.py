@@ -1,0 +1,128 @@
+"""`RowDataset`: rows in memory, with the methods of Hugging Face datasets that loaders are written with."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+from archon.schema.errors import DatasetError
+
+Row = dict[str, Any]
+
+# Options of Hugging Face's `map` and `filter` that change how fast they run, or what they print, and not the rows.
+_TUNING = frozenset({"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "writer_batch_size"})
+
+
+@dataclass(frozen=True)
+class RowDataset(Sequence[Row]):
+    """Rows in memory, in the source's order.
+
+    `map`, `filter`, `select`, `shuffle`, `remove_columns` and `rename_column` return a new dataset, as those of Hugging
+    Face datasets do; options that only change their speed (`num_proc`, …) are accepted and have no effect.
+
+    Attributes:
+        name: Of the dataset, for messages.
+        rows: The rows.
+        n_filtered: Number of rows that were dropped because they were longer than `max_length` tokens.
+    """
+
+    name: str
+    rows: list[Row]
+    n_filtered: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    @overload
+    def __getitem__(self, index: str) -> list[Any]: ...
+    def __getitem__(self, index: int | slice | str) -> Row | list[Row] | list[Any]:
+        """Returns a row by its number, a list of rows by a slice, or a column by its name."""
+        if isinstance(index, str):
+            self._require_columns([index])
+            return [row.get(index) for row in self.rows]
+        return self.rows[index]
+
+    @property
+    def column_names(self) -> list[str]:
+        """The names of all columns, in the order in which rows first have them."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def map(
+        self,
+        function: Callable[..., Row | None],
+        *,
+        with_indices: bool = False,
+        remove_columns: str | Iterable[str] = (),
+        **tuning: Any,
+    ) -> RowDataset:
+        """Returns the dataset with what `function` returns for each row (with its number) added to it.
+
+        The function gets a copy of the row. A function that returns None, or the row unchanged, changes nothing;
+        `remove_columns` names columns to leave out, unless the function returns them in a new dictionary.
+        """
+        self._require_tuning("map", tuning)
+        removed = self._require_columns(remove_columns)
+        rows = []
+        for number, row in enumerate(self.rows):
+            given = copy.deepcopy(row)
+            added = function(given, number) if with_indices else function(given)
+            if added is None:
+                added = {}
+            elif not isinstance(added, dict):
+                raise DatasetError(
+                    f"{self.name}: the function of map returned a {type(added).__name__} for row {number}, expected a "
+                    "dictionary of columns, or None"
+                )
+            dropped = removed if added is given else removed - added.keys()
+            rows.append({name: value for name, value in {**row, **added}.items() if name not in dropped})
+        return replace(self, rows=rows)
+
+    def filter(self, function: Callable[..., bool], *, with_indices: bool = False, **tuning: Any) -> RowDataset:
+        """Returns the rows for which `function` of the row (and of its number) is true."""
+        self._require_tuning("filter", tuning)
+        kept = [
+            row for number, row in enumerate(self.rows) if (function(row, number) if with_indices else function(row))
+        ]
+        return replace(self, rows=kept)
+
+    def select(self, indices: Iterable[int]) -> RowDataset:
+        """Returns the rows with these numbers, in their order."""
+        return replace(self, rows=[self.rows[index] for index in indices])
+
+    def shuffle(self, seed: int = 0) -> RowDataset:
+        """Returns the rows in an order that the seed determines (another one than Hugging Face's for this seed)."""
+        rows = list(self.rows)
+        random.Random(seed).shuffle(rows)
+        return replace(self, rows=rows)
+
+    def remove_columns(self, names: str | Iterable[str]) -> RowDataset:
+        """Returns the dataset without these columns."""
+        removed = self._require_columns(names)
+        return replace(self, rows=[{k: v for k, v in row.items() if k not in removed} for row in self.rows])
+
+    def rename_column(self, old: str, new: str) -> RowDataset:
+        """Returns the dataset with a column under another name, in the same place."""
+        self._require_columns([old])
+        if new in self.column_names:
+            raise DatasetError(f"{self.name} has a column {new!r} already; remove it first, or choose another name")
+        return replace(self, rows=[{(new if k == old else k): v for k, v in row.items()} for row in self.rows])
+
+    def _require_columns(self, names: str | Iterable[str]) -> set[str]:
+        wanted = {names} if isinstance(names, str) else set(names)
+        if missing := sorted(wanted - set(self.column_names)):
+            raise DatasetError(f"{self.name} has no column {missing[0]!r}; it has {', '.join(self.column_names)}")
+        return wanted
+
+    def _require_tuning(self, method: str, options: dict[str, Any]) -> None:
+        if unknown := sorted(options.keys() - _TUNING):
+            raise DatasetError(
+                f"{self.name}.{method} has no option {unknown[0]!r}; make a Hugging Face dataset of the rows for it: "
+                "datasets.Dataset.from_list(list(rows)), which the trainers take too"
+            )
