@@ -87,12 +87,21 @@ class ControlConfig(StrictModel):
     shuffle_rewards: bool = Field(False, description="permute rewards over the batch: a run that must learn nothing")
 
 
+class TeacherServerConfig(StrictModel):
+    """A teacher behind an OpenAI endpoint whose completions return the logprobs of the prompt (`echo`)."""
+
+    url: str = Field(description="base URL, which ends in /v1")
+    model: str = Field("", description="name of the model there")
+    max_concurrent: int = Field(16, ge=1, description="requests at once")
+
+
 class ResolvedRL(StrictModel):
     """The parts of a run that depend on others, completely configured."""
 
     actor: EngineConfig = Field(description="the policy")
     ref: EngineConfig | None = Field(description="the reference model; null where no KL is taken")
     critic: EngineConfig | None = Field(description="the critic; null where the advantage needs none")
+    teacher: EngineConfig | TeacherServerConfig | None = Field(description="the teacher; null where none is needed")
     algorithm: AlgorithmConfig = Field(description="the objective")
 
 
@@ -113,6 +122,11 @@ class RLConfig(StrictModel):
         None,
         description="the critic of advantage gae: the fields in which it differs from the actor, such as optimizer.lr; "
         "a policy's checkpoint gets a new value head",
+    )
+    teacher: dict[str, Any] | None = Field(
+        None,
+        description="the teacher of advantage distill: the fields in which it differs from the actor, such as path; or "
+        "the url of a server that returns logprobs of prompts, with the name of its model",
     )
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the actor's")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="the objective")
@@ -154,7 +168,18 @@ class RLConfig(StrictModel):
         if self.critic is not None:
             critic = derived_critic(self.actor, self.critic, "critic")
         needed = ref if algorithm.kl.coef > 0 else None
-        return ResolvedRL(actor=self.actor, ref=needed, critic=critic, algorithm=algorithm)
+        return ResolvedRL(
+            actor=self.actor, ref=needed, critic=critic, teacher=self._resolved_teacher(), algorithm=algorithm
+        )
+
+    def _resolved_teacher(self) -> EngineConfig | TeacherServerConfig | None:
+        if self.teacher is None:
+            return None
+        if "url" in self.teacher:
+            return TeacherServerConfig.parse(self.teacher, source="teacher")
+        if "path" not in self.teacher:
+            raise ValueError("teacher: neither path nor url is given; set teacher.path to the checkpoint that teaches")
+        return derived_engine(self.actor, self.teacher | {"optimizer": None}, "teacher")
 
     @model_validator(mode="after")
     def _parts_agree(self) -> RLConfig:
@@ -180,6 +205,21 @@ class RLConfig(StrictModel):
             raise ValueError(
                 f"a critic is set, and algorithm.advantage {algorithm.advantage.kind!r} has no use for it; remove "
                 "`critic`, or set algorithm.advantage=gae"
+            )
+        if algorithm.advantage.needs_teacher and self.teacher is None:
+            raise ValueError(
+                f"algorithm.advantage is {algorithm.advantage.kind}, which needs a teacher: set teacher.path to its "
+                "checkpoint, or teacher.url to a server"
+            )
+        if self.teacher is not None and not algorithm.advantage.needs_teacher:
+            raise ValueError(
+                f"a teacher is set, and algorithm.advantage {algorithm.advantage.kind!r} has no use for it; remove "
+                "`teacher`, or set algorithm.advantage=distill"
+            )
+        if self.teacher is not None and "url" in self.teacher and self.gconfig.temperature != 1:
+            raise ValueError(
+                f"gconfig.temperature is {self.gconfig.temperature}, and teacher.url returns logprobs at temperature 1 "
+                "only; set gconfig.temperature=1, or teach in process with teacher.path"
             )
         if self.gconfig.seed is not None:
             raise ValueError("gconfig.seed would make all answers of a run equal; set `seed`")

@@ -26,6 +26,7 @@ from archon.rl.prompts import Prompt, PromptStream
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold
 from archon.rl.rollout import Rollout, RolloutBatch
 from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
+from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
 from archon.rl.weight_sync import in_process, weights_of
 from archon.rl.workflows import RolloutWorkflow, resolve_workflow
@@ -254,11 +255,13 @@ class RLTrainer(BaseTrainer):
         for engine in (self.engine, self.critic):
             if engine is not None and self.runner is not None:
                 engine.stall_watch.folder = self.runner.directory.stacks
+        teacher = None if resolved.teacher is None else open_teacher(resolved.teacher, config, self.tokenizer)
         self.update = PolicyUpdate(
             self.engine,
             reference,
             algorithm,
             critic=self.critic,
+            teacher=teacher,
             max_new_tokens=config.gconfig.max_new_tokens,
             temperature=config.gconfig.temperature,
             seed=config.seed,

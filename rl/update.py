@@ -16,6 +16,7 @@ from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import M2POLoss, second_moment_mask
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
+from archon.rl.algorithms.steps import Step, split_steps
 from archon.rl.logprob_check import mean_logprob_difference
 from archon.training.batch_sharding import score_sharded, shard_batch
 
@@ -35,6 +36,8 @@ class PolicyUpdate:
         algorithm: the objective.
         temperature: of the rollout, at which all logprobs here are computed.
         critic: estimates returns; needed where the advantage has `needs_critic`.
+        teacher: returns the logprobs of documents' trained tokens, [B, S]; needed where the advantage has
+            `needs_teacher`.
         max_new_tokens: the limit of an answer, for the overlong penalty.
         seed: of the minibatch order and of the shuffled-rewards control.
         shuffle_rewards: permute the rewards over the batch, so that nothing can be learned.
@@ -46,6 +49,7 @@ class PolicyUpdate:
     _: KW_ONLY
     temperature: float
     critic: ArchonEngine | None = None
+    teacher: Callable[[Batch], Tensor] | None = None
     max_new_tokens: int = 1
     seed: int = 0
     shuffle_rewards: bool = False
@@ -77,6 +81,10 @@ class PolicyUpdate:
         if config.recomputes:
             batch["prox_logprobs"] = self._logprobs(self.engine, batch)
             batch["policy_weights"] = self._policy_weights(batch, metrics)
+        if self.teacher is not None:
+            batch["teacher_logprobs"] = self._scored(self.engine, batch, self.teacher)
+            gap = (batch[self._own_logprobs] - batch["teacher_logprobs"])[mask > 0]
+            metrics["teacher_kl"] = gap.double().mean().item()
         if self.critic is not None:
             batch["old_values"] = self._scored(self.critic, batch, self.critic.forward_batch)
         inputs = AdvantageInputs(
@@ -86,6 +94,9 @@ class PolicyUpdate:
             self._token_rewards(batch),
             batch.get("old_values"),
             trajectories.get("trajectory_ids"),
+            self._steps(trajectories),
+            batch[self._own_logprobs],
+            batch.get("teacher_logprobs"),
         )
         advantages = ADVANTAGES[config.advantage.kind](inputs, config.advantage)
         batch["advantages"] = advantages
@@ -135,16 +146,28 @@ class PolicyUpdate:
             penalty = overlong_penalty(lengths, self.max_new_tokens, buffer)
             metrics["overlong_fraction"] = (penalty < 0).double().mean().item()
             rewards = rewards + self.algorithm.overlong.penalty * penalty.to(rewards.dtype)
+        rewards = self.algorithm.rewards.applied(rewards)
         if self.shuffle_rewards:
             rewards = rewards[torch.randperm(len(rewards), generator=_generator(self.seed, step, 1))]
         return rewards
+
+    @property
+    def _own_logprobs(self) -> str:
+        """The column with the logprobs of the policy before the update."""
+        return "prox_logprobs" if self.algorithm.recomputes else "logprobs"
+
+    def _steps(self, trajectories: Mapping[str, Tensor]) -> tuple[Step, ...]:
+        if not self.algorithm.advantage.needs_steps:
+            return ()
+        given = {name: trajectories[name] for name in ("input_ids", "attention_mask", "loss_mask", "group_ids")}
+        return split_steps(**given, turn_ids=trajectories.get("turn_ids"))
 
     def _token_rewards(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Returns the KL penalty of each token, float [B, S]; None where it is not part of the reward."""
         config = self.algorithm
         if self.reference is None or config.kl.place != "reward":
             return None
-        own = batch["prox_logprobs" if config.recomputes else "logprobs"]
+        own = batch[self._own_logprobs]
         penalty = config.kl.coef * kl_estimate(own, batch["ref_logprobs"].to(own.dtype), config.kl.kind)
         return torch.where(batch["loss_mask"] > 0, -penalty, 0.0)
 
@@ -152,7 +175,7 @@ class PolicyUpdate:
         """Returns the weight of each token's policy loss, float [B, S], from the mismatch of trainer and generator."""
         config, mask = self.algorithm, batch["loss_mask"]
         log_ratio = torch.where(mask > 0, batch["prox_logprobs"] - batch["logprobs"], 0.0)
-        weights, touched = CORRECTIONS[config.correction.kind](log_ratio, mask, config.correction)
+        weights, touched = CORRECTIONS[config.correction.kind](log_ratio, mask, batch["logprobs"], config.correction)
         n_tokens = max(int(mask.sum()), 1)
         if config.correction.kind != "none":
             metrics["correction_fraction"] = int((touched & (mask > 0)).sum()) / n_tokens

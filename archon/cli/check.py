@@ -38,6 +38,7 @@ def check_rl(config: RLConfig) -> list[str]:
     from archon.parallel.layout import parse_layout
     from archon.rl.rewards import get_reward_fn
     from archon.rl.workflows import resolve_workflow
+    from archon.schema.config import EngineConfig
     from archon.training.batch_sharding import require_documents
     from archon.training.sinks import require_sinks
 
@@ -56,6 +57,8 @@ def check_rl(config: RLConfig) -> list[str]:
             found += check_model("ref", models.ref, made)
         if models.critic is not None:
             found += check_model("critic", models.critic, made, steps)
+        if isinstance(models.teacher, EngineConfig):
+            found += check_model("teacher", models.teacher, made)
         tokenizer, line = check_tokenizer(config.tokenizer or config.actor.path, made)
     found.append(line)
     for name, data in (("train_data", config.train_data), ("eval_data", config.eval_data)):

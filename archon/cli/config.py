@@ -241,13 +241,19 @@ def _fields(schema: type[BaseModel], parent: BaseModel | None, prefix: str) -> I
 
 
 def _settings(methods: Alternatives, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yields each method's settings other than `kind`, with the methods they belong to."""
+    """Yields each method's settings other than `kind`, with the methods they belong to.
+
+    Settings that several classes share, with the same default and description, are one.
+    """
+    users: dict[tuple[str, str], tuple[FieldInfo, list[str]]] = {}
     for settings, kinds in methods.items():
         for name, field in settings.model_fields.items():
             if name != "kind":
-                shown = copy(field)
-                shown.description = f"{field.description} (kind {' or '.join(kinds)})"
-                yield prefix + name, shown, field.get_default(call_default_factory=True)
+                users.setdefault((name, repr(field)), (field, []))[1].extend(kinds)
+    for (name, _), (field, kinds) in users.items():
+        shown = copy(field)
+        shown.description = f"{field.description} (kind {' or '.join(kinds)})"
+        yield prefix + name, shown, field.get_default(call_default_factory=True)
 
 
 def _alternatives(field: FieldInfo) -> Alternatives | None:

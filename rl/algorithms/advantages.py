@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from archon.rl.algorithms.registry import MethodRegistry, MethodSettings
+from archon.rl.algorithms.steps import Step
 from archon.schema.config import StrictModel
 
 
@@ -20,6 +21,19 @@ class OverlongConfig(StrictModel):
 
     penalty: float = Field(0.0, ge=0, description="taken off the reward of an answer as long as allowed")
     buffer: float = Field(0.2, gt=0, le=1, description="last part of max_new_tokens over which it grows from 0")
+
+
+class RewardConfig(StrictModel):
+    """What is done to rewards before they become advantages: clip((r + bias) · scale, −clip, clip), as in AReaL."""
+
+    bias: float = Field(0.0, description="added to every reward")
+    scale: float = Field(1.0, gt=0, description="multiplies the reward after the bias")
+    clip: float | None = Field(None, gt=0, description="largest absolute value after that; null: unbounded")
+
+    def applied(self, rewards: Tensor) -> Tensor:
+        """Returns the rewards to learn from, in the shape and dtype of `rewards`."""
+        scaled = (rewards + self.bias) * self.scale
+        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
@@ -42,6 +56,9 @@ class AdvantageInputs:
         token_rewards: float [B, S], added to the reward of single tokens, such as a KL penalty; None: zeros.
         values: float [B, S], the critic's estimate of the return before each token; None: no critic.
         trajectory_ids: int [B]; rows of a group with the same id are parts of one trajectory. None: each row is one.
+        steps: of all rows in order, where the advantage has `needs_steps`.
+        logprobs, teacher_logprobs: float [B, S], of the sampled tokens under the policy before the update and under the
+            teacher; None: no teacher.
     """
 
     rewards: Tensor
@@ -50,6 +67,9 @@ class AdvantageInputs:
     token_rewards: Tensor | None = None
     values: Tensor | None = None
     trajectory_ids: Tensor | None = None
+    steps: tuple[Step, ...] = ()
+    logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
     @property
     def totals(self) -> Tensor:
@@ -83,10 +103,14 @@ class AdvantageSettings(MethodSettings):
     Attributes:
         compares_group: whether it compares the answers to one prompt, so that a group needs two.
         needs_critic: whether it reads `AdvantageInputs.values`.
+        needs_steps: whether it reads `AdvantageInputs.steps`.
+        needs_teacher: whether it reads `AdvantageInputs.teacher_logprobs`.
     """
 
     compares_group: ClassVar[bool] = False
     needs_critic: ClassVar[bool] = False
+    needs_steps: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
 
 
 # (rewards and values, settings) -> advantages [B, S], 0 where no token is trained
@@ -135,6 +159,14 @@ def _scatter(index: Tensor, values: Tensor, reduce: str) -> Tensor:
     """Returns the `sum`, `mean`, `amax` or `amin` of the values with each index, from 0 to the largest."""
     size = int(index.max()) + 1 if index.numel() else 0
     return values.new_zeros(size).scatter_reduce(0, index, values, reduce, include_self=False)
+
+
+def normalized_rows(groups: Groups, eps: float) -> Tensor:
+    """Returns (r − mean) / (std + eps) of each row within its group, float64 [B], with the unbiased standard deviation
+    (n − 1) of the group's trajectories."""
+    centered = torch.where(groups.has_variance, groups.rewards - groups.mean, 0.0)
+    std = (groups.sum(centered.square()) / (groups.count - 1).clamp(min=1)).sqrt()
+    return groups.minus_baseline(groups.mean) / (std + eps)[groups.of_row]
 
 
 def batch_normalized(advantages: Tensor, loss_mask: Tensor, eps: float) -> Tensor:
@@ -191,10 +223,7 @@ def grpo(inputs: AdvantageInputs, settings: NormalizedGroupSettings) -> Tensor:
     The paper leaves the estimator of the standard deviation open; this is the unbiased one (n − 1), as in the public
     implementations.
     """
-    groups = inputs.groups
-    centered = torch.where(groups.has_variance, groups.rewards - groups.mean, 0.0)
-    std = (groups.sum(centered.square()) / (groups.count - 1).clamp(min=1)).sqrt()
-    return inputs.on_tokens(groups.minus_baseline(groups.mean) / (std + settings.eps)[groups.of_row])
+    return inputs.on_tokens(normalized_rows(inputs.groups, settings.eps))
 
 
 @ADVANTAGES.register("dr_grpo")

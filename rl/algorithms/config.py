@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageSettings, OverlongConfig
+from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageSettings, OverlongConfig, RewardConfig
 from archon.rl.algorithms.aggregation import AGGREGATIONS
 from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.kl import KLConfig
@@ -56,6 +56,7 @@ class AlgorithmConfig(StrictModel):
         default_factory=lambda: AGGREGATIONS.parse("seq_mean_token_mean"),
         description="how token losses become one number",
     )
+    rewards: RewardConfig = Field(default_factory=RewardConfig, description="scaling and clipping of rewards")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty of answers near the limit")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     value_clip: float | None = Field(

@@ -85,11 +85,16 @@ def clipped_loss(
     return TokenLoss(loss, ratio, decided)
 
 
-class PPOLoss(PolicyLossSettings):
-    """The settings of policy losses `ppo` and `decoupled`."""
+class ClipSettings(PolicyLossSettings):
+    """The bounds of the ratio, with PPO's defaults."""
 
     clip_low: float = Field(0.2, gt=0, le=1, description="the ratio is clipped below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_high")
+
+
+class PPOLoss(ClipSettings):
+    """The settings of policy losses `ppo` and `decoupled`."""
+
     dual_clip: float | None = Field(None, gt=1, description="largest ratio for negative advantages; null: unbounded")
 
 

@@ -101,3 +101,87 @@ PRESETS.register("sapo")(GRPO | NO_KL | {"policy_loss": {"kind": "sapo", "tau_po
 
 # M2PO (arXiv 2510.01161): unclipped ratio, tokens masked until its second moment is 0.04, mean over all tokens.
 PRESETS.register("m2po")(GRPO | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "m2po", "max_second_moment": 0.04}})
+
+# Lite PPO (arXiv 2508.08221): PPO's loss without a critic, with the mean of the group, the deviation of the batch, and
+# the mean over all tokens; nothing else.
+PRESETS.register("lite_ppo")(GRPO | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "lite_ppo", "eps": 1e-6}})
+
+# RAFT as in arXiv 2504.11343, section 3: the likelihood of all successes, and of nothing else. `advantage.best_only`
+# keeps only each prompt's best answers, as in arXiv 2304.06767; `policy_loss: ppo` makes it RAFT++.
+PRESETS.register("raft")(
+    GRPO
+    | NO_KL
+    | TOKEN_MEAN
+    | {"advantage": {"kind": "raft", "best_only": False}, "policy_loss": {"kind": "reinforce"}}
+)
+
+# TOPR (arXiv 2503.14286, equations 6 and 7): the reward itself, without a baseline, no KL, whole answers. Its rewards
+# are 1 and -1; `rewards: {bias: -0.5, scale: 2}` makes them of 1 and 0.
+PRESETS.register("topr")(
+    GRPO
+    | NO_KL
+    | {
+        "advantage": {"kind": "reward"},
+        "policy_loss": {"kind": "topr"},
+        "aggregation": {"kind": "seq_mean_token_sum"},
+    }
+)
+
+# AsymRE (arXiv 2506.20520): REINFORCE on whole answers, with the group's mean less 0.1 as baseline, no ratio, no KL.
+PRESETS.register("asymre")(
+    GRPO
+    | NO_KL
+    | {
+        "advantage": {"kind": "asymre", "shift": -0.1},
+        "policy_loss": {"kind": "reinforce"},
+        "aggregation": {"kind": "seq_mean_token_sum"},
+    }
+)
+
+# sPPO (arXiv 2108.05828) for language models: the advantage over the group's mean in place of a critic's, token by
+# token, epsilon 0.3, as in Trinity-RFT (arXiv 2505.17826), which brought it there.
+PRESETS.register("sppo")(
+    GRPO | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "dr_grpo"}, "policy_loss": {"kind": "sppo", "epsilon": 0.3}}
+)
+
+# REC (arXiv 2509.24203): REC-OneSide-NoIS, REINFORCE with the group's mean as baseline, in which PPO's one-sided mask
+# with epsilon 0.2 is all that regularizes; mean over all tokens.
+PRESETS.register("rec")(
+    GRPO
+    | NO_KL
+    | TOKEN_MEAN
+    | {
+        "advantage": {"kind": "dr_grpo"},
+        "policy_loss": {"kind": "rec", "sides": "one", "clip_low": 0.2, "clip_high": 0.2},
+    }
+)
+
+# KPop (Guo et al. 2026): GRPO without KL, whose ratio is to the trainer's policy before the update; tokens on which
+# trainer and generator differ by a binary KL above 0.1 are masked.
+PRESETS.register("kpop")(
+    GRPO
+    | NO_KL
+    | {
+        "policy_loss": {"kind": "decoupled", "clip_low": 0.2, "clip_high": 0.2},
+        "correction": {"kind": "kpop", "max_divergence": 0.1},
+    }
+)
+
+# Step-wise GRPO (rLLM; Trinity-RFT, arXiv 2505.17826): GRPO between runs whose steps are trained as rows of their own.
+PRESETS.register("step_wise_grpo")(GRPO | {"advantage": {"kind": "step_wise_grpo", "eps": 1e-6, "per_step": False}})
+
+# GiGPO (arXiv 2505.10978, section 5 and appendix): GRPO's loss with KL 0.01, advantages of runs and steps weighed 1 to
+# 1, a discount of 0.95 a step.
+PRESETS.register("gigpo")(
+    GRPO
+    | {
+        "advantage": {"kind": "gigpo", "eps": 1e-6, "step_weight": 1.0, "gamma": 0.95, "normalize": True},
+        "kl": {"kind": "k3", "coef": 0.01, "place": "loss"},
+    }
+)
+
+# On-policy distillation (Lu and Thinking Machines Lab, "On-policy distillation", 2025): the reverse KL of each sampled
+# token to the teacher as negative advantage, in an importance-weighted loss without clip; no reward, no other KL.
+PRESETS.register("distill")(
+    GRPO | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "distill"}, "policy_loss": {"kind": "importance"}}
+)

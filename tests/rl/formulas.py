@@ -56,15 +56,24 @@ def plain_penalty(length: int, most: int, buffer: int) -> float:
     return (most - buffer - length) / buffer if length <= most else -1.0
 
 
-def plain_correction(log_ratios: Sequence[float], settings: Any) -> list[tuple[float, bool]]:
+def plain_binary_kl(p: float, q: float) -> float:
+    """Of drawing a token or not, with these probabilities."""
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def plain_correction(log_ratios: Sequence[float], logprobs: Sequence[float], settings: Any) -> list[tuple[float, bool]]:
     """Of the trained tokens of one answer: the weight of each, and whether a bound touched it."""
     if settings.kind == "none":
         return [(1.0, False)] * len(log_ratios)
+    ratios = [math.exp(x) for x in log_ratios]
+    if settings.kind == "kpop":
+        pairs = [(math.exp(q + x), math.exp(q)) for q, x in zip(logprobs, log_ratios, strict=True)]
+        far = [max(plain_binary_kl(p, q), plain_binary_kl(q, p)) > settings.max_divergence for p, q in pairs]
+        return [(0.0, True) if out else (ratio, False) for ratio, out in zip(ratios, far, strict=True)]
     high = settings.max_ratio
     if settings.kind == "sequence_tis":
         whole = math.exp(math.fsum(log_ratios))
         return [(min(whole, high), whole > high)] * len(log_ratios)
-    ratios = [math.exp(x) for x in log_ratios]
     if settings.kind == "tis":
         return [(min(ratio, high), ratio > high) for ratio in ratios]
     return [(ratio, False) if settings.min_ratio <= ratio <= high else (0.0, True) for ratio in ratios]
@@ -77,6 +86,27 @@ def plain_kept(log_ratios: Sequence[float], threshold: float) -> list[bool]:
     while kept and statistics.fmean(log_ratios[i] ** 2 for i in kept) > threshold:
         kept.pop()
     return [i in kept for i in range(len(log_ratios))]
+
+
+def plain_answer(reward: float, members: list[float], everyone: list[float], settings: Any) -> float:
+    """The advantage of an answer with this reward, from its group's rewards and those of the whole batch."""
+    mean, kind = statistics.fmean(members), settings.kind
+    if kind == "grpo":
+        return (reward - mean) / ((statistics.stdev(members) if len(members) > 1 else 0.0) + settings.eps)
+    if kind == "lite_ppo":
+        return (reward - mean) / (statistics.stdev(everyone) + settings.eps)
+    if kind == "raft":
+        return float(reward > 0 and (not settings.best_only or reward == max(members)))
+    if kind == "opmd":
+        partition = statistics.fmean([math.exp(r / settings.tau) for r in members])
+        return reward - settings.tau * math.log(partition)
+    if kind == "rloo":
+        others = members.copy()
+        others.remove(reward)
+        return reward - statistics.fmean(others) if others else 0.0
+    if kind == "reward":
+        return reward
+    return reward - mean - (settings.shift if kind == "asymre" else 0.0)
 
 
 def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
@@ -94,28 +124,21 @@ def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
     found = []
     for row, per_step in enumerate(earned):
         members = [total[i] for i in range(len(total)) if groups[i] == groups[row]]
-        others = [total[i] for i in range(len(total)) if groups[i] == groups[row] and i != row]
-        if kind == "grpo":
-            std = statistics.stdev(members) if len(members) > 1 else 0.0
-            a = [(total[row] - statistics.fmean(members)) / (std + settings.eps)] * len(per_step)
-        elif kind in ("dr_grpo", "reinforce_baseline"):
-            a = [total[row] - statistics.fmean(members)] * len(per_step)
-        elif kind == "rloo":
-            a = [total[row] - statistics.fmean(others) if others else 0.0] * len(per_step)
-        elif kind == "opmd":
-            tau = settings.tau
-            partition = tau * math.log(statistics.fmean([math.exp(r / tau) for r in members]))
-            a = [total[row] - partition] * len(per_step)
-        elif kind == "reinforce_pp":
+        if kind == "reinforce_pp":
             a = [sum(per_step[k:]) for k in range(len(per_step))]
-        else:
-            assert isinstance(settings, GAESettings)
+        elif kind == "distill":
+            assert of.logprobs is not None and of.teacher_logprobs is not None
+            own, teacher = of.logprobs.tolist()[row], of.teacher_logprobs.tolist()[row]
+            a = [-(own[t] - teacher[t]) for t in steps[row]]
+        elif isinstance(settings, GAESettings):
             a, following = [0.0] * len(per_step), (0.0, 0.0)
             for k in range(len(per_step) - 1, -1, -1):
                 v = values[row][steps[row][k]]
                 delta = per_step[k] + settings.gamma * following[0] - v
                 a[k] = delta + settings.gamma * settings.lam * following[1]
                 following = (v, a[k])
+        else:
+            a = [plain_answer(total[row], members, total, settings)] * len(per_step)
         found.append(a)
     if kind in ("reinforce_pp", "reinforce_baseline"):
         every = [x for a in found for x in a]
@@ -145,7 +168,19 @@ def plain_loss(logprob: float, ratio: float, advantage: float, settings: Any) ->
         return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
     if settings.kind == "reinforce":
         return -advantage * logprob
+    if settings.kind == "sppo":
+        return -advantage * math.log(min(max(ratio, 1 / (1 + settings.epsilon)), 1 + settings.epsilon))
+    if settings.kind == "rec":
+        return -advantage * logprob * plain_rec(ratio, advantage, settings)
     return -advantage * ratio
+
+
+def plain_rec(ratio: float, advantage: float, settings: Any) -> int:
+    """Whether a token is trained, by each of the two masks."""
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    if settings.sides == "one":
+        return int(ratio <= high if advantage >= 0 else ratio >= low)
+    return int(low <= ratio <= high)
 
 
 def plain_objective(
@@ -166,9 +201,12 @@ def plain_objective(
         for t, log_ratio in zip(tokens, logs, strict=True):
             if config.policy_loss.kind == "gspo":
                 log_ratio = sum(logs) / len(logs)
-            value = plain_loss(
-                logprobs[t].item(), math.exp(log_ratio), batch["advantages"][t].item(), config.policy_loss
-            )
+            advantage = batch["advantages"][t].item()
+            if config.policy_loss.kind == "topr":
+                alpha = min(math.exp(sum(logs)), 1.0) if advantage < 0 else 1.0
+                value = -alpha * advantage * logprobs[t].item()
+            else:
+                value = plain_loss(logprobs[t].item(), math.exp(log_ratio), advantage, config.policy_loss)
             if not next(left):
                 value = 0.0
             elif config.recomputes:

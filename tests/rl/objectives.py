@@ -53,6 +53,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "gae-0.1-icepop": {"advantage": "gae", "value_clip": 0.1, "correction": "icepop"},
     "gae-sequence_tis": {"advantage": "gae", "correction": "sequence_tis"},
+    "topr-reward": {"policy_loss": "topr", "advantage": "reward", "rewards": {"bias": -0.5}},
+    "sppo-lite_ppo-kpop": {"policy_loss": "sppo", "advantage": "lite_ppo", "correction": "kpop"},
+    "rec-asymre": {"policy_loss": "rec", "advantage": "asymre"},
+    "reinforce-raft": {"policy_loss": "reinforce", "advantage": "raft", "rewards": {"bias": -0.4}},
+    "ppo-step_wise_grpo": {"advantage": {"kind": "step_wise_grpo", "per_step": True}},
+    "ppo-gigpo": {"advantage": "gigpo", "rewards": {"scale": 3.0, "clip": 2.0}},
+    "importance-distill": {"advantage": "distill", "policy_loss": "importance"},
 }
 OBJECTIVES: dict[str, dict[str, Any]] = {
     f"{loss}-{aggregation}": {"policy_loss": LOSSES[loss], "aggregation": AVERAGES[aggregation], **NEEDED.get(loss, {})}
@@ -129,7 +136,12 @@ def of_objective(
     """Metrics of one update with an objective, and the gradients of all parameters."""
     config = AlgorithmConfig.parse(ALGORITHM | algorithm)
     used = critic if config.advantage.needs_critic else None
-    update = PolicyUpdate(engine, engine, config, critic=used, temperature=0.8, max_new_tokens=6)
+
+    def taught(documents: dict[str, Tensor]) -> Tensor:
+        return engine.forward_batch(documents, 1.3, only_trained=True)
+
+    teacher = taught if config.advantage.needs_teacher else None
+    update = PolicyUpdate(engine, engine, config, critic=used, teacher=teacher, temperature=0.8, max_new_tokens=6)
     with steps_undone(policy=engine, critic=used) as found:
         prepared, measured = update.prepare(batch, step=0)
         metrics = measured | update.train(prepared, step=0)

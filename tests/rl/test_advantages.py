@@ -13,6 +13,7 @@ from archon.rl.algorithms.advantages import (
     AdvantageInputs,
     AdvantageSettings,
     Groups,
+    RewardConfig,
     generalized_advantages,
     overlong_penalty,
 )
@@ -28,11 +29,17 @@ def settings_of(kind: str, **given: float) -> AdvantageSettings:
 
 
 GROUP_ADVANTAGES = {kind for kind in ADVANTAGES if settings_of(kind).compares_group}
+# A baseline beside the mean is a signal where all rewards are equal.
+CENTERED = GROUP_ADVANTAGES - {"asymre"}
+OF_STEPS = {kind for kind in ADVANTAGES if settings_of(kind).needs_steps}
 
 
 def test_the_advantages_that_compare_a_group_and_those_that_need_a_critic() -> None:
-    assert {"grpo", "dr_grpo", "rloo", "opmd", "reinforce_baseline"} == GROUP_ADVANTAGES
+    assert {
+        *("grpo", "dr_grpo", "rloo", "opmd", "reinforce_baseline", "asymre", "lite_ppo", "step_wise_grpo", "gigpo")
+    } == GROUP_ADVANTAGES
     assert {kind for kind in ADVANTAGES if settings_of(kind).needs_critic} == {"gae"}
+    assert {kind for kind in ADVANTAGES if settings_of(kind).needs_teacher} == {"distill"}
 
 
 def inputs(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True) -> AdvantageInputs:
@@ -50,18 +57,21 @@ def inputs(n: int = 23, width: int = 9, seed: int = 0, *, critic: bool = True) -
         loss_mask=mask,
         token_rewards=0.1 * noise(n, width),
         values=noise(n, width) if critic else None,
+        logprobs=-noise(n, width).abs(),
+        teacher_logprobs=-noise(n, width).abs(),
     )
 
 
-@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+@pytest.mark.parametrize("kind", sorted(set(ADVANTAGES) - OF_STEPS))  # those are in test_step_advantages
 def test_advantage_equals_plain_loop(kind: str) -> None:
-    given = {"gae": {"gamma": 0.97, "lam": 0.9}, "opmd": {"tau": 0.7}}
+    given: dict[str, dict[str, float]] = {"gae": {"gamma": 0.97, "lam": 0.9}, "opmd": {"tau": 0.7}}
+    given["asymre"] = {"shift": -0.3}
     of, settings = inputs(), settings_of(kind, **given.get(kind, {}))
     expected = torch.tensor(plain_advantages(of, settings), dtype=torch.float64)
     torch.testing.assert_close(ADVANTAGES[kind](of, settings), expected, rtol=FORMULA_FP64, atol=FORMULA_FP64)
 
 
-@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+@pytest.mark.parametrize("kind", sorted(set(ADVANTAGES) - OF_STEPS))
 def test_padding_changes_no_advantage(kind: str) -> None:
     of, settings = inputs(), settings_of(kind)
 
@@ -70,18 +80,19 @@ def test_padding_changes_no_advantage(kind: str) -> None:
 
     mask = wider(of.loss_mask)
     assert mask is not None
-    padded = AdvantageInputs(of.rewards, of.group_ids, mask, wider(of.token_rewards), wider(of.values))
+    columns = {name: wider(getattr(of, name)) for name in ("token_rewards", "values", "logprobs", "teacher_logprobs")}
+    padded = AdvantageInputs(of.rewards, of.group_ids, mask, **columns)
     assert ADVANTAGES[kind](padded, settings)[:, :-4].equal(ADVANTAGES[kind](of, settings))
 
 
-@pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
+@pytest.mark.parametrize("kind", sorted(CENTERED))
 def test_group_of_equal_rewards_has_exactly_zero_advantage(kind: str) -> None:
     """0.1 is not representable: the mean of seven of them is off by an ulp, which over eps would look like a signal."""
     of = AdvantageInputs(torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int), torch.ones(7, 3))
     assert ADVANTAGES[kind](of, settings_of(kind)).abs().max() == 0
 
 
-@pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
+@pytest.mark.parametrize("kind", sorted(CENTERED))
 def test_group_of_one_is_no_signal(kind: str) -> None:
     of = AdvantageInputs(torch.tensor([3.0]), torch.tensor([0]), torch.ones(1, 2))
     assert ADVANTAGES[kind](of, settings_of(kind)).tolist() == [[0.0, 0.0]]
@@ -109,6 +120,12 @@ def test_grpo_advantage_worked_by_hand() -> None:
         ("opmd", [0.547168, -0.452832, -0.452832]),
         # Centered 2/3, -1/3, -1/3: mean 0, variance (4 + 1 + 1) / 27 = 2/9, std 0.471405.
         ("reinforce_baseline", [1.414214, -0.707107, -0.707107]),
+        # A baseline of 1/3 − 0.1, so that each earns 0.1 more than its distance from the mean.
+        ("asymre", [2 / 3 + 0.1, -1 / 3 + 0.1, -1 / 3 + 0.1]),
+        # The batch's rewards 1, 0, 0: variance (4 + 1 + 1) / 9 / 2 = 1/3, std 0.577350.
+        ("lite_ppo", [1.154701, -0.577350, -0.577350]),
+        ("reward", [1.0, 0.0, 0.0]),
+        ("raft", [1.0, 0.0, 0.0]),
         # 1, 0, 0: mean 1/3, the same deviations.
         ("reinforce_pp", [1.414214, -0.707107, -0.707107]),
     ],
@@ -117,6 +134,60 @@ def test_advantage_worked_by_hand(kind: str, expected: list[float]) -> None:
     of = AdvantageInputs(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int), torch.ones(3, 1))
     found = ADVANTAGES[kind](of, settings_of(kind))
     torch.testing.assert_close(found, torch.tensor(expected).unsqueeze(1), rtol=0, atol=5e-6)
+
+
+def test_lite_ppo_centers_by_group_and_divides_by_the_batch() -> None:
+    # Groups 1, 0 and 5, 5: centered ±1/2 and 0. The batch: mean 2.75, squares 3.0625, 7.5625 and twice 5.0625,
+    # variance 20.75 / 3 = 6.916667, std 2.629956: ±0.190117.
+    of = AdvantageInputs(torch.tensor([1.0, 0.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, 1))
+    found = ADVANTAGES["lite_ppo"](of, settings_of("lite_ppo"))
+    torch.testing.assert_close(found.flatten(), torch.tensor([0.190117, -0.190117, 0.0, 0.0]), rtol=0, atol=1e-6)
+
+
+def test_asymre_imitates_where_all_answers_are_equal() -> None:
+    of = AdvantageInputs(torch.zeros(3), torch.zeros(3, dtype=torch.int), torch.ones(3, 1))
+    assert ADVANTAGES["asymre"](of, settings_of("asymre", shift=-0.25)).flatten().tolist() == [0.25] * 3
+
+
+def test_raft_selects_worked_by_hand() -> None:
+    # Groups 0.5, 0.9, 0.9 and 0, −1: successes are those above 0, the best of them both 0.9; the second group has none.
+    of = AdvantageInputs(torch.tensor([0.5, 0.9, 0.9, 0.0, -1.0]), torch.tensor([0, 0, 0, 1, 1]), torch.ones(5, 1))
+    assert ADVANTAGES["raft"](of, settings_of("raft")).flatten().tolist() == [1, 1, 1, 0, 0]
+    assert ADVANTAGES["raft"](of, settings_of("raft", best_only=True)).flatten().tolist() == [0, 1, 1, 0, 0]
+
+
+def test_distill_worked_by_hand() -> None:
+    # The model gave 0.5 and 0.8, the teacher 0.25 and 0.9: ln(1/2) = −0.693147 and ln(9/8) = 0.117783; their mean is
+    # minus the estimate of the reverse KL. The third token is not trained, and the reward has no part in it.
+    of = AdvantageInputs(
+        torch.tensor([7.0]),
+        torch.tensor([0]),
+        torch.tensor([[1, 1, 0]]),
+        logprobs=torch.tensor([[0.5, 0.8, 0.1]]).log(),
+        teacher_logprobs=torch.tensor([[0.25, 0.9, 0.7]]).log(),
+    )
+    found = ADVANTAGES["distill"](of, settings_of("distill"))
+    torch.testing.assert_close(found, torch.tensor([[-0.693147, 0.117783, 0.0]]), rtol=0, atol=1e-6)
+
+
+def test_the_mean_of_distill_over_the_models_own_tokens_is_minus_the_reverse_kl() -> None:
+    pi, teacher = torch.randn(2, 11, dtype=torch.float64).log_softmax(1)
+    of = AdvantageInputs(
+        torch.zeros(1, dtype=torch.float64),
+        torch.tensor([0]),
+        torch.ones(1, 11),
+        logprobs=pi[None],
+        teacher_logprobs=teacher[None],
+    )
+    mean = (pi.exp() * ADVANTAGES["distill"](of, settings_of("distill"))).sum()
+    torch.testing.assert_close(mean, -(pi.exp() * (pi - teacher)).sum(), rtol=FORMULA_FP64, atol=FORMULA_FP64)
+
+
+@pytest.mark.parametrize(("clip", "expected"), [(None, [0.0, 4.0, 10.0, -4.0]), (5.0, [0.0, 4.0, 5.0, -4.0])])
+def test_rewards_scaled_and_clipped_worked_by_hand(clip: float | None, expected: list[float]) -> None:
+    # (r − 1) · 2 for 1, 3, 6 and −1, then at most 5.
+    config = RewardConfig(bias=-1.0, scale=2.0, clip=clip)
+    assert config.applied(torch.tensor([1.0, 3.0, 6.0, -1.0])).tolist() == expected
 
 
 def test_reinforce_pp_worked_by_hand_on_several_tokens() -> None:
@@ -190,7 +261,7 @@ def test_group_statistics_are_per_trajectory_never_per_turn(kind: str, expected:
     assert (found - per_turn).abs().max() > 0.05  # what counting turns would come to is another number, not rounding
 
 
-@pytest.mark.parametrize("kind", sorted(GROUP_ADVANTAGES))
+@pytest.mark.parametrize("kind", sorted(CENTERED))
 def test_trajectories_that_earned_the_same_are_no_signal_whatever_their_rows(kind: str) -> None:
     # The mean of three rewards of 0.1 is not 0.1 in floating point.
     of = AdvantageInputs(torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64), torch.ones(4, 1))

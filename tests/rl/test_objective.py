@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -49,8 +50,10 @@ def test_policy_loss_equals_plain_loop(policy_loss: str, correction: str, dual_c
         with pytest.raises(ConfigError, match="policy_loss decoupled is weighted by a correction"):
             AlgorithmConfig.parse({"policy_loss": policy_loss})
         return
-    settings = {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": dual_clip, "tau_positive": 0.8, "tau_negative": 1.3}
+    settings: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": dual_clip, "tau_positive": 0.8}
+    settings["tau_negative"] = 1.3
     settings["max_second_moment"] = 0.3
+    settings |= {"epsilon": 0.2, "sides": "one" if dual_clip is None else "two"}
     known = POLICY_LOSSES.settings_class(policy_loss).model_fields
     given = {name: value for name, value in settings.items() if name in known}
     config = AlgorithmConfig.parse({"policy_loss": {"kind": policy_loss, **given}, "correction": correction})

@@ -34,14 +34,16 @@ def test_value_loss_equals_plain_loop(clip: float | None) -> None:
 
 @pytest.mark.parametrize("correction", sorted(CORRECTIONS))
 def test_correction_equals_plain_loop(correction: str) -> None:
-    log_ratio = torch.randn(6, 9, dtype=torch.float64)
-    mask = torch.randint(0, 2, (6, 9))
-    bounds = {"max_ratio": 1.4} | ({"min_ratio": 0.6} if correction == "icepop" else {})
-    settings = CORRECTIONS.parse({"kind": correction, **({} if correction == "none" else bounds)})
-    weights, touched = CORRECTIONS[correction](log_ratio, mask, settings)
+    trainer, generator = -torch.rand(2, 6, 9, dtype=torch.float64).mul(3) - 0.05
+    log_ratio, mask = trainer - generator, torch.randint(0, 2, (6, 9))
+    bounds = {name: {"max_ratio": 1.4} for name in ("tis", "sequence_tis")}
+    bounds |= {"icepop": {"max_ratio": 1.4, "min_ratio": 0.6}, "kpop": {"max_divergence": 0.07}}
+    settings = CORRECTIONS.parse({"kind": correction, **bounds.get(correction, {})})
+    weights, touched = CORRECTIONS[correction](log_ratio, mask, generator, settings)
+    assert 0 < touched[mask == 1].sum() < mask.sum() or correction == "none"
     for row in range(6):
         trained = mask[row] == 1
-        expected = plain_correction(log_ratio[row][trained].tolist(), settings)
+        expected = plain_correction(log_ratio[row][trained].tolist(), generator[row][trained].tolist(), settings)
         assert weights[row][trained].tolist() == pytest.approx([weight for weight, _ in expected], rel=FORMULA_FP64)
         assert touched[row][trained].tolist() == [beyond for _, beyond in expected]
 

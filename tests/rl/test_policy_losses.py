@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 
 from archon.rl.algorithms.corrections import CORRECTIONS
@@ -121,6 +122,51 @@ def test_reinforce_worked_by_hand() -> None:
     assert assert_loss(terms([-0.5, -0.25], [2.0, -3.0]), settings, [1.0, -0.75], [-2.0, 3.0]) == [False, False]
 
 
+def test_kpop_is_bounded_in_both_directions() -> None:
+    # q = 0.5, p = 0.2: D(p ‖ q) = 0.1927 and D(q ‖ p) = 0.2231, so a bound of 0.2 masks it by the second alone, and
+    # with p and q exchanged by the first alone.
+    settings = CORRECTIONS.parse({"kind": "kpop", "max_divergence": 0.2})
+    for trainer, generator in ((0.2, 0.5), (0.5, 0.2)):
+        q, p = torch.tensor([[generator]]).log(), torch.tensor([[trainer]]).log()
+        weights, touched = CORRECTIONS["kpop"](p - q, torch.ones(1, 1), q, settings)
+        assert (weights.item(), touched.item()) == (0.0, True)
+
+
+def test_topr_worked_by_hand() -> None:
+    # Log-ratios 0.1, −0.4 | 0.3, −0.1 | −0.2, all to an old logprob of 0. The first answer failed: its ratio e^−0.3 =
+    # 0.740818 is the weight of both its tokens: 0.740818 · 0.1 and 0.740818 · −0.4. The second failed, and its ratio
+    # e^0.2 is truncated to 1. The third succeeded and has weight 1, whatever its ratio.
+    of = terms([0.1, -0.4, 0.3, -0.1, -0.2], [-1.0, -1.0, -1.0, -1.0, 2.0], [0, 0, 1, 1, 2])
+    loss, gradient = [0.074082, -0.296327, 0.3, -0.1, 0.4], [0.740818, 0.740818, 1.0, 1.0, -2.0]
+    assert assert_loss(of, POLICY_LOSSES.parse("topr"), loss, gradient) == [False, False, True, True, False]
+
+
+def test_sppo_worked_by_hand() -> None:
+    # ε = 0.5 bounds the ratio by 1/1.5 and 1.5, its logarithm by ±0.405465. Within: −2 · 0.3; beyond, whatever the sign
+    # of A, −2 · 0.405465 and −(−1) · −0.405465, without a gradient.
+    of = terms([0.3, 0.7, -0.9], [2.0, 2.0, -1.0])
+    settings = POLICY_LOSSES.parse({"kind": "sppo", "epsilon": 0.5})
+    assert assert_loss(of, settings, [-0.6, -0.810930, -0.405465], [-2.0, 0.0, 0.0]) == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("sides", "kept"),
+    [
+        # Bounds 0.8 and 1.2; ρ = 0.3, 1, 1.5 and 4 for A = 1, then for A = −1.
+        # One side: above 1.2 is left out where A > 0, below 0.8 where A < 0.
+        ("one", [1, 1, 0, 0, 0, 1, 1, 1]),
+        ("two", [0, 1, 0, 0, 0, 1, 0, 0]),
+    ],
+)
+def test_rec_worked_by_hand(sides: str, kept: list[int]) -> None:
+    ratios, advantages = [0.3, 1.0, 1.5, 4.0] * 2, [1.0] * 4 + [-1.0] * 4
+    logs = [math.log(ratio) for ratio in ratios]
+    gradient = [-k * a for k, a in zip(kept, advantages, strict=True)]
+    loss = [g * log for g, log in zip(gradient, logs, strict=True)]
+    settings = POLICY_LOSSES.parse({"kind": "rec", "sides": sides})
+    assert assert_loss(terms(logs, advantages), settings, loss, gradient) == [not k for k in kept]
+
+
 def test_second_moment_mask_worked_by_hand() -> None:
     # Squares 0.01, 0.04, 0.25 | 0 off the mask: the mean of all is 0.1; without 0.25 it is 0.025 <= 0.04.
     log_ratio, mask = torch.tensor([[0.1, -0.2], [0.5, 9.0]]), torch.tensor([[1, 1], [1, 0]])
@@ -140,19 +186,24 @@ def test_second_moment_mask_equals_plain_loop() -> None:
 
 def test_corrections_worked_by_hand() -> None:
     # ρ = 3, 0.4, 1 in the first answer and 3 off the mask; its product is 1.2.
+    # The generator gave 0.2, 0.5, 0.9 and 0.2. For KPop: p = 0.6 against q = 0.2 is D(p ‖ q) = 0.6 ln 3 + 0.4 ln 0.5 =
+    # 0.3819 > 0.3; 0.2 against 0.5 is 0.2 ln 0.4 + 0.8 ln 1.6 = 0.1927 one way, 0.5 ln 2.5 + 0.5 ln 0.625 = 0.2231 the
+    # other, both <= 0.3; the third does not differ.
     log_ratio, mask = torch.tensor([[3.0, 0.4, 1.0, 3.0]]).log(), torch.tensor([[1, 1, 1, 0]])
+    logprobs = torch.tensor([[0.2, 0.5, 0.9, 0.2]]).log()
     bounds = {"tis": {"max_ratio": 2.0}, "icepop": {"min_ratio": 0.5, "max_ratio": 2.0}}
-    bounds["sequence_tis"] = bounds["tis"]
+    bounds |= {"sequence_tis": bounds["tis"], "kpop": {"max_divergence": 0.3}}
     expected = {
         "none": ([1, 1, 1], [False, False, False]),
         "tis": ([2, 0.4, 1], [True, False, False]),
         "icepop": ([0, 0, 1], [True, True, False]),
+        "kpop": ([0, 0.4, 1], [True, False, False]),
         "sequence_tis": ([1.2, 1.2, 1.2], [False, False, False]),
     }
     assert set(CORRECTIONS) == set(expected)
     for name, (weights, touched) in expected.items():
         settings = CORRECTIONS.parse({"kind": name, **bounds.get(name, {})})
-        found = CORRECTIONS[name](log_ratio, mask, settings)
+        found = CORRECTIONS[name](log_ratio, mask, logprobs, settings)
         torch.testing.assert_close(found[0][0, :3], torch.tensor(weights).float(), rtol=1e-5, atol=1e-6)
         assert found[1][0, :3].tolist() == touched, name
 

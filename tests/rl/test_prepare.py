@@ -250,7 +250,9 @@ def test_prepare_equals_plain_loops(random_models: Models, algorithm: dict[str, 
         own = prox if config.recomputes else generated
         for t, d in zip(trained.tolist(), (own - ref).tolist(), strict=True):
             token_rewards[row, t] = -0.3 * plain_kl(d, config.kl.kind)
-        weights += [weight for weight, _ in plain_correction((prox - generated).tolist(), config.correction)]
+        weights += [
+            weight for weight, _ in plain_correction((prox - generated).tolist(), generated.tolist(), config.correction)
+        ]
         log_ratios += (prox - generated).tolist()
         penalties.append(plain_penalty(len(trained), 6, 4))
     rewards = batch["rewards"] + 0.7 * torch.tensor(penalties, dtype=torch.float64)

@@ -78,6 +78,61 @@ NO_KL = {"kl": {"kind": "k3", "coef": 0.0, "place": "loss"}}
         ),
         ("sapo", GROUP | NO_KL | {"policy_loss": {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}}),
         ("m2po", GROUP | NO_KL | TOKEN_MEAN | {"policy_loss": {"kind": "m2po", "max_second_moment": 0.04}}),
+        ("lite_ppo", GROUP | CLIP | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "lite_ppo", "eps": 1e-6}}),
+        (
+            "raft",
+            NO_KL
+            | TOKEN_MEAN
+            | {"advantage": {"kind": "raft", "best_only": False}, "policy_loss": {"kind": "reinforce"}},
+        ),
+        (
+            "topr",
+            NO_KL
+            | {"advantage": {"kind": "reward"}, "policy_loss": {"kind": "topr"}}
+            | {"aggregation": {"kind": "seq_mean_token_sum"}},
+        ),
+        (
+            "asymre",
+            NO_KL
+            | {"advantage": {"kind": "asymre", "shift": -0.1}, "policy_loss": {"kind": "reinforce"}}
+            | {"aggregation": {"kind": "seq_mean_token_sum"}},
+        ),
+        (
+            "sppo",
+            NO_KL | TOKEN_MEAN | {"advantage": {"kind": "dr_grpo"}, "policy_loss": {"kind": "sppo", "epsilon": 0.3}},
+        ),
+        (
+            "rec",
+            NO_KL
+            | TOKEN_MEAN
+            | {"advantage": {"kind": "dr_grpo"}}
+            | {"policy_loss": {"kind": "rec", "sides": "one", "clip_low": 0.2, "clip_high": 0.2}},
+        ),
+        (
+            "kpop",
+            GROUP
+            | NO_KL
+            | {"policy_loss": CLIP["policy_loss"] | {"kind": "decoupled"}}
+            | {"correction": {"kind": "kpop", "max_divergence": 0.1}},
+        ),
+        (
+            "step_wise_grpo",
+            GROUP
+            | CLIP
+            | {"advantage": {"kind": "step_wise_grpo", "eps": 1e-6, "per_step": False}}
+            | {"kl": {"kind": "k3", "coef": 0.04, "place": "loss"}},
+        ),
+        (
+            "gigpo",
+            GROUP
+            | CLIP
+            | {"advantage": {"kind": "gigpo", "eps": 1e-6, "step_weight": 1.0, "gamma": 0.95, "normalize": True}}
+            | {"kl": {"kind": "k3", "coef": 0.01, "place": "loss"}},
+        ),
+        (
+            "distill",
+            NO_KL | TOKEN_MEAN | {"advantage": {"kind": "distill"}, "policy_loss": {"kind": "importance"}},
+        ),
     ],
 )
 def test_preset_means_exactly_its_paper(preset: str, parts: dict[str, object]) -> None:
@@ -85,12 +140,14 @@ def test_preset_means_exactly_its_paper(preset: str, parts: dict[str, object]) -
     assert {name: config[name] for name in parts} == parts
     if preset not in ("dapo",):
         assert config["overlong"]["penalty"] == 0 and config["zero_variance_groups"] == "keep"
-    assert config["correction"] == {"kind": "none"}
+    assert config["rewards"] == {"bias": 0.0, "scale": 1.0, "clip": None}
+    assert config["correction"] == parts.get("correction", {"kind": "none"})
 
 
 def test_every_preset_is_checked_above() -> None:
     assert set(PRESETS) == {
-        *("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "gspo", "cispo", "sapo", "m2po")
+        *("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "gspo", "cispo", "sapo", "m2po"),
+        *("lite_ppo", "raft", "topr", "asymre", "sppo", "rec", "kpop", "step_wise_grpo", "gigpo", "distill"),
     }
 
 
