@@ -179,7 +179,7 @@ class RLConfig(StrictModel):
             return TeacherServerConfig.parse(self.teacher, source="teacher")
         if "path" not in self.teacher:
             raise ValueError("teacher: neither path nor url is given; set teacher.path to the checkpoint that teaches")
-        return derived_engine(self.actor, self.teacher | {"optimizer": None}, "teacher")
+        return derived_reference(self.actor, self.teacher, "teacher")
 
     @model_validator(mode="after")
     def _parts_agree(self) -> RLConfig:
