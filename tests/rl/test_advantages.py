@@ -29,7 +29,7 @@ def settings_of(kind: str, **given: float) -> AdvantageSettings:
 
 
 GROUP_ADVANTAGES = {kind for kind in ADVANTAGES if settings_of(kind).compares_group}
-# A baseline beside the mean is a signal where all rewards are equal.
+# A baseline below the mean is a signal where all rewards are equal.
 CENTERED = GROUP_ADVANTAGES - {"asymre"}
 OF_STEPS = {kind for kind in ADVANTAGES if settings_of(kind).needs_steps}
 
