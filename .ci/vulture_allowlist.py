@@ -52,7 +52,11 @@ _.gsm8k_reward
 _.math_verify_reward
 
 # Public interface that users call; the contracts of AReaL and Trinity-RFT name most of it.
+_.AsyncRewardPropagationWorkflow
+_.AsyncStepWiseRewardWorkflow
+_.TextEnv
 _.VALID_DATASETS
+_.auxiliary_model_wrappers
 _.can_reset
 _.eid
 _.forward_with_entropy
@@ -81,6 +85,7 @@ _.shared_prompts
 
 # Arguments of a documented signature that an implementation need not read.
 completion_ids
+exps
 extra_kwargs
 
 # A field that attention backends look up by name in the list of what they support.

@@ -43,7 +43,17 @@ __getattr__, __dir__, __all__ = lazy_exports(
             *("FormatConfig", "GenerationConfig", "Task"),
         ),
         "compat.trinity.model": ("ModelWrapper",),
-        "compat.trinity.builtin": ("MathWorkflow", "ReActWorkflow", "SimpleWorkflow", "TextEnv", "TextEnvWorkflow"),
+        "compat.trinity.auxiliary": ("AuxiliaryModel",),
+        "compat.trinity.builtin": ("MathBoxedWorkflow", "MathWorkflow", "SimpleWorkflow"),
+        "compat.trinity.environments": (
+            *("AlfworldWorkflow", "GymEnvWorkflow", "TextEnv", "TextEnvWorkflow", "WebShopWorkflow"),
+        ),
+        "compat.trinity.react": ("AgentScopeReActWorkflow", "ReActWorkflow"),
+        "compat.trinity.ruler": ("MathRULERWorkflow",),
+        "compat.trinity.step_wise": (
+            *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),
+            *("RewardPropagationWorkflow", "StepWiseRewardWorkflow"),
+        ),
         "compat.trinity.adapter": ("TrinityWorkflow",),
         "workflows.agent": ("AgentWorkflow",),
         "config": ("RLConfig",),

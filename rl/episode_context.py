@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from archon.generation.seeds import derive_seed
 from archon.rl.clients import aiohttp_session, http_client, loop_client
+from archon.schema.errors import RolloutError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -137,6 +138,13 @@ class EpisodeEngine:
         response = await self._engine.agenerate(req)
         self.responses.append(response)
         return response
+
+    def prompt_logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Returns the engine's `prompt_logprobs`; raises `RolloutError` where it has none."""
+        if not hasattr(self._engine, "prompt_logprobs"):
+            raise RolloutError(f"{type(self._engine).__name__} does not compute the logprobs of given tokens")
+        logprobs: list[float] = self._engine.prompt_logprobs(ids, temperature)
+        return logprobs
 
     def pause(self) -> None:
         self._engine.pause()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data import encode_prompt
+from archon.data.config import DatasetConfig
 from archon.data.registry import load_rows
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
@@ -29,7 +30,7 @@ from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record,
 from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
 from archon.rl.weight_sync import in_process, weights_of
-from archon.rl.workflows import RolloutWorkflow, resolve_workflow
+from archon.rl.workflows import RolloutWorkflow, reads_raw_rows, resolve_workflow
 from archon.training.batch_sharding import require_documents
 from archon.training.loop import (
     BaseTrainer,
@@ -211,10 +212,11 @@ class RLTrainer(BaseTrainer):
             # The loop itself, not Runner.run, which would install its own signal handler.
             self._loop = loop.get_loop()
             self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path)
-            self._open_data(reward)
+            workflow = workflow or config.workflow
+            self._open_data(reward, raw=reads_raw_rows(workflow))
             self._open_models()
             self.resume()
-            self._open_rollouts(reward, workflow or config.workflow, eval_workflow)
+            self._open_rollouts(reward, workflow, eval_workflow)
             try:
                 with long_lived_objects_frozen():
                     yield self
@@ -222,10 +224,14 @@ class RLTrainer(BaseTrainer):
                 if self.async_rollout is not None:
                     self._loop.run_until_complete(self.async_rollout.close())
 
-    def _open_data(self, reward: AsyncRewardWrapper) -> None:
+    def _open_data(self, reward: AsyncRewardWrapper, *, raw: bool) -> None:
         config = self.config
-        rows = load_rows(config.train_data, "rl", self.tokenizer)
-        held_out = load_rows(config.eval_data, "rl", self.tokenizer) if config.eval_data else []
+
+        def rows_of(data: DatasetConfig) -> Sequence[dict[str, Any]]:
+            return load_rows(data.model_copy(update={"raw": True}) if raw else data, "rl", self.tokenizer)
+
+        rows = rows_of(config.train_data)
+        held_out = rows_of(config.eval_data) if config.eval_data else []
         for loaded, section in ((rows, config.train_data), (held_out, config.eval_data)):
             if loaded and section:
                 require_same_rows(loaded, section.path)
@@ -291,7 +297,12 @@ class RLTrainer(BaseTrainer):
             **config.generator.model_dump(exclude={"memory_gib"}),
         )
         trained = resolve_workflow(
-            workflow, config.workflow_args, reward_fn=reward, gconfig=config.gconfig, tokenizer=self.tokenizer
+            workflow,
+            config.workflow_args,
+            reward_fn=reward,
+            gconfig=config.gconfig,
+            tokenizer=self.tokenizer,
+            train_data=config.train_data,
         )
         temperature = config.gconfig.temperature
         self.rollout = Rollout(

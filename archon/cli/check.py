@@ -65,7 +65,12 @@ def check_rl(config: RLConfig) -> list[str]:
         found += check_data(name, data, "rl", tokenizer)
     reward = get_reward_fn(config.reward)
     resolve_workflow(
-        config.workflow, config.workflow_args, reward_fn=reward, gconfig=config.gconfig, tokenizer=tokenizer
+        config.workflow,
+        config.workflow_args,
+        reward_fn=reward,
+        gconfig=config.gconfig,
+        tokenizer=tokenizer,
+        train_data=config.train_data,
     )
     return [*found, f"reward: {config.reward}", f"workflow: {config.workflow}"]
 

@@ -22,7 +22,7 @@ from archon.generation.replica import (
     share_weights,
 )
 from archon.generation.sequence import Sequence
-from archon.generation.types import ModelRequest, ModelResponse
+from archon.generation.types import ModelRequest, ModelResponse, integer_ids
 from archon.models.attention.paged import PagedCache
 from archon.models.base import BaseArchonModel
 from archon.schema.errors import ExhaustedError, RolloutError, UserError
@@ -254,6 +254,27 @@ class InProcessEngine:
             self._generator.fail(error)
             raise
         return [sequence.response() for sequence in sequences]
+
+    @torch.no_grad()
+    def prompt_logprobs(self, ids: SequenceOf[int], temperature: float = 1.0) -> list[float]:
+        """Returns log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, each given those before it.
+
+        It is computed at once, without the cache. Raises RolloutError for fewer than two ids, one that the model does
+        not have, or more than it can read.
+        """
+        self._check_usable()
+        args, device = self.model.args, next(self.model.parameters()).device
+        tokens = torch.tensor(integer_ids(ids), device=device)
+        n = len(tokens)
+        if not 2 <= n <= args.max_seq_len or not 0 <= int(tokens.min()) <= int(tokens.max()) < args.vocab_size:
+            raise RolloutError(
+                f"logprobs of {n} tokens; expected 2 to {args.max_seq_len} ids from 0 to {args.vocab_size - 1}"
+            )
+        bounds = torch.tensor([0, n], dtype=torch.int32, device=device)
+        logits = self.model(tokens, torch.arange(n, device=device), bounds, n)[:-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        logprobs: list[float] = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
+        return logprobs
 
     def pause(self) -> None:
         """Stop after the current step; unfinished answers are kept."""

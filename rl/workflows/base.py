@@ -29,9 +29,12 @@ class RolloutWorkflow(ABC):
     returns. True: the whole group. False: one trajectory, so that each prompt gets n concurrent runs, and a run that
     rejects its answer or whose reward fails costs that sample only. None: not known; one run, and n − 1 more where it
     returned a single trajectory.
+
+    `reads_raw_rows` says that rows need their source's own row, which the trainer then adds as `train_data.raw` does.
     """
 
     returns_group: ClassVar[bool | None] = None
+    reads_raw_rows: ClassVar[bool] = False
 
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:

@@ -38,6 +38,12 @@ def resolve_workflow(
     return resolved
 
 
+def reads_raw_rows(workflow: RolloutWorkflow | type[RolloutWorkflow] | str) -> bool:
+    """Returns whether the workflow reads its source's own rows."""
+    found, _ = import_dotted(COMPAT_ADAPTER, "workflow adapter")(workflow, {})
+    return bool(getattr(found, "reads_raw_rows", False))
+
+
 def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
     """Returns an instance unchanged; constructs a class with `further` and those of `arguments` that it names."""
     if not isinstance(found, type):

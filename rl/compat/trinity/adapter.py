@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from dataclasses import fields, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from archon.generation.record import TokenRecord
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
-from archon.rl.compat.trinity import builtin  # noqa: F401 (registers the built-in workflows)
+from archon.rl.compat.trinity import builtin, environments, react, ruler  # noqa: F401 (register their workflows)
+from archon.rl.compat.trinity.auxiliary import AuxiliaryConfig, AuxiliaryModel, AuxiliaryModels
 from archon.rl.compat.trinity.experience import Experience
 from archon.rl.compat.trinity.model import ModelWrapper
 from archon.rl.compat.trinity.workflow import (
@@ -27,6 +29,7 @@ from archon.rl.compat.trinity.workflow import (
     Task,
     Workflow,
     declares,
+    is_awaited,
 )
 from archon.rl.episode_context import workflow_context
 from archon.rl.trajectories import trajectory_tensors
@@ -37,10 +40,19 @@ from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
+    from archon.data.config import DatasetConfig
     from archon.rl.compat.trinity.model import Endpoint
 
 T = TypeVar("T")
 Sample = tuple[TokenRecord, float]
+
+
+class Served(NamedTuple):
+    """What the runs of one episode call: the generator, its endpoint for clients, and those of auxiliary models."""
+
+    engine: InferenceEngine
+    endpoint: Endpoint | None
+    auxiliary_urls: list[str]
 
 
 class TrinityWorkflow(SamplingWorkflow):
@@ -57,7 +69,12 @@ class TrinityWorkflow(SamplingWorkflow):
         format_args: fields of `FormatConfig`.
         workflow_args, reward_fn_args: passed to the workflow and to the `RewardFn`.
         enable_openai_api: start an OpenAI endpoint on this machine for `ModelWrapper.get_openai_client()`.
+        enable_history: keep the answers of `ModelWrapper.chat` for `extract_experience_from_history`.
+        auxiliary_models: fields of `AuxiliaryConfig` of each.
+        train_data: the run's data, whose columns are the defaults of `format_args`.
     """
+
+    reads_raw_rows = True
 
     def __init__(
         self,
@@ -71,24 +88,28 @@ class TrinityWorkflow(SamplingWorkflow):
         workflow_args: Mapping[str, Any] | None = None,
         reward_fn_args: Mapping[str, Any] | None = None,
         enable_openai_api: bool = False,
+        enable_history: bool = False,
+        auxiliary_models: Sequence[Mapping[str, Any]] = (),
+        train_data: DatasetConfig | None = None,
     ) -> None:
         kind: Any = WORKFLOWS[workflow] if isinstance(workflow, str) else workflow
         if not (isinstance(kind, type) and issubclass(kind, Workflow)):
             raise ConfigError(f"workflow: got {workflow!r}, expected a subclass of archon.rl.Workflow, or its name")
-        overrides_async = kind.run_async is not Workflow.run_async
-        if kind.run is Workflow.run and not overrides_async:
+        if kind.run is Workflow.run and kind.run_async is Workflow.run_async:
             raise ConfigError(f"workflow class {kind.__qualname__} defines neither run nor run_async")
         for name in format_args or {}:
             if name not in (known := [field.name for field in fields(FormatConfig)]):
                 raise ConfigError(f"format_args: unknown {name!r}{nearest(name, known)}")
         super().__init__(gconfig, tokenizer)
         self.kind = kind
-        self._awaits = overrides_async and (kind.is_async or hasattr(kind, "asynchronous") or kind.run is Workflow.run)
+        self._awaits = is_awaited(kind)
         self._reward = REWARD_FUNCTIONS[reward] if isinstance(reward, str) else reward or wrapped_reward(reward_fn)
-        self._format_args = FormatConfig(**(format_args or {}))
+        self._format_args = FormatConfig(**(columns_of(train_data) | dict(format_args or {})))
         self._workflow_args, self._reward_fn_args = dict(workflow_args or {}), dict(reward_fn_args or {})
         self._serving = Serving(tokenizer) if enable_openai_api else None
-        self._idle: list[tuple[Workflow, ModelWrapper]] = []
+        self._enable_history = enable_history
+        self._auxiliary = AuxiliaryModels([AuxiliaryConfig.parse(dict(model)) for model in auxiliary_models])
+        self._idle: list[tuple[Workflow, ModelWrapper, list[AuxiliaryModel]]] = []
         self._repeats = False
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
@@ -108,24 +129,22 @@ class TrinityWorkflow(SamplingWorkflow):
                 "a Trinity-style workflow reads the unchanged rows of its source: set raw=true in train_data and "
                 f"eval_data (this row has {', '.join(map(repr, data))})"
             )
-        if self._serving is None:
-            return await self._group(engine, data, None)
-        async with self._serving.lease() as endpoint:
-            return await self._group(engine, data, endpoint)
+        async with AsyncExitStack() as stack:
+            urls = await stack.enter_async_context(self._auxiliary.lease())
+            endpoint = None if self._serving is None else await stack.enter_async_context(self._serving.lease())
+            return await self._group(Served(engine, endpoint, urls), data)
 
-    async def _group(
-        self, engine: InferenceEngine, data: dict[str, Any], endpoint: Endpoint | None
-    ) -> dict[str, Tensor] | None:
+    async def _group(self, served: Served, data: dict[str, Any]) -> dict[str, Tensor] | None:
         n = self.gconfig.n_samples
         outcomes: list[list[Sample] | BaseException] = []
         each, repeated = 1, range(n)
         if n == 1 or self.kind.can_repeat is not False or hasattr(self.kind, "repeatable"):
-            first = await self._run(engine, data, 0, n, endpoint)
+            first = await self._run(served, data, 0, n)
             outcomes.append(first)
             is_single = len(first) == 1 and not self._repeats and not workflow_context.get().drops
             each, repeated = n, range(1, n if is_single else 1)
         outcomes += await asyncio.gather(
-            *(self._run(engine, data, run, each, endpoint) for run in repeated), return_exceptions=True
+            *(self._run(served, data, run, each) for run in repeated), return_exceptions=True
         )
         results, failures = split_outcomes(outcomes)
         samples = [sample for _, returned in results for sample in returned]
@@ -138,9 +157,7 @@ class TrinityWorkflow(SamplingWorkflow):
         runs = [run for run, returned in results for _ in returned]
         return trajectory_tensors(records, rewards, runs if len(set(runs)) > 1 else None)
 
-    async def _run(
-        self, engine: InferenceEngine, data: dict[str, Any], run: int, n: int, endpoint: Endpoint | None
-    ) -> list[Sample]:
+    async def _run(self, served: Served, data: dict[str, Any], run: int, n: int) -> list[Sample]:
         """Returns the samples of one run. Its workflow instance is reused if it can be reset and the run succeeded."""
         rollout = self.gconfig
         task = Task(
@@ -160,13 +177,20 @@ class TrinityWorkflow(SamplingWorkflow):
             is_eval=workflow_context.get().is_eval,
             task_id=workflow_context.get().task_id,
         )
-        used, model = self._idle.pop() if self._idle else (None, ModelWrapper(self.tokenizer))
-        model.open(engine, rollout, run, endpoint)
+        used: Workflow | None = None
+        if self._idle:
+            used, model, auxiliary = self._idle.pop()
+        else:
+            model = ModelWrapper(self.tokenizer, enable_history=self._enable_history)
+            auxiliary = self._auxiliary.models()
+        model.open(served.engine, rollout, run, served.endpoint)
+        for wrapper, url in zip(auxiliary, served.auxiliary_urls, strict=True):
+            wrapper.connect(url, run)
 
         def prepare() -> Workflow:
             workflow = used
             if workflow is None:
-                workflow = self.kind(task=task, model=model, auxiliary_models=[])
+                workflow = self.kind(task=task, model=model, auxiliary_models=list(auxiliary))
             else:
                 workflow.task = task
                 workflow.reset(task)
@@ -187,9 +211,11 @@ class TrinityWorkflow(SamplingWorkflow):
             samples = self._checked(result, model)
         finally:
             model.close()
+            for wrapper in auxiliary:
+                wrapper.close()
         self._repeats = bool(declares(workflow, "can_repeat", "repeatable"))
         if declares(workflow, "can_reset", "resettable"):
-            self._idle.append((workflow, model))
+            self._idle.append((workflow, model, auxiliary))
         return samples
 
     def _checked(self, result: Any, model: ModelWrapper) -> list[Sample]:
@@ -205,6 +231,14 @@ class TrinityWorkflow(SamplingWorkflow):
             except (TypeError, ValueError) as error:
                 raise RolloutError(f"{name}: experience {index}: 'metrics' must be numbers by name ({error})") from None
         return samples
+
+
+def columns_of(data: DatasetConfig | None) -> dict[str, Any]:
+    """Returns the fields of `FormatConfig` that a dataset's configuration sets."""
+    if data is None:
+        return {}
+    set_fields = data.model_dump(include={"prompt_key", "response_key", "system_prompt"}, exclude_unset=True)
+    return {name: value for name, value in set_fields.items() if value is not None}
 
 
 def sample_of(experience: Any, model: ModelWrapper, where: str) -> Sample:

@@ -9,7 +9,6 @@ from typing import Any
 
 from archon.rl.algorithms.presets import PRESETS
 from archon.rl.compat.trinity.adapter import TrinityWorkflow
-from archon.rl.compat.trinity.builtin import MathWorkflow
 from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS
 from archon.rl.rewards import get_reward_fn
 from archon.schema.config import merge_sections, nearest
@@ -237,8 +236,7 @@ def _workflow(config: dict[str, Any], given: Mapping[str, Any], source: str) -> 
     workflow = WORKFLOWS[name]
     config["workflow"] = f"{TrinityWorkflow.__module__}.{TrinityWorkflow.__name__}"
     _put(config, "workflow_args.workflow", name)
-    if reward is None and isinstance(workflow, type) and issubclass(workflow, MathWorkflow):
-        reward = "math_reward"
+    reward = reward or getattr(workflow, "default_reward", None)
     own = reward in REWARD_FUNCTIONS or (reward and isinstance(get_reward_fn(_REWARDS.get(reward, reward)), type))
     if own:
         _put(config, "workflow_args.reward", reward)

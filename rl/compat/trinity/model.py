@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from archon.data.encoding import encode_prompt, next_turn_ids, plain_prompt
 from archon.generation.record import TokenRecord, UnusableAnswerError, check_answer
@@ -44,10 +45,16 @@ class ModelWrapper:
 
     A conversation stays in token space: if a call's messages are those of an earlier call, its unchanged
     `response_text`, and one more message, the prompt is the tokens so far and those of that message.
+
+    Args:
+        tokenizer: renders messages and decodes answers.
+        enable_history: keep the answers of `chat` and `generate` for `extract_experience_from_history` too.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, enable_history: bool = False) -> None:
         self._tokenizer = tokenizer
+        self.enable_history = enable_history
+        self.history: list[Experience] = []
         self._clients: list[Any] = []
         self._closed = threading.Event()
         self._closed.set()
@@ -71,6 +78,7 @@ class ModelWrapper:
                 client.base_url, client.api_key = endpoint[1], self._session.key
         self._loop = asyncio.get_running_loop()
         self._calls = 0
+        self.history = []
         self._closed.clear()
         self._waiting: set[Future[Any]] = set()
         self._conversations: dict[tuple[tuple[str, str], ...], TokenRecord] = {}
@@ -123,6 +131,26 @@ class ModelWrapper:
         groups = await asyncio.gather(*(self._answers(TokenRecord(), ids, n, sampling, None) for ids in prompt_ids))
         return [answer for group in groups for answer in group]
 
+    def logprobs(self, tokens: Sequence[int] | Tensor, temperature: float | None = None) -> Tensor:
+        """Returns the model's logprobs of tokens 1 to L − 1, each given those before it: float32 [L − 1].
+
+        Args:
+            tokens: L ids, a list or a tensor [L].
+            temperature: divides the logits; None: the run's.
+        """
+        return self.wait(self.logprobs_async(tokens, temperature))
+
+    async def logprobs_async(self, tokens: Sequence[int] | Tensor, temperature: float | None = None) -> Tensor:
+        """Does the same as `logprobs`, awaited."""
+        self._require_open()
+        if temperature is None:
+            temperature = self._gconfig.temperature
+        ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        score = getattr(self._engine, "prompt_logprobs", None)
+        if score is None:
+            raise RolloutError(f"{type(self._engine).__name__} does not compute the logprobs of given tokens")
+        return torch.tensor(score(ids, temperature))
+
     def get_openai_client(self) -> openai.OpenAI:
         """Returns an OpenAI client of the model for this run; `client.model_path` is the model's name.
 
@@ -142,35 +170,24 @@ class ModelWrapper:
                 "this run has no OpenAI endpoint; set explorer.rollout_model.enable_openai_api: true, or give the "
                 "workflow enable_openai_api=True"
             )
-        try:
-            module: Any = importlib.import_module("openai")
-        except ImportError as error:
-            raise RolloutError(f"the OpenAI client needs the package openai ({error}): pip install openai") from None
-        import httpx
-
-        from archon.rl.clients import tls_context
-
-        # Without proxies, and without a limit on the time of an answer.
-        client_class = httpx.Client if kind == "OpenAI" else httpx.AsyncClient
-        http_client = client_class(trust_env=False, timeout=None, verify=tls_context())
         server, base_url = self._endpoint
-        client = getattr(module, kind)(
-            base_url=base_url, api_key=self._session.key, http_client=http_client, timeout=None, max_retries=0
-        )
-        client.model_path = server.model
+        client = openai_client(kind, base_url, self._session.key, server.model, max_retries=0)
         self._clients.append(client)
         return client
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """Returns the conversations of this run's clients since the last call, as experiences without a reward.
 
-        Each spans from its first prompt to its last answer, and all answers are trained. `clear_history` removes them
-        from the history.
+        Each spans from its first prompt to its last answer, and all answers are trained. With `enable_history` the
+        answers of `chat` and `generate` come first, each as it was returned. `clear_history` removes all of them from
+        the history.
         """
         self._require_open()
+        experiences = list(self.history)
+        if clear_history:
+            self.history = []
         if self._session is None:
-            return []
-        experiences = []
+            return experiences
         for record in self._session.branches():
             experience = self._experience(record, record.loss_mask.index(1))
             start = experience.prompt_length
@@ -275,6 +292,8 @@ class ModelWrapper:
                 said = {"role": "assistant", "content": answer.response_text}
                 self._conversations[conversation_key([*messages, said])] = record
             answers.append(answer)
+        if self.enable_history:
+            self.history += answers
         for failure in lost if answers else lost[1:]:
             workflow_context.drop(failure.kind, failure)
         if not answers:
@@ -300,6 +319,26 @@ class ModelWrapper:
             return self._gconfig.new(**changes)
         except ConfigError as error:
             raise RolloutError(f"the model's arguments: {error}") from None
+
+
+def openai_client(kind: str, base_url: str, api_key: str, model: str, *, max_retries: int) -> Any:
+    """Returns a client of class `kind`, OpenAI or AsyncOpenAI, without proxies and limits of time; its `model_path` is
+    the model's name. Raises `RolloutError` where the package openai is not installed."""
+    try:
+        module: Any = importlib.import_module("openai")
+    except ImportError as error:
+        raise RolloutError(f"the OpenAI client needs the package openai ({error}): pip install openai") from None
+    import httpx
+
+    from archon.rl.clients import tls_context
+
+    client_class = httpx.Client if kind == "OpenAI" else httpx.AsyncClient
+    http_client = client_class(trust_env=False, timeout=None, verify=tls_context())
+    client = getattr(module, kind)(
+        base_url=base_url, api_key=api_key, http_client=http_client, timeout=None, max_retries=max_retries
+    )
+    client.model_path = model
+    return client
 
 
 def conversation_key(messages: Any) -> tuple[tuple[str, str], ...]:

@@ -104,6 +104,10 @@ class Workflow:
     `task.rollout_args.n`, and n − 1 more where it returned a single experience.
 
     The older `resettable`, `repeatable` and `asynchronous`, as methods or properties, are supported too.
+
+    Attributes:
+        auxiliary_models: an OpenAI client of each auxiliary model, asynchronous where `is_async`, with `model_path`.
+        auxiliary_model_wrappers: the same models, of which those that archon serves also have `chat` and `logprobs`.
     """
 
     can_reset: bool = False
@@ -113,7 +117,9 @@ class Workflow:
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[ModelWrapper] | None = None) -> None:
         self.task = task
         self.model = model
-        self.auxiliary_models = auxiliary_models
+        self.auxiliary_model_wrappers = auxiliary_models
+        client = "get_openai_async_client" if is_awaited(type(self)) else "get_openai_client"
+        self.auxiliary_models: list[Any] = [getattr(wrapper, client)() for wrapper in auxiliary_models or []]
         self.logger = logging.getLogger(type(self).__module__)
         self.repeat_times, self.run_id_base = 1, 0
 
@@ -142,6 +148,13 @@ class Workflow:
         numbers = {name: float(value) for name, value in experience.info.items() if isinstance(value, int | float)}
         experience.metrics.update(numbers)
         return experience
+
+
+def is_awaited(kind: type[Workflow]) -> bool:
+    """Returns whether workflows of this class run by `run_async`."""
+    if kind.run_async is Workflow.run_async:
+        return False
+    return kind.is_async or hasattr(kind, "asynchronous") or kind.run is Workflow.run
 
 
 def declares(workflow: Workflow, attribute: str, older: str) -> bool | None:

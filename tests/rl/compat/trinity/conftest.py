@@ -62,3 +62,9 @@ def run_episode(engine: InProcessEngine) -> RunEpisode:
         return (None if result is None else checked_group(result, context, "test")), context
 
     return run
+
+
+def prompts(result: Any, tokenizer: Any) -> set[str]:
+    """The texts before the first trained token."""
+    rows = zip(result["input_ids"], result["attention_mask"], result["loss_mask"], strict=True)
+    return {tokenizer.decode(ids[seen][: int(mask[seen].argmax())]) for ids, seen, mask in rows}

@@ -107,3 +107,65 @@ class Countdown:
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
         self.left -= 1
         return f"{self.left}+", float(sum(c.isdigit() for c in action)), self.left == 0, {}
+
+
+class Gym:
+    """An environment with gym's methods: done after `goal` steps, for 2.5."""
+
+    def __init__(self, goal: int = 2) -> None:
+        self.goal = goal
+
+    def reset(self) -> Any:
+        self.steps = 0
+        return "step 0"
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        self.steps += 1
+        done = self.steps == self.goal
+        return f"step {self.steps} after {action!r}", 2.5 if done else 0.0, done, {}
+
+
+class Gymnasium(Gym):
+    """The same with gymnasium's: information at the reset, and a task that may be cut off."""
+
+    def reset(self) -> Any:
+        return super().reset(), {"lives": 1}
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        observation, reward, done, info = super().step(action)
+        return observation, reward, False, done, info
+
+
+class Game(Gym):
+    """An environment of one game, as ALFWorld's."""
+
+    opened: ClassVar[list[Game]] = []
+
+    def __init__(self, file: str, goal: int) -> None:
+        super().__init__(goal)
+        self.file, self.closed = file, False
+        self.opened.append(self)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Shop:
+    """An environment with WebShop's methods: one search, then one button."""
+
+    def reset(self, session: int) -> None:
+        self.observation, self.searched = f"session {session} [Search]", False
+
+    def get_available_actions(self) -> dict[str, Any]:
+        return {"has_search_bar": not self.searched, "clickables": ["buy now"] if self.searched else ["search"]}
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        bought, self.searched = self.searched, True
+        return f"results of {action}", 0.75 if bought else 0.0, bought, {}
+
+
+class Blind(Gym):
+    """An environment that does not speak text."""
+
+    def reset(self) -> Any:
+        return 0

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from archon.rl import REWARD_FUNCTIONS, AsyncRewardWrapper, RewardFn
-from archon.rl.compat.trinity.builtin import MATH_PROMPT
+from archon.rl.compat.trinity import builtin
+from archon.rl.compat.trinity.builtin import MATH_PROMPT, THINK_PROMPT
 from archon.schema.errors import ConfigError, RolloutError
 from tests.rl import rewards_for_tests as rewards
-from tests.rl.compat.trinity.conftest import GCONFIG
+from tests.rl.compat.trinity.conftest import GCONFIG, prompts
 
 KEYS = {"prompt_key": "question", "response_key": "answer"}
 COUNTDOWN = "tests.rl.compat.trinity.guide.Countdown"
@@ -27,9 +31,14 @@ class TwoParts(RewardFn):
         return {"length": self.weight * len(response), "two": float(truth == "2")}
 
 
-def prompts(result: Any, tokenizer: Any) -> set[str]:
-    rows = zip(result["input_ids"], result["attention_mask"], result["loss_mask"], strict=True)
-    return {tokenizer.decode(ids[seen][: int(mask[seen].argmax())]) for ids, seen, mask in rows}
+@REWARD_FUNCTIONS.register_module("seven_points")
+class SevenPoints(RewardFn):
+    def __call__(self, **_: Any) -> float:
+        return 7.0
+
+
+def trained(result: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(result["input_ids"], result["loss_mask"], strict=True)
 
 
 def test_math_asks_for_a_boxed_answer_and_scores_with_the_runs_reward(adapted, run_episode, tokenizer) -> None:
@@ -42,6 +51,32 @@ def test_math_asks_for_a_boxed_answer_and_scores_with_the_runs_reward(adapted, r
         answer = result["input_ids"][row][result["loss_mask"][row] == 1]
         text = tokenizer.decode(answer, skip_special_tokens=True)
         assert result["rewards"][row].item() == sum(character.isdigit() for character in text)
+
+
+def test_a_boxed_answer_without_thoughts_loses_the_formats_share(adapted, run_episode, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(builtin, "_THOUGHT", re.compile(r".*[a-m].*", re.DOTALL))  # what a blank model may write
+    args = {"with_think": True, "format_score_coef": 0.5}
+    workflow = adapted("math_boxed_workflow", reward="seven_points", format_args=KEYS, workflow_args=args)
+    result, context = run_episode(workflow)
+    texts = [tokenizer.decode(ids[mask == 1], skip_special_tokens=True) for ids, mask in trained(result)]
+    formats = [0.0 if re.search("[a-m]", text) else -0.5 for text in texts]
+    assert context.numbers["reward/format"] == formats and set(formats) == {0.0, -0.5}
+    assert result["rewards"].tolist() == [7.0 + part for part in formats]
+    assert THINK_PROMPT in prompts(result, tokenizer).pop()
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks"),
+    [("<think>2</think> 3", True), (" <think>a\nb</think>c", True), ("<think></think>3", False), ("3", False)],
+)
+def test_thoughts_are_what_comes_first_between_tags(text: str, thinks: bool) -> None:
+    assert (builtin._THOUGHT.fullmatch(text) is not None) is thinks
+
+
+def test_a_base_model_is_asked_in_plain_text(adapted, run_episode, tokenizer) -> None:
+    workflow = adapted("math_boxed_workflow", reward="seven_points", format_args=KEYS, workflow_args={"use_base": True})
+    result, _ = run_episode(workflow)
+    assert prompts(result, tokenizer) == {f"System: {MATH_PROMPT}\nUser: 1+1=\nAssistant:"}
 
 
 def test_a_system_prompt_of_the_runs_own_stands_in_its_place(adapted, run_episode, tokenizer) -> None:

@@ -14,7 +14,8 @@ import yaml
 from archon.cli import main
 from archon.cli.config import load_config
 from archon.rl.compat.trinity.config import translate
-from archon.rl.config import RLConfig
+from archon.rl.config import RLConfig, RolloutConfig
+from archon.rl.trainer import RLTrainer
 from archon.schema.errors import ConfigError, UserError
 from archon.training.metrics import read_jsonl
 
@@ -271,6 +272,18 @@ def test_archon_rl_trains_a_workflow_of_ones_own(trainable: dict[str, Any], run_
     assert code == 0, errors
     last = read_jsonl(tmp_path / "runs" / "small" / "metrics.jsonl")[-1]
     assert last["step"] == 1 and last["grad_norm"] > 0
+
+
+def test_a_registered_name_alone_is_enough_in_python(rl_config: Any, tasks: Path) -> None:
+    """Rows and columns that the workflow reads are those of `train_data`, whose section says nothing of them."""
+    data = {"path": str(tasks), "prompt_key": "question", "response_key": "answer"}
+    config = rl_config(total_steps=1, train_data=data, workflow="simple_workflow")
+    rollout = {"prompts_per_step": 2, "reward_workers": 1}
+    for given in (None, "simple_workflow"):
+        with RLTrainer(config.model_copy(update={"rollout": RolloutConfig(**rollout)})).opened(given) as trainer:
+            batch = trainer.rollout_batch()
+        assert len(batch.prompts) == 2 and set(batch.prompts[0].row["raw_task"]) == {"question", "answer", "level"}
+        assert len(batch.trajectories["rewards"].unique()) > 1
 
 
 def test_archon_rl_refuses_an_unknown_key_in_one_line(trainable: dict[str, Any], run_rl: Any) -> None:

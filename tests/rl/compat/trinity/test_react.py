@@ -10,7 +10,8 @@ import pytest
 from archon.generation import InProcessEngine
 from archon.rl import GenerationHyperparameters, TrinityWorkflow
 from archon.rl.bootstrap import make_tokenizer
-from archon.rl.compat.trinity.builtin import calculator, tool_schema
+from archon.rl.compat.trinity.builtin import MATH_PROMPT
+from archon.rl.compat.trinity.react import calculator, tool_schema
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
 from archon.schema.errors import ConfigError, RolloutError
@@ -35,10 +36,10 @@ def tokenizer() -> Any:
     return make_tokenizer(TokenizerRecipe(kind="bpe", vocab_size=400), SAYS)
 
 
-def react(tokenizer: Any, n_samples: int = 1, **arguments: Any) -> TrinityWorkflow:
+def react(tokenizer: Any, n_samples: int = 1, name: str = "react_workflow", **arguments: Any) -> TrinityWorkflow:
     gconfig = GenerationHyperparameters(n_samples=n_samples, max_new_tokens=100, greedy=True)
     given = {"enable_openai_api": True, "format_args": KEYS} | arguments
-    return TrinityWorkflow("react_workflow", "exact_match", gconfig, tokenizer, **given)
+    return TrinityWorkflow(name, "exact_match", gconfig, tokenizer, **given)
 
 
 def said_to(tokenizer: Any, says: list[str], **arguments: Any) -> tuple[Any, Scripted]:
@@ -66,6 +67,13 @@ def test_a_model_calls_the_calculator_and_its_answers_alone_are_trained(tokenize
         assert group["input_ids"][row][trained].tolist() == answers[0] + answers[1]
         assert (group["logprobs"][row][trained] < 0).all()
         assert "<tool_response>\n84\n</tool_response>" in tokenizer.decode(group["input_ids"][row])
+
+
+@pytest.mark.parametrize("name", ["as_react_workflow", "agentscope_react_workflow"])
+def test_trinitys_name_for_it_asks_for_a_boxed_answer(tokenizer: Any, name: str) -> None:
+    episode, told = said_to(tokenizer, SAYS, name=name, workflow_args={"type": "dapo", "max_turns": 3})
+    assert episode.error is None and episode.rewards.tolist() == [1.0]
+    assert MATH_PROMPT in tokenizer.decode(told.requests[0].input_ids)
 
 
 def test_a_tool_that_fails_tells_the_model_why(tokenizer: Any) -> None:
@@ -110,6 +118,11 @@ def test_the_calculator_does_nothing_else(expression: str) -> None:
     [
         ({"workflow_args": {"max_turn": 3}}, ConfigError, r"unknown 'max_turn', did you mean 'max_turns'"),
         ({"workflow_args": {"max_turns": 0}}, ConfigError, r"max_turns is 0, expected at least 1"),
+        (
+            {"name": "as_react_workflow", "workflow_args": {"type": "code"}},
+            ConfigError,
+            r"type is 'code', expected 'gsm8k' or 'dapo'",
+        ),
         ({"workflow_args": {"tools": ["nowhere.at_all"]}}, ConfigError, r"tool 'nowhere.at_all' cannot be imported"),
         (
             {"enable_openai_api": False},

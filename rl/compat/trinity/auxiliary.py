@@ -1,0 +1,167 @@
+"""Auxiliary models of Trinity-style workflows: not trained, and called by the OpenAI SDK or as a `ModelWrapper`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from archon.generation.types import GenerationHyperparameters
+from archon.rl.compat.trinity.model import ModelWrapper, openai_client
+from archon.rl.workflows.agent import Serving
+from archon.schema.config import ComputeDtype, StrictModel
+from archon.schema.errors import RolloutError
+
+if TYPE_CHECKING:
+    from archon.generation import InProcessEngine
+    from archon.serve.server import AgentServer
+
+
+class AuxiliaryConfig(StrictModel):
+    """One auxiliary model: a checkpoint, which this process serves on loopback, or an OpenAI endpoint."""
+
+    model_path: str | None = Field(None, description="checkpoint to serve; with base_url the model's name there")
+    base_url: str | None = Field(None, description="OpenAI endpoint, which ends in /v1; null: serve model_path")
+    api_key: str = Field("EMPTY", description="key of the endpoint")
+    api_key_env: str | None = Field(None, description="environment variable with the key")
+    name: str | None = Field(None, description="the model's name for clients; null: model_path")
+    temperature: float = Field(1.0, ge=1e-3, description="of requests that set none, where model_path is served")
+    top_p: float = Field(1.0, gt=0, le=1, description="of requests that set none, where model_path is served")
+    top_k: int | None = Field(None, description="of requests that set none; -1: all tokens")
+    max_response_tokens: int = Field(512, ge=1, description="length limit of an answer, in tokens")
+    max_model_len: int | None = Field(None, ge=2, description="prompt and answer together; null: the model's limit")
+    dtype: ComputeDtype = Field("bfloat16", description="of the served weights")
+    device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
+    max_slots: int = Field(32, ge=1, description="answers decoded concurrently")
+    seed: int = Field(0, ge=0, lt=2**63, description="of requests that set none")
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> AuxiliaryConfig:
+        if self.model_path is None and self.base_url is None:
+            raise ValueError("name a checkpoint (model_path) or an OpenAI endpoint (base_url)")
+        if self.base_url is not None and not (self.name or self.model_path):
+            raise ValueError("base_url needs the model's name there: name, or model_path")
+        return self
+
+    @property
+    def shown_name(self) -> str:
+        """The model's name for clients."""
+        return self.name or self.model_path or ""
+
+    @property
+    def sampling(self) -> GenerationHyperparameters:
+        """The sampling parameters of requests that set none."""
+        top_k = self.top_k if self.top_k and self.top_k > 0 else None
+        return GenerationHyperparameters(
+            temperature=self.temperature, top_p=self.top_p, top_k=top_k, max_new_tokens=self.max_response_tokens
+        )
+
+
+class _ModelServing(Serving):
+    """Serves a checkpoint, loaded once, while runs need it."""
+
+    def __init__(self, config: AuxiliaryConfig) -> None:
+        self.config = config
+        self.key = secrets.token_urlsafe()
+        self.engine, tokenizer = _load(config)
+        super().__init__(tokenizer)
+        self.tokenizer = tokenizer
+
+    async def _start(self) -> tuple[AgentServer, str]:
+        from archon.serve.server import AgentServer
+
+        server = AgentServer(
+            self.tokenizer, self.engine, self.config.sampling, model=self.config.shown_name, token=self.key
+        )
+        return server, await server.start()
+
+
+class AuxiliaryModel(ModelWrapper):
+    """An auxiliary model for one run at a time. A served checkpoint also has `chat`, `generate` and `logprobs`.
+
+    Args:
+        config: the model.
+        serving: serves the checkpoint; None for an endpoint of others.
+    """
+
+    def __init__(self, config: AuxiliaryConfig, serving: _ModelServing | None) -> None:
+        super().__init__(None if serving is None else serving.tokenizer)
+        self.config, self.model_path = config, config.shown_name
+        self._serving = serving
+
+    def connect(self, base_url: str, run: int) -> None:
+        """Opens the model for run `run` of the current episode; its endpoint is at `base_url`."""
+        self._base_url = base_url
+        for client in self._clients:  # of a workflow that is used again
+            client.base_url = base_url
+        if self._serving is not None:
+            self.open(self._serving.engine, self.config.sampling, run)
+
+    def _require_open(self) -> None:
+        if self._serving is None:
+            raise RolloutError(
+                f"the auxiliary model {self.model_path} is an endpoint of others; call it by get_openai_client()"
+            )
+        super()._require_open()
+
+    def close(self) -> None:
+        if self._serving is not None:
+            super().close()
+
+    def _client(self, kind: str) -> Any:
+        config = self.config
+        key = os.environ.get(config.api_key_env or "", config.api_key) if self._serving is None else self._serving.key
+        client = openai_client(kind, self._base_url, key, self.model_path, max_retries=2)
+        self._clients.append(client)
+        return client
+
+
+class AuxiliaryModels:
+    """The auxiliary models of a run of archon. Checkpoints are loaded at the first use."""
+
+    def __init__(self, configs: Sequence[AuxiliaryConfig]) -> None:
+        self._configs = configs
+        self._servings: list[_ModelServing | None] | None = None
+
+    def models(self) -> list[AuxiliaryModel]:
+        """Returns new auxiliary models for a workflow, to connect."""
+        return [AuxiliaryModel(*pair) for pair in zip(self._configs, self._loaded(), strict=True)]
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[list[str]]:
+        """Yields the base URL of each model, for as long as they are served."""
+        async with AsyncExitStack() as stack:
+            urls: list[str] = []
+            for config, serving in zip(self._configs, self._loaded(), strict=True):
+                if serving is None:
+                    urls.append(config.base_url or "")
+                else:
+                    urls.append((await stack.enter_async_context(serving.lease()))[1])
+            yield urls
+
+    def _loaded(self) -> list[_ModelServing | None]:
+        if self._servings is None:
+            self._servings = [None if config.base_url else _ModelServing(config) for config in self._configs]
+        return self._servings
+
+
+def _load(config: AuxiliaryConfig) -> tuple[InProcessEngine, Any]:
+    """Returns a generator of the checkpoint, and its tokenizer."""
+    import torch
+
+    from archon.checkpoint.hf_io import load_model, load_tokenizer
+    from archon.engine.build import resolve_device
+    from archon.generation import InProcessEngine
+
+    assert config.model_path is not None
+    tokenizer = load_tokenizer(config.model_path)
+    device = str(resolve_device(config.device))
+    model = load_model(config.model_path, device=device, dtype=getattr(torch, config.dtype))
+    engine = InProcessEngine.from_model(
+        model, tokenizer, max_slots=config.max_slots, max_seq_len=config.max_model_len, seed=config.seed
+    )
+    return engine, tokenizer

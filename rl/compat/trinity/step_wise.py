@@ -1,0 +1,125 @@
+"""Base classes of Trinity-style workflows that are written step by step, and rewarded by step or at the end."""
+
+from __future__ import annotations
+
+from archon.rl.compat.trinity.experience import Experience
+from archon.rl.compat.trinity.workflow import Workflow
+from archon.schema.errors import ConfigError
+
+
+class _Steps(Workflow):
+    """Runs `step` until it returns False, at most `max_step_num` times. The answers of a step, by `model.chat` or by a
+    client, are its experiences, with its number in `eid.step`."""
+
+    can_repeat = False
+
+    @property
+    def max_step_num(self) -> int:
+        """The maximal number of steps."""
+        raise NotImplementedError
+
+    def step(self, step_num: int) -> bool:
+        """Runs step `step_num`, from 0. Returns whether there is another one."""
+        raise NotImplementedError
+
+    async def step_async(self, step_num: int) -> bool:
+        """Does the same as `step`, awaited, in the classes whose names begin with Async."""
+        raise NotImplementedError
+
+    def taken(self, step_num: int) -> list[Experience]:
+        """Returns the experiences of step `step_num`."""
+        if not self.model.enable_history:
+            raise ConfigError(
+                f"{type(self).__name__} trains the model's recorded answers: set "
+                "explorer.rollout_model.enable_history: true, or give the workflow enable_history=True"
+            )
+        experiences = self.model.extract_experience_from_history()
+        for experience in experiences:
+            experience.eid.step = step_num
+        return experiences
+
+
+class StepWiseRewardWorkflow(_Steps):
+    """A workflow whose steps are rewarded one by one."""
+
+    def reward(self, exps: list[Experience], step_num: int) -> float:
+        """Returns the reward of the experiences of step `step_num`."""
+        raise NotImplementedError
+
+    def run(self) -> list[Experience]:
+        experiences: list[Experience] = []
+        for number in range(self.max_step_num):
+            goes_on = self.step(step_num=number)
+            taken = self.taken(number)
+            reward = self.reward(taken, step_num=number)
+            for experience in taken:
+                experience.reward = reward
+            experiences += taken
+            if not goes_on:
+                break
+        return experiences
+
+
+class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
+    """A `StepWiseRewardWorkflow` whose `step_async` and `reward_async` are awaited."""
+
+    is_async = True
+
+    async def reward_async(self, exps: list[Experience], step_num: int) -> float:
+        """Does the same as `reward`, awaited."""
+        raise NotImplementedError
+
+    async def run_async(self) -> list[Experience]:
+        experiences: list[Experience] = []
+        for number in range(self.max_step_num):
+            goes_on = await self.step_async(step_num=number)
+            taken = self.taken(number)
+            reward = await self.reward_async(taken, step_num=number)
+            for experience in taken:
+                experience.reward = reward
+            experiences += taken
+            if not goes_on:
+                break
+        return experiences
+
+
+class RewardPropagationWorkflow(_Steps):
+    """A workflow whose steps all get the reward of the whole run."""
+
+    def reward(self, exps: list[Experience]) -> float:
+        """Returns the reward of the run, whose experiences are `exps`."""
+        raise NotImplementedError
+
+    def run(self) -> list[Experience]:
+        experiences: list[Experience] = []
+        for number in range(self.max_step_num):
+            goes_on = self.step(step_num=number)
+            experiences += self.taken(number)
+            if not goes_on:
+                break
+        return self._rewarded(experiences, self.reward(experiences))
+
+    @staticmethod
+    def _rewarded(experiences: list[Experience], reward: float) -> list[Experience]:
+        for experience in experiences:
+            experience.reward = reward
+        return experiences
+
+
+class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
+    """A `RewardPropagationWorkflow` whose `step_async` and `reward_async` are awaited."""
+
+    is_async = True
+
+    async def reward_async(self, exps: list[Experience]) -> float:
+        """Does the same as `reward`, awaited."""
+        raise NotImplementedError
+
+    async def run_async(self) -> list[Experience]:
+        experiences: list[Experience] = []
+        for number in range(self.max_step_num):
+            goes_on = await self.step_async(step_num=number)
+            experiences += self.taken(number)
+            if not goes_on:
+                break
+        return self._rewarded(experiences, await self.reward_async(experiences))
