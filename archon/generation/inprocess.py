@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 
 from archon.generation.generator import Generator, GeneratorStats
+from archon.generation.prompt_scores import PromptScores, score_prompt
 from archon.generation.replica import (
     WeightMode,
     WeightSource,
@@ -25,7 +26,7 @@ from archon.generation.sequence import Sequence
 from archon.generation.types import ModelRequest, ModelResponse, integer_ids
 from archon.models.attention.paged import PagedCache
 from archon.models.base import BaseArchonModel
-from archon.schema.errors import ExhaustedError, RolloutError, UserError
+from archon.schema.errors import ContextOverflowError, ExhaustedError, RolloutError, UserError
 from archon.schema.exhausted import resource_error_message
 
 logger = logging.getLogger(__name__)
@@ -255,26 +256,35 @@ class InProcessEngine:
             raise
         return [sequence.response() for sequence in sequences]
 
-    @torch.no_grad()
     def prompt_logprobs(self, ids: SequenceOf[int], temperature: float = 1.0) -> list[float]:
         """Returns log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, each given those before it.
 
-        It is computed at once, without the cache. Raises RolloutError for fewer than two ids, one that the model does
-        not have, or more than it can read.
+        Raises RolloutError for fewer than two ids, one that the model does not have, or more than it can read.
+        """
+        tokens, args = integer_ids(ids), self.model.args
+        if not 2 <= len(tokens) <= args.max_seq_len or not 0 <= min(tokens) <= max(tokens) < args.vocab_size:
+            raise RolloutError(
+                f"logprobs of {len(tokens)} tokens; expected 2 to {args.max_seq_len} ids from 0 to "
+                f"{args.vocab_size - 1}"
+            )
+        return self.score_prompt(tokens, temperature).logprobs
+
+    def score_prompt(self, tokens: list[int], temperature: float = 1.0) -> PromptScores:
+        """Returns the scores of given tokens under the current weights, without sampling and without the cache.
+
+        Raises RolloutError for tokens that the model does not have, and for more than it can read.
         """
         self._check_usable()
-        args, device = self.model.args, next(self.model.parameters()).device
-        tokens = torch.tensor(integer_ids(ids), device=device)
-        n = len(tokens)
-        if not 2 <= n <= args.max_seq_len or not 0 <= int(tokens.min()) <= int(tokens.max()) < args.vocab_size:
-            raise RolloutError(
-                f"logprobs of {n} tokens; expected 2 to {args.max_seq_len} ids from 0 to {args.vocab_size - 1}"
+        generator = self._generator
+        if len(tokens) > generator.max_seq_len:
+            raise ContextOverflowError(
+                f"the prompt of {len(tokens)} tokens is longer than the {generator.max_seq_len} that the model reads; "
+                "shorten it, or raise the engine's max_seq_len"
             )
-        bounds = torch.tensor([0, n], dtype=torch.int32, device=device)
-        logits = self.model(tokens, torch.arange(n, device=device), bounds, n)[:-1]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        logprobs: list[float] = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
-        return logprobs
+        vocab_size = generator.model.args.vocab_size
+        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise RolloutError(f"token id {wrong[0]} is not below the vocabulary size {vocab_size}")
+        return score_prompt(generator.model, tokens, temperature)
 
     def pause(self) -> None:
         """Stop after the current step; unfinished answers are kept."""

@@ -1,0 +1,51 @@
+"""The logprobs of given tokens, for evaluations and teachers that read prompts in place of sampling answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from archon.models.attention.meta import PackedAttention
+from archon.models.base import BaseArchonModel
+
+_MAX_LOGITS = 1 << 24
+"""Elements of logits that are computed at once."""
+
+
+@dataclass
+class PromptScores:
+    """Of n tokens, by their context, for the n − 1 from the second on.
+
+    Attributes:
+        logprobs: log_softmax(logits / temperature) of each token, in at least float32.
+        best_tokens, best_logprobs: the most likely token in its place, and its logprob.
+    """
+
+    logprobs: list[float]
+    best_tokens: list[int]
+    best_logprobs: list[float]
+
+
+@torch.inference_mode()
+def score_prompt(model: BaseArchonModel, tokens: list[int], temperature: float = 1.0) -> PromptScores:
+    """Returns the scores of `tokens` as one document, without a cache."""
+    device, n = next(model.parameters()).device, len(tokens)
+    scores = PromptScores([], [], [])
+    if n < 2:
+        return scores
+    ids = torch.tensor(tokens, device=device)
+    boundaries = torch.tensor([0, n], dtype=torch.int32, device=device)
+    attention = PackedAttention(boundaries, n, model.args.attn_type)
+    hidden = model.hidden_states(ids, torch.arange(n, device=device), attention)[:-1]
+    assert model.output is not None, "an engine generates with an actor"
+    block = max(1, _MAX_LOGITS // model.args.vocab_size)
+    for rows, labels in zip(hidden.split(block), ids[1:].split(block), strict=True):
+        logits = model.output(rows)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logprobs = (wide / temperature).log_softmax(-1)
+        best = logprobs.max(-1)
+        scores.logprobs += logprobs.gather(1, labels.unsqueeze(1)).squeeze(1).tolist()
+        scores.best_tokens += best.indices.tolist()
+        scores.best_logprobs += best.values.tolist()
+    return scores
