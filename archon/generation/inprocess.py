@@ -276,6 +276,8 @@ class InProcessEngine:
         """
         self._check_usable()
         generator = self._generator
+        if not tokens:
+            raise RolloutError("the prompt is empty, expected at least one token")
         if len(tokens) > generator.max_seq_len:
             raise ContextOverflowError(
                 f"the prompt of {len(tokens)} tokens is longer than the {generator.max_seq_len} that the model reads; "

@@ -184,7 +184,7 @@ BAD_BODIES: list[tuple[str, Any, str]] = [
     ("/completions", {"prompt": [5, 10**6]}, "token id 1000000 is not below the vocabulary size"),
     ("/completions", {"prompt": [-1]}, "token id -1"),
     ("/completions", {"prompt": ["1"] * 100, "n": 100}, "are 10000 answers"),
-    ("/completions", {"prompt": "1", "echo": True}, "echo"),
+    ("/completions", {"prompt": "1", "echo": True, "stream": True}, "echo is not streamed"),
     ("/completions", {"prompt": "1", "max_tokens": 0}, "max_tokens: got 0"),
     ("/responses", {"input": [{"type": "reasoning"}]}, "reasoning"),
     ("/responses", {"input": "1", "previous_response_id": "resp_1"}, "previous_response_id"),
