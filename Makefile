@@ -22,7 +22,7 @@ help:
 	@echo "make test-soak  half an hour of asynchronous RL: does anything grow, with its record"
 	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
 	@echo "make test-browser  the report in a real browser (needs Chromium)"
-	@echo "make test-models  every contract of every family in full, with its record, cards and tables"
+	@echo "make test-models  every contract and every command of every family, with records, cards and tables"
 	@echo "make lines      lines of each family, and its budget"
 	@echo "make test-mutants  planted mistakes: does a test notice each of them, with the record"
 	@echo "make upgrade-check  the newest torch, transformers and others in a scratch environment: what do they break, by symbol"
@@ -75,6 +75,7 @@ test-browser: setup
 
 test-models: setup
 	.venv/bin/python -m benchmarks.families --record benchmarks/records/families.jsonl
+	.venv/bin/python -m benchmarks.family_commands --record benchmarks/records/family_commands.jsonl
 
 lines: setup
 	.venv/bin/python -m benchmarks.families --lines

@@ -24,6 +24,7 @@ from archon.check.card import MARKS, read_card, write_card
 from archon.check.contracts import Finding, check_family
 from archon.check.family import CheckedFamily, load_families
 from archon.models.spec import FAMILIES, get_model_spec
+from benchmarks.command_rows import card_with_commands, recorded
 from benchmarks.harness import say
 
 CARDS = ROOT / "models" / "cards"
@@ -115,7 +116,9 @@ def sweep(families: Sequence[CheckedFamily], record: Path) -> bool:
             findings.append(finding)
             say(f"{family.model_type:<16} {MARKS[finding.passed]} {finding.contract}: {finding.text}")
             held &= finding.passed is not False
-        write_card(CARDS, family, findings, full=True)
+        card = write_card(CARDS, family, findings, full=True)
+        rows = [row for row in recorded() if row.model_type == family.model_type]
+        card.write_text(card_with_commands(card.read_text(encoding="utf-8"), rows), encoding="utf-8")
         kept[family.model_type] = record_line(family, findings)
         record.write_text("".join(json.dumps(kept[name]) + "\n" for name in sorted(kept)))
     return held

@@ -113,6 +113,7 @@ PARTS = {
     "feed-forward": r"layers\.\d+\.(feed_forward|moe)\..*",
     "norms": r"(layers\.\d+\.)?\w*norm\..*",
     "head": r"(output|score)\..*",
+    "other mixers": r"layers\.\d+\..*",
 }
 
 

@@ -1,0 +1,43 @@
+"""What the commands did with each family: the rows of `benchmarks.family_commands`, their record, and their table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from archon.bench.origin import ROOT
+from archon.check.card import MARKS
+
+RECORD = ROOT / "benchmarks" / "records" / "family_commands.jsonl"
+# The heading of the commands on a card; what stands above it is what the family's contracts found.
+HEADING = "| command |  | found |"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one command did with one model type."""
+
+    model_type: str
+    command: str
+    passed: bool
+    found: str
+    seconds: float
+
+
+def card_with_commands(card: str, rows: Sequence[Row]) -> str:
+    """Returns a card whose last table is of these commands."""
+    above = card.partition(HEADING)[0].rstrip("\n")
+    if not rows:
+        return f"{above}\n"
+    lines = [
+        f"| archon {row.command} | {MARKS[row.passed]} | {row.found.replace('|', chr(92) + '|')} |" for row in rows
+    ]
+    return "\n".join([above, "", HEADING, "| --- | --- | --- |", *lines, ""])
+
+
+def recorded(record: Path = RECORD) -> list[Row]:
+    """Returns the rows of a record."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    return [Row(*(line[name] for name in Row.__dataclass_fields__)) for line in lines]
