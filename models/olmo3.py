@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf_config import Field, WindowPolicy, dense_fields, layer_type_windows
 from archon.models.hf_rope import RopePolicy
+from archon.models.layers.rope import RopeSpec
 from archon.models.layers.spec import NormPlacement
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
@@ -37,6 +38,11 @@ class Olmo3ModelArgs(BaseModelArgs):
     def __post_init__(self) -> None:
         self.attention_out_bias = self.attention_bias
         super().__post_init__()
+
+    def rope(self, layer: int) -> RopeSpec | None:
+        """See `BaseModelArgs.rope`; cos and sin stay in float32."""
+        spec = super().rope(layer)
+        return None if spec is None else replace(spec, rounds_once=True)
 
 
 class Olmo3Model(BaseArchonModel):

@@ -154,8 +154,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """See `plain_rotate`; cos and sin receive no gradient."""
-    return (plain_rotate if torch.compiler.is_compiling() else _Rotate.apply)(x, cos, sin, interleaved)
+    """See `plain_rotate`; cos and sin receive no gradient. Where they are wider than x, the result is rounded once."""
+    function = plain_rotate if torch.compiler.is_compiling() else _Rotate.apply
+    return function(x.to(cos.dtype), cos, sin, interleaved).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ class RopeSpec:
         interleaved: pairs are (x_{2i}, x_{2i + 1}) in place of (x_i, x_{i + dim/2}).
         query_beta, query_period: queries at position p are multiplied by 1 + query_beta * log(1 + p // query_period)
             (Llama 4, Ministral 3); None for none.
+        rounds_once: in a narrow dtype cos and sin are not rounded, only the rotated features are.
     """
 
     dim: int
@@ -89,6 +90,7 @@ class RopeSpec:
     interleaved: bool = False
     query_beta: float | None = None
     query_period: int | None = None
+    rounds_once: bool = False
 
 
 class Rotation(NamedTuple):
@@ -264,7 +266,7 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rotation:
-        """Returns the rotation of every token, in `dtype`, computed in at least float32.
+        """Returns the rotation of every token, computed in at least float32, in `dtype` unless it `rounds_once`.
 
         Args:
             positions: int [T], position of each token in its document.
@@ -284,4 +286,5 @@ class RotaryEmbedding(nn.Module):
         if self.spec.query_beta is not None and self.spec.query_period is not None:
             periods = torch.floor(positions.to(wide) / self.spec.query_period)
             query_scale = (1 + self.spec.query_beta * torch.log1p(periods)).to(dtype).view(-1, 1, 1)
-        return Rotation(cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1), query_scale)
+        kept = wide if self.spec.rounds_once else dtype
+        return Rotation(cos.to(kept).unsqueeze(1), sin.to(kept).unsqueeze(1), query_scale)
