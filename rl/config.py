@@ -87,6 +87,13 @@ class ControlConfig(StrictModel):
     shuffle_rewards: bool = Field(False, description="permute rewards over the batch: a run that must learn nothing")
 
 
+class DemonstrationsConfig(StrictModel):
+    """Expert answers that policy losses `mix` and `chord` train on together with the policy's own."""
+
+    data: DatasetConfig = Field(description="conversations, or prompts and responses, as for SFT")
+    per_step: int = Field(ge=1, description="rows added to each step's batch")
+
+
 class TeacherServerConfig(StrictModel):
     """A teacher behind an OpenAI endpoint whose completions return the logprobs of the prompt (`echo`)."""
 
@@ -137,6 +144,9 @@ class RLConfig(StrictModel):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="gathering of a batch")
     train_data: DatasetConfig = Field(description="prompts to train on")
     eval_data: DatasetConfig | None = Field(None, description="held-out prompts")
+    demonstrations: DemonstrationsConfig | None = Field(
+        None, description="expert answers, for the policy losses that train on them"
+    )
     reward: str = Field(description="name or dotted path of the reward function")
     workflow: str = Field("archon.rl.RLVRWorkflow", description="dotted path of the workflow")
     workflow_args: dict[str, Any] = Field(
@@ -221,6 +231,14 @@ class RLConfig(StrictModel):
                 f"gconfig.temperature is {self.gconfig.temperature}, and teacher.url returns logprobs at temperature 1 "
                 "only; set gconfig.temperature=1, or teach in process with teacher.path"
             )
+        if algorithm.policy_loss.uses_demonstrations != (self.demonstrations is not None):
+            missing = "not " if self.demonstrations is None else ""
+            raise ValueError(
+                f"algorithm.policy_loss is {algorithm.policy_loss.kind}, and demonstrations are {missing}set; policy "
+                "losses mix and chord train on them, others do not"
+            )
+        if self.demonstrations is not None and (self.critic is not None or self.teacher is not None):
+            raise ValueError("demonstrations have neither values nor a teacher; remove `critic` and `teacher`")
         if self.gconfig.seed is not None:
             raise ValueError("gconfig.seed would make all answers of a run equal; set `seed`")
         if self.verify_export and self.actor.dtype == "bfloat16":

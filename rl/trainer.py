@@ -20,6 +20,7 @@ from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
 from archon.rl.asynchronous import AsyncRollout
 from archon.rl.config import RLConfig
+from archon.rl.demonstrations import Demonstrations
 from archon.rl.evaluation import evaluate, evaluation_workflows
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
@@ -96,6 +97,8 @@ class RLTrainer(BaseTrainer):
 
     def after_step(self) -> dict[str, float]:
         self._cursor = self.prompts.state_dict(self.async_rollout.untrained if self.async_rollout else ())
+        if self.demonstrations is not None:
+            self._demonstrations_cursor = self.demonstrations.state_dict()
         return {}
 
     def train_step(self) -> dict[str, float]:
@@ -113,6 +116,10 @@ class RLTrainer(BaseTrainer):
             with timed(seconds, "score"):
                 prepared, measured = self._compute(lambda: self.update.prepare(batch.trajectories, self.step))
             self._dump(batch, metrics, prepared["advantages"])
+            if self.demonstrations is not None:
+                taken = self.demonstrations.take()
+                prepared, added = self._compute(lambda: self.update.mix(prepared, taken, self.step))
+                measured |= added
             self._mid_update = True
             with timed(seconds, "update"):
                 metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
@@ -165,11 +172,15 @@ class RLTrainer(BaseTrainer):
 
     def position(self) -> dict[str, Any]:
         """Returns the state of the prompts after the last complete step, from which a resumed run continues."""
-        return {"prompts": self._cursor}
+        position = {"prompts": self._cursor}
+        return position if self.demonstrations is None else position | {"demonstrations": self._demonstrations_cursor}
 
     def load_position(self, state: dict[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self._cursor = state["prompts"]
+        if self.demonstrations is not None:
+            self.demonstrations.load_state_dict(state["demonstrations"])
+            self._demonstrations_cursor = state["demonstrations"]
 
     def finish(self) -> None:
         """Saves, exports, and logs the first and last held-out rewards."""
@@ -237,6 +248,10 @@ class RLTrainer(BaseTrainer):
                 require_same_rows(loaded, section.path)
         self.prompts = PromptStream(rows, config.seed)
         self._cursor = self.prompts.state_dict()
+        self.demonstrations = None
+        if config.demonstrations is not None:
+            self.demonstrations = Demonstrations(config.demonstrations, self.tokenizer, config.seed)
+            self._demonstrations_cursor = self.demonstrations.state_dict()
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
         if config.rollout.gold_checked != 0 and ControlPlane.of_run().is_main:
             for checked in filter(None, (rows, held_out)):

@@ -15,8 +15,10 @@ from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
 from archon.rl.algorithms.kl import kl_estimate
 from archon.rl.algorithms.losses import M2POLoss, second_moment_mask
+from archon.rl.algorithms.mixed import MixedLoss, mixing_weights
 from archon.rl.algorithms.objective import PolicyObjective, ValueObjective
 from archon.rl.algorithms.steps import Step, split_steps
+from archon.rl.demonstrations import with_demonstrations
 from archon.rl.logprob_check import mean_logprob_difference
 from archon.training.batch_sharding import score_sharded, shard_batch
 
@@ -111,6 +113,22 @@ class PolicyUpdate:
                 "advantage_max": trained.abs().max().item(),
             }
         return batch, metrics
+
+    def mix(self, batch: Batch, demonstrations: Mapping[str, Tensor], step: int) -> tuple[Batch, dict[str, float]]:
+        """Returns the result of `prepare` with demonstrations as further rows, weighed for step `step`, and metrics."""
+        settings = self.algorithm.policy_loss
+        assert isinstance(settings, MixedLoss)
+
+        def score(column: str, rows: Mapping[str, Tensor]) -> Tensor:
+            model = self.reference if column == "ref_logprobs" else self.engine
+            assert model is not None
+            return self._logprobs(model, rows)
+
+        mixed, mu = with_demonstrations(batch, demonstrations, score), settings.weight_at(step)
+        given = mixed["demonstrations"].any(1)
+        weights = mixing_weights(mixed["loss_mask"], given, mu, self.algorithm.aggregation).unsqueeze(1)
+        mixed["policy_weights"] = mixed.get("policy_weights", torch.ones_like(mixed["advantages"])) * weights
+        return mixed, {"demonstrations": float(given.sum()), "demonstrations_weight": mu}
 
     def train(self, batch: Mapping[str, Tensor], step: int) -> dict[str, float]:
         """Runs `ppo_epochs` passes of `minibatches` optimizer steps each.

@@ -6,6 +6,6 @@ t + 1, and a `loss_mask` that is 1 where that token is trained.
 The modules named here register further methods when they are imported.
 """
 
-from archon.rl.algorithms import baselines, distillation, off_policy, step_advantages
+from archon.rl.algorithms import baselines, distillation, mixed, off_policy, step_advantages
 
-__all__ = ["baselines", "distillation", "off_policy", "step_advantages"]
+__all__ = ["baselines", "distillation", "mixed", "off_policy", "step_advantages"]

@@ -95,6 +95,11 @@ class AlgorithmConfig(StrictModel):
         """Whether the policy scores the batch before the update, and the ratio is taken to those logprobs."""
         return self.policy_loss.recomputes or self.correction.kind != "none"
 
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether tokens have weights of their own in the policy loss."""
+        return self.recomputes or self.policy_loss.uses_demonstrations
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:

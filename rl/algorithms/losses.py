@@ -24,6 +24,7 @@ class PolicyTerms:
         advantages: float [T].
         mask: float [T], 1 at trained tokens.
         documents: int [T], the trajectory of each token, from 0 to `n_documents` − 1.
+        demonstrations: [T], 1 at tokens of demonstrations; None where the batch has none.
     """
 
     logprobs: Tensor
@@ -32,6 +33,7 @@ class PolicyTerms:
     mask: Tensor
     documents: Tensor
     n_documents: int
+    demonstrations: Tensor | None = None
 
     @property
     def ratio(self) -> Tensor:
@@ -52,9 +54,11 @@ class PolicyLossSettings(MethodSettings):
 
     Attributes:
         recomputes: whether it needs logprobs recomputed by the policy before the update.
+        uses_demonstrations: whether it trains on demonstrations too.
     """
 
     recomputes: ClassVar[bool] = False
+    uses_demonstrations: ClassVar[bool] = False
 
 
 PolicyLossFn = Callable[[PolicyTerms, Any], TokenLoss]

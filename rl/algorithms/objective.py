@@ -21,7 +21,7 @@ class PolicyObjective:
 
     The micro-batch holds, per token: `loss_mask`, `advantages`, `logprobs` (of the policy that generated), and where
     the configuration needs them `ref_logprobs`, `prox_logprobs` (of the policy before the update, then the denominator
-    of the ratio) and `policy_weights`.
+    of the ratio), `policy_weights` and `demonstrations`.
     """
 
     config: AlgorithmConfig
@@ -44,10 +44,11 @@ class PolicyObjective:
 
         generated = column("logprobs")
         old = column("prox_logprobs") if config.recomputes else generated
-        terms = PolicyTerms(logprobs, old, mb["advantages"], mask, document_ids(mb), mb.n_documents)
+        given = mb["demonstrations"] if config.policy_loss.uses_demonstrations else None
+        terms = PolicyTerms(logprobs, old, mb["advantages"], mask, document_ids(mb), mb.n_documents, given)
         policy = POLICY_LOSSES[config.policy_loss.kind](terms, config.policy_loss)
         log_ratio = (logprobs - generated).detach()
-        policy_weights = weights * mb["policy_weights"].to(weights.dtype) if config.recomputes else weights
+        policy_weights = weights * mb["policy_weights"].to(weights.dtype) if config.weighs_tokens else weights
         loss = (policy.loss * policy_weights).sum()
         metrics = {
             "policy_loss": (loss.detach(), units),

@@ -185,3 +185,25 @@ PRESETS.register("gigpo")(
 PRESETS.register("distill")(
     GRPO | NO_KL | TOKEN_MEAN | {"advantage": {"kind": "distill"}, "policy_loss": {"kind": "importance"}}
 )
+
+# MIX (Trinity-RFT, arXiv 2505.17826): GRPO's objective, and the log-likelihood of expert answers with mu 0.1, its
+# implementation's default; both are means over an answer's tokens, then over answers.
+PRESETS.register("mix")(GRPO | {"policy_loss": {"kind": "mix", "mu": 0.1, "clip_low": 0.2, "clip_high": 0.2}})
+
+# CHORD (arXiv 2508.11408), its variant phi: GRPO without KL, and expert answers weighed token by token by p(1 - p),
+# with a constant mu of 0.1; means over all tokens. Its variant mu decays from 0.9 to 0.05 over 200 steps without phi.
+PRESETS.register("chord")(
+    GRPO
+    | NO_KL
+    | TOKEN_MEAN
+    | {
+        "policy_loss": {
+            "kind": "chord",
+            "mu_peak": 0.1,
+            "mu_valley": 0.1,
+            "phi": True,
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+        }
+    }
+)

@@ -155,7 +155,7 @@ def plain_advantages(of: AdvantageInputs, settings: Any) -> list[list[float]]:
 
 def plain_loss(logprob: float, ratio: float, advantage: float, settings: Any) -> float:
     """Of one token."""
-    if settings.kind in ("ppo", "decoupled", "gspo", "cispo"):
+    if settings.kind in ("ppo", "decoupled", "gspo", "cispo", "mix", "chord"):
         clipped = min(max(ratio, 1 - settings.clip_low), 1 + settings.clip_high)
         if settings.kind == "cispo":
             return -clipped * advantage * logprob
@@ -205,11 +205,14 @@ def plain_objective(
             if config.policy_loss.kind == "topr":
                 alpha = min(math.exp(sum(logs)), 1.0) if advantage < 0 else 1.0
                 value = -alpha * advantage * logprobs[t].item()
+            elif config.policy_loss.uses_demonstrations and batch["demonstrations"][t]:
+                p = math.exp(logprobs[t].item())
+                value = -logprobs[t].item() * (p * (1 - p) if config.policy_loss.kind == "chord" else 1.0)
             else:
                 value = plain_loss(logprobs[t].item(), math.exp(log_ratio), advantage, config.policy_loss)
             if not next(left):
                 value = 0.0
-            elif config.recomputes:
+            elif config.weighs_tokens:
                 value *= batch["policy_weights"][t].item()
             value += config.kl.coef * plain_kl((logprobs[t] - batch["ref_logprobs"][t]).item(), config.kl.kind)
             values.append(value - config.entropy_coef * entropy[t].item())

@@ -133,6 +133,23 @@ NO_KL = {"kl": {"kind": "k3", "coef": 0.0, "place": "loss"}}
             "distill",
             NO_KL | TOKEN_MEAN | {"advantage": {"kind": "distill"}, "policy_loss": {"kind": "importance"}},
         ),
+        (
+            "mix",
+            GROUP
+            | {"policy_loss": CLIP["policy_loss"] | {"kind": "mix", "mu": 0.1}}
+            | {"kl": {"kind": "k3", "coef": 0.04, "place": "loss"}},
+        ),
+        (
+            "chord",
+            GROUP
+            | NO_KL
+            | TOKEN_MEAN
+            | {
+                "policy_loss": CLIP["policy_loss"]
+                | {"kind": "chord", "phi": True, "mu_peak": 0.1, "mu_valley": 0.1}
+                | {"mu_warmup_steps": 0, "mu_decay_steps": 0}
+            },
+        ),
     ],
 )
 def test_preset_means_exactly_its_paper(preset: str, parts: dict[str, object]) -> None:
@@ -147,7 +164,20 @@ def test_preset_means_exactly_its_paper(preset: str, parts: dict[str, object]) -
 def test_every_preset_is_checked_above() -> None:
     assert set(PRESETS) == {
         *("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "gspo", "cispo", "sapo", "m2po"),
-        *("lite_ppo", "raft", "topr", "asymre", "sppo", "rec", "kpop", "step_wise_grpo", "gigpo", "distill"),
+        *(
+            "lite_ppo",
+            "raft",
+            "topr",
+            "asymre",
+            "sppo",
+            "rec",
+            "kpop",
+            "step_wise_grpo",
+            "gigpo",
+            "distill",
+            "mix",
+            "chord",
+        ),
     }
 
 

@@ -1,0 +1,70 @@
+"""Demonstrations: expert answers that a mixed loss trains on together with the policy's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archon.data import RowLoader
+from archon.data.registry import load_rows
+from archon.rl.config import DemonstrationsConfig
+from archon.rl.trajectories import concat_padded_tensors
+
+
+class Demonstrations:
+    """The rows of a dataset in a seeded order, `per_step` of them a step; each once an epoch.
+
+    Args:
+        config: the dataset, and how many rows.
+        tokenizer: encodes them as SFT does.
+        seed: of their order.
+    """
+
+    def __init__(self, config: DemonstrationsConfig, tokenizer: Any, seed: int) -> None:
+        rows = load_rows(config.data, "sft", tokenizer)
+        self._loader = RowLoader(rows, batch_size=config.per_step, seed=seed)
+
+    def take(self) -> dict[str, Tensor]:
+        """Returns the next rows: `input_ids`, `loss_mask` int64 and `attention_mask` bool [B, S]."""
+        padded = []
+        for row in self._loader.next_batch():
+            ids, mask = (torch.tensor(row[name]).unsqueeze(0) for name in ("input_ids", "loss_mask"))
+            padded.append(
+                {"input_ids": ids, "loss_mask": mask, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
+            )
+        return concat_padded_tensors(padded)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises `DatasetError` where the state is of other rows or another seed."""
+        self._loader.load_state_dict(state)
+
+
+def with_demonstrations(
+    batch: Mapping[str, Tensor], rows: Mapping[str, Tensor], score: Callable[[str, Mapping[str, Tensor]], Tensor]
+) -> dict[str, Tensor]:
+    """Returns a prepared batch with demonstrations as further rows, and the column `demonstrations`, 1 at their tokens.
+
+    Args:
+        batch: the result of `PolicyUpdate.prepare`.
+        rows: demonstrations, as `Demonstrations.take` returns them.
+        score: returns the logprobs of rows by the model that a column is of.
+    """
+    added = {**rows, "logprobs": torch.zeros(rows["input_ids"].shape)}
+    # Nobody sampled them: the ratio is taken to the policy before the update.
+    added["logprobs"] = score("logprobs", added)
+    if "prox_logprobs" in batch:
+        added["prox_logprobs"] = added["logprobs"]
+    if "ref_logprobs" in batch:
+        added["ref_logprobs"] = score("ref_logprobs", added)
+    for name, value in {"advantages": 0.0, "policy_weights": 1.0}.items():
+        if name in batch:
+            added[name] = torch.full(rows["input_ids"].shape, value, dtype=batch[name].dtype)
+    both = [{**batch, "demonstrations": torch.zeros_like(batch["loss_mask"])}]
+    both.append({**added, "demonstrations": rows["loss_mask"]})
+    return concat_padded_tensors(both)
