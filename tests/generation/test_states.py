@@ -44,3 +44,18 @@ def test_greedy_forks_are_transformers_answers() -> None:
     answers = engine.generate([request(LONG, greedy=True, max_new_tokens=13) for _ in range(8)])
     assert {tuple(answer.output_tokens) for answer in answers} == {tuple(greedy_reference(hf, LONG, 13))}
     assert engine.stats.shared_prompts == 7
+
+
+def test_an_answer_that_was_anothers_duplicate_goes_on_from_a_state_of_its_own() -> None:
+    """While greedy forks agree only one of them is computed; the shortest comes first, and the others outlive it."""
+    hf, model = make_pair(FAMILY, torch.float64)
+    engine = make_engine(model, max_slots=4, page_size=4)
+    lengths = (4, 13, 8)
+    answers = engine.generate([request(LONG, greedy=True, max_new_tokens=length) for length in lengths])
+    assert engine.stats.duplicate_tokens > 0
+    wanted = greedy_reference(hf, LONG, max(lengths))
+    for answer, length in zip(answers, lengths, strict=True):
+        assert answer.output_tokens == wanted[:length]
+        trained = trainer_logprobs(model, LONG, answer.output_tokens, 1.0)
+        given = torch.tensor(answer.output_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(given, trained, rtol=0, atol=GENERATED_LOGPROB_FP64)

@@ -67,7 +67,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/attention/paged.py",
         "tuple(x.index_select(0, self._duplicates) for x in after)",
         "self.cache.states.read(layer, copies, None)",
-        (f"{STATES}::test_greedy_forks_are_transformers_answers",),
+        (f"{STATES}::test_an_answer_that_was_anothers_duplicate_goes_on_from_a_state_of_its_own",),
     ),
     Mutant(
         "a new sequence begins with the state that its slot's last one left",
