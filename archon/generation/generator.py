@@ -18,7 +18,8 @@ from archon.generation.sampler import SamplingParams, sample
 from archon.generation.scheduler import Fork, ScheduledChunk, Scheduler, Step
 from archon.generation.sequence import Sequence, StopStrings
 from archon.generation.types import ModelRequest
-from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
+from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
+from archon.models.attention.paged_cache import PagedCache
 from archon.models.base import BaseArchonModel
 from archon.schema.errors import ContextOverflowError, RolloutError
 

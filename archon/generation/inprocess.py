@@ -24,7 +24,7 @@ from archon.generation.replica import (
 )
 from archon.generation.sequence import Sequence
 from archon.generation.types import ModelRequest, ModelResponse, integer_ids
-from archon.models.attention.paged import PagedCache
+from archon.models.attention.paged_cache import PagedCache
 from archon.models.base import BaseArchonModel
 from archon.schema.errors import ContextOverflowError, ExhaustedError, RolloutError, UserError
 from archon.schema.exhausted import resource_error_message

@@ -12,7 +12,8 @@ import torch
 
 from archon.models.attention.blockwise import batched_attention
 from archon.models.attention.cache import PagedRows
-from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
+from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
+from archon.models.attention.paged_cache import PagedCache
 from archon.models.attention.sdpa import sdpa_attention
 from archon.models.attention.spec import AttentionSpec
 from tests.tolerances import PAGED_FP64

@@ -13,7 +13,8 @@ from archon.check.oracle import relative
 from archon.models.attention.cache import PagedRows
 from archon.models.attention.latent import LatentKeys
 from archon.models.attention.meta import PackedAttention, PrefixAttention
-from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
+from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
+from archon.models.attention.paged_cache import PagedCache
 from archon.models.attention.prefix import shared_prefixes
 from archon.models.layers.latent_attention import LatentAttention, LatentLayer
 from archon.models.layers.norm import NormSpec

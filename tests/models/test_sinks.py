@@ -14,7 +14,8 @@ from torch import Tensor
 from archon.check.oracle import relative
 from archon.models.attention.cache import PagedRows
 from archon.models.attention.documents import GatheredKeys, PackedDocuments
-from archon.models.attention.paged import DecodeRows, PagedAttention, PagedCache, PrefillChunk
+from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
+from archon.models.attention.paged_cache import PagedCache
 from archon.models.attention.prefix import prefix_attention, shared_prefixes
 from archon.models.attention.sdpa import ScaledDotProductAttention, sdpa_attention
 from archon.models.attention.sinks import KernelWithLse, attention_with_sinks

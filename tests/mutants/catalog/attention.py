@@ -31,9 +31,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a decoding step sees one key more than its window",
-        "models/attention/paged.py",
-        "np.maximum(decode.lengths - window, 0)",
-        "np.maximum(decode.lengths - window - 1, 0)",
+        "models/attention/page_batches.py",
+        "np.maximum(lengths - window, 0)",
+        "np.maximum(lengths - window - 1, 0)",
         ("tests/generation/test_paged_attention.py",),
     ),
     Mutant(
@@ -96,7 +96,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a decoding step over several pages forgets the sinks",
-        "models/attention/paged.py",
+        "models/attention/page_batches.py",
         "if spec.sinks is None else torch.exp(spec.sinks - maximum)",
         "if spec.sinks is None else torch.zeros_like(maximum)",
         (f"{SINKS}::test_decoding_from_pages",),

@@ -31,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the values among paged latents are their last features",
-        "models/attention/paged.py",
+        "models/attention/paged_cache.py",
         "keys[..., : rows.value_features]",
         "keys[..., -rows.value_features :]",
         (f"{LATENT}::test_decoding_from_latents_is_the_packed_forward",),
