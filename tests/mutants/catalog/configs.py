@@ -18,7 +18,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/moe_args.py",
         "(layer + 1) % self.decoder_sparse_step == 0",
         "layer % self.decoder_sparse_step == 0",
-        ("tests/models/test_parity.py",),
+        (f"{PARITY}[qwen2_moe-1]",),
     ),
     Mutant(
         "layers with a window rotate as the others do",
