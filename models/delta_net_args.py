@@ -8,7 +8,16 @@ from typing import Any, ClassVar, Self
 
 from archon.models.args import BaseModelArgs
 from archon.models.fused_tensors import Fused
-from archon.models.hf_config import NO_EFFECT, NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields, reject_field
+from archon.models.hf_config import (
+    MUST_BE,
+    NO_EFFECT,
+    NO_WINDOWS,
+    Field,
+    WindowPolicy,
+    as_dict,
+    dense_fields,
+    reject_field,
+)
 from archon.models.hf_rope import RopePolicy
 from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.norm import NormSpec
@@ -18,6 +27,16 @@ from archon.schema.errors import ConfigError
 
 DELTA_NET, ATTENTION = "linear_attention", "full_attention"
 """The kinds of layers, by their Hugging Face names."""
+
+# How positions of images are laid out; those of text have one coordinate.
+MROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
+# Qwen3.5's published configs have these besides the fields of transformers' classes, which ignore them.
+QWEN3_5_MUST_BE: dict[str, Any] = {
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+}
 
 
 @dataclass
@@ -125,7 +144,8 @@ def text_config(config: dict[str, Any], text_type: str) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         reject_field("text_config", text, "expected the config of the text decoder")
     for name, value in config.items():
-        if name not in {"text_config", "tie_word_embeddings"} | _COMPOSITE_NO_EFFECT | NO_EFFECT:
+        is_default = name in MUST_BE and (value is None or value == MUST_BE[name])
+        if not is_default and name not in {"text_config", "tie_word_embeddings"} | _COMPOSITE_NO_EFFECT | NO_EFFECT:
             reject_field(name, value, "archon does not know this field; remove it if it has no effect")
     if text.get("model_type", text_type) != text_type:
         reject_field("text_config.model_type", text["model_type"], f"expected {text_type!r}")
@@ -144,6 +164,14 @@ def delta_net_fields(**dense: Any) -> dict[str, Field]:
         "linear_value_head_dim": Field("delta_value_dim", int, 128),
         "linear_key_head_dim": Field("delta_key_dim", int, 128),
         "linear_conv_kernel_dim": Field("delta_taps", int, 4),
+    }
+
+
+def mtp_fields() -> dict[str, Field]:
+    """Returns the config fields of the layers that predict further tokens, which are carried and not computed."""
+    return {
+        "mtp_num_hidden_layers": Field("", int, 0, minimum=0),
+        "mtp_use_dedicated_embeddings": Field("", bool, False),
     }
 
 

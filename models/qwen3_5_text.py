@@ -9,18 +9,18 @@ from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.delta_net_args import (
     DELTA_NET_HF_MAP,
     DELTA_NET_PROJECTIONS_HF_MAP,
+    MROPE_FIELDS,
+    QWEN3_5_MUST_BE,
     CompositeStateDictAdapter,
     DeltaNetModelArgs,
     delta_net_fields,
+    mtp_fields,
 )
 from archon.models.hf_config import Field
 from archon.models.hf_rope import RopePolicy
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
 from archon.models.state_dict import DENSE_HF_MAP, QK_NORM_HF_MAP
-
-# How positions of images are laid out; those of text have one coordinate.
-MROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
 
 
 @dataclass
@@ -30,12 +30,8 @@ class Qwen35TextModelArgs(DeltaNetModelArgs):
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_text", "qwen3_5"})
     composite_types: ClassVar[dict[str, str]] = {"qwen3_5": "qwen3_5_text"}
     hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
-    hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=4)
-    hf_must_be: ClassVar[dict[str, Any]] = {
-        "attn_output_gate": True,
-        "mamba_ssm_dtype": "float32",
-        "mlp_only_layers": [],
-    }
+    hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=4) | mtp_fields()
+    hf_must_be: ClassVar[dict[str, Any]] = QWEN3_5_MUST_BE
 
 
 class Qwen35TextModel(BaseArchonModel):

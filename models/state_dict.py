@@ -226,6 +226,14 @@ class BaseStateDictAdapter:
         adapter.__dict__["from_hf_map"] = memory_names(self.from_hf_map)
         return adapter
 
+    def for_keys(self, keys: Iterable[str]) -> BaseStateDictAdapter:
+        """Returns the adapter that reads tensors of these names: this one, or `in_memory` where they are named so.
+
+        Besides models in memory these are checkpoints that stack their experts, as Qwen publishes Qwen3.5's.
+        """
+        others = [_matcher(hf) for hf in memory_names(self.from_hf_map).keys() - self.from_hf_map.keys()]
+        return self.in_memory if any(name.fullmatch(key) for name in others for key in keys) else self
+
     def loadable_names(self) -> list[str]:
         """Returns what a checkpoint must fill: all but the `score` of a critic built from an actor."""
         return [name for name in self.stored_shapes if not (self.init_score and name == "score.weight")]
@@ -404,8 +412,8 @@ class BaseStateDictAdapter:
 
         Raises CheckpointError for an unknown or missing key, and for another shape.
         """
-        if any(key not in self._targets and key in self.in_memory._targets for key in state):
-            return self.in_memory.from_hf(state)
+        if (reader := self.for_keys(state)) is not self:
+            return reader.from_hf(state)
         expected = self.hf_shapes()
         native: dict[str, Tensor] = {}
         rows: dict[str, dict[int, Tensor]] = {}

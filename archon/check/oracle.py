@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.check.random_configs import draw_fields
-from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec
+from archon.models import BaseArchonModel, BaseStateDictAdapter, get_model_spec, is_supported_model
 from archon.schema.errors import ConfigError
 
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -28,14 +28,20 @@ def has_reference(model_type: str) -> bool:
 def hf_classes(model_type: str) -> tuple[Any, Any]:
     """Returns the config class and the causal language model of transformers for a model type.
 
-    Raises ConfigError where it has none.
+    Of a composite type it is the whole model, whose checkpoints are read. Raises ConfigError where there is none.
     """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if not has_reference(model_type):
         raise ConfigError(f"transformers has no causal language model of the type {model_type!r} to compare with")
     config_class = CONFIG_MAPPING[model_type]
-    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_composite(model_type) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return config_class, models[config_class]
+
+
+def is_composite(model_type: str) -> bool:
+    """Returns whether a family reads the text decoder of a composite model of this type."""
+    return is_supported_model(model_type) and model_type in get_model_spec(model_type).model_args_class.composite_types
 
 
 def random_config(
@@ -54,7 +60,7 @@ def own_config(config: Any, model_type: str | None = None) -> dict[str, Any]:
 def hf_model(config: Any, **options: Any) -> Any:
     """Returns a fresh transformers model; experts are run one at a time, the plainest way it has and the only one in
     float64."""
-    if any(getattr(config, name, None) for name in EXPERT_FIELDS):
+    if any(getattr(config.get_text_config(), name, None) for name in EXPERT_FIELDS):
         options["experts_implementation"] = "eager"
     model_class = hf_classes(config.model_type)[1]
     if not model_class._supports_sdpa:
@@ -112,17 +118,21 @@ def build_pair(
     return reference, model, adapter
 
 
-def checkpoint_tensors(reference: Any, *, gradients: bool = False) -> dict[str, Tensor]:
+def checkpoint_tensors(
+    reference: Any, *, gradients: bool = False, adapter: BaseStateDictAdapter | None = None
+) -> dict[str, Tensor]:
     """Returns the weights of a transformers model, or their gradients, as its checkpoints name and shape them.
 
     In memory transformers stacks the experts, gate and up as one; in a file each may have its matrices. Buffers that
-    checkpoints hold are among them, also with the gradients.
+    checkpoints hold are among them, also with the gradients. What `adapter` carries and does not compute is left out.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     stored = reference.state_dict().keys()
     tensors = {name: buffer for name, buffer in reference.named_buffers() if name in stored}
     for name, parameter in reference.named_parameters():
+        if adapter is not None and adapter.is_carried(name):
+            continue
         if gradients and parameter.grad is None:
             raise ContractError(f"transformers computes no gradient of {name}")
         tensors[name] = parameter.grad if gradients else parameter.detach()
@@ -135,10 +145,10 @@ def reference_logits(reference: Any, tokens: Tensor, lengths: list[int]) -> Tens
 
     transformers remembers the longest document that dynamic RoPE has seen; a document's own length is what counts here.
     """
-    decoder, logits = reference.model, []
+    decoder, logits = reference.get_decoder(), []
     for document in tokens.split(lengths):
         if hasattr(decoder, "rotary_emb"):
-            decoder.rotary_emb = type(decoder.rotary_emb)(reference.config)
+            decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
         logits.append(reference(input_ids=document.unsqueeze(0), use_cache=False).logits[0])
     return torch.cat(logits)
 

@@ -38,7 +38,7 @@ def parity(
         config, attention="eager" if seed % 3 else "sdpa", seed=seed, dtype=dtype, model_type=model_type
     )
     lengths = random_lengths(seed)
-    tokens, positions, cu_seqlens, longest = pack(lengths, config.vocab_size, seed)
+    tokens, positions, cu_seqlens, longest = pack(lengths, ours.args.vocab_size, seed)
     logits = ours(tokens, positions, cu_seqlens, longest)
     expected = reference_logits(theirs, tokens, lengths)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
@@ -46,7 +46,7 @@ def parity(
     (expected * weight).sum().backward()
 
     found = {"logits": relative(logits, expected)}
-    wanted = adapter.from_hf(checkpoint_tensors(theirs, gradients=True))
+    wanted = adapter.from_hf(checkpoint_tensors(theirs, gradients=True, adapter=adapter))
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
     if missing := gradients.keys() - wanted.keys():
         raise ContractError(f"transformers has no parameter for {sorted(missing)}")

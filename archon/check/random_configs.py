@@ -158,6 +158,16 @@ OWN_DRAWS: dict[str, dict[str, Draw]] = {
         "initializer_range": _pick(0.08),  # since it is wider than others
     },
     "qwen3_moe": {"layer_types": _pick(OMIT), "max_window_layers": _pick(OMIT)},
+    "qwen3_5_moe_text": {"intermediate_size": _pick(OMIT)},  # which the config class does not declare
+}
+# The vision tower of a composite model, which is carried and not computed: as small as it can be.
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 1,
+    "patch_size": 2,
+    "num_position_embeddings": 4,
 }
 
 
@@ -228,6 +238,8 @@ def _vary(field: Field) -> Draw:
 def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **fixed: Any) -> dict[str, Any]:
     """Returns the fields of a random configuration of a family, without `model_type`.
 
+    That of a composite model has the fields of the text decoder in `text_config`.
+
     Each field has a random stream of its own, so that a new field changes no other.
 
     Args:
@@ -236,21 +248,24 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
         fixed: fields that are not drawn.
     """
     args = get_model_spec(model_type).model_args_class
+    text_type = args.composite_types.get(model_type, model_type)
     names = frozenset({*args.hf_fields, *args.hf_windows.fields, "rope_parameters"})
     draws: dict[str, Draw] = {name: draw for name, draw in DRAWS.items() if name in names}
     draws |= {name: _vary(field) for name, field in args.hf_fields.items() if name not in draws}
     draws |= {"rope_parameters": _rope_of_seed(seed, rope_kind, args.hf_ropes)}
     draws |= {name: _pick(*values) for name, values in args.hf_examples.items()}
-    draws |= OWN_DRAWS.get(model_type, {})
+    draws |= OWN_DRAWS.get(text_type, {})
     config = dict(fixed)
     for name, draw in draws.items():
         if name not in config:
             value = draw(random.Random(f"{seed} {name}"), config, names)
             if value is not OMIT:
                 config[name] = value
-    if model_type in args.composite_types:
-        return {"tie_word_embeddings": config.get("tie_word_embeddings", False), "text_config": config}
-    return config
+    if text_type == model_type:
+        return config
+    vision = VISION | {"out_hidden_size": config["hidden_size"]}
+    tied = config.pop("tie_word_embeddings", False)
+    return {"tie_word_embeddings": tied, "text_config": config, "vision_config": vision}
 
 
 def random_lengths(seed: int) -> list[int]:

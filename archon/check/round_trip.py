@@ -36,7 +36,7 @@ def round_trip(seed: int, model_type: str, folder: Path, reference: str | None =
     """
     config = random_config(seed, model_type, reference)
     theirs, _, adapter = build_pair(config, seed=seed, model_type=model_type)
-    tensors = checkpoint_tensors(theirs)
+    tensors = checkpoint_tensors(theirs, adapter=adapter)
     if (shapes := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != adapter.hf_shapes():
         wrong = sorted(name for name, _ in shapes.items() ^ adapter.hf_shapes().items())
         raise ContractError(f"names or shapes of {wrong[:4]} are not those of transformers' checkpoint")

@@ -13,6 +13,7 @@ from archon.check.oracle import (
     ContractError,
     build_pair,
     hf_classes,
+    is_composite,
     own_config,
     pack,
     random_config,
@@ -47,6 +48,9 @@ OTHER_VALUES: dict[type, Any] = {
 def hub_style(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config as published before transformers 5: theta at the top level, scaling with `type` or null."""
     policy = get_model_spec(config["model_type"]).model_args_class.hf_ropes
+    if is_composite(config["model_type"]):
+        text = config["text_config"]
+        return config | {"text_config": hub_style(text | {"model_type": text["model_type"]})}
     outer = {name: value for name, value in config.items() if name != "rope_parameters"}
     rope = dict(config["rope_parameters"].get(GLOBAL, config["rope_parameters"]))
     outer["rope_theta"] = rope.pop("rope_theta")
@@ -58,9 +62,14 @@ def hub_style(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def variants(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each field with the config in which it is missing or has another value, fields of RoPE included."""
+    """Yields each field with the config in which it is missing or has another value, fields of RoPE included.
+
+    Of a composite config these are the fields of the text decoder, and those that are no parts of it.
+    """
+    if text := config.get("text_config"):
+        yield from ((name, config | {"text_config": changed}) for name, changed in variants(text))
     for name, value in config.items():
-        if name in ("model_type", "transformers_version", "architectures"):
+        if name in ("model_type", "transformers_version", "architectures", "text_config", "vision_config"):
             continue
         yield name, {key: other for key, other in config.items() if key != name}
         for other in OTHER_VALUES[type(value)](value):
@@ -106,7 +115,8 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
         raise ContractError(f"{name} is missing and was not rejected")
     try:
         reference_config = hf_classes(reference)[0](**config | {"model_type": reference})
-        scale, reference_config.initializer_range = reference_config.initializer_range, WEIGHT_SCALE
+        text = reference_config.get_text_config()
+        scale, text.initializer_range = text.initializer_range, WEIGHT_SCALE
         theirs, ours, _ = build_pair(reference_config, seed=SEED, model_type=model_type)
     except (ContractError, RuntimeError) as error:
         raise ContractError(f"transformers builds other parameters: {error}") from error
@@ -116,7 +126,7 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
         raise ContractError(f"initializer_range is {args.initializer_range}, transformers' {scale}")
     changed = spec.model_class(args)
     changed.load_state_dict(ours.state_dict())
-    tokens, positions, cu_seqlens, longest = pack(LENGTHS, reference_config.vocab_size, SEED)
+    tokens, positions, cu_seqlens, longest = pack(LENGTHS, args.vocab_size, SEED)
     with torch.no_grad():
         try:
             expected = reference_logits(theirs, tokens, LENGTHS)
@@ -145,7 +155,9 @@ def field_outcomes(
         if chosen is not None and name not in chosen:
             continue
         try:
-            outcomes[outcome(name, changed, reference or model_type, removed=name not in changed)] += 1
+            outcomes[
+                outcome(name, changed, reference or model_type, removed=name not in changed.get("text_config", changed))
+            ] += 1
         except ContractError as error:
             wrong.append(f"{name} = {changed.get(name, 'missing')!r} ({style}): {error}")
     return outcomes, wrong

@@ -28,7 +28,7 @@ from archon.checkpoint.hf_reader import CONFIG_FILE, HFCheckpoint, checkpoint_fo
 from archon.checkpoint.megatron.rank_files import is_megatron_folder, open_ranks, write_ranks
 from archon.checkpoint.megatron.sharding import MegatronLayout, RankTensors, padded_vocabulary
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest, save_state
-from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
+from archon.checkpoint.safetensors_file import LazyTensor, Region, fail, full_region
 from archon.checkpoint.state_tree import Shard
 from archon.models import get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
@@ -176,11 +176,14 @@ def _open_hf(folder: Path) -> Iterator[OpenWeights]:
         with torch.device("meta"):
             model = adapter.model_class(adapter.args)
         match_parameters(checkpoint, model, adapter)
-        stored, dtype = checkpoint.tensors(adapter), config_dtype(hf_config)
+        reader = adapter.for_keys(checkpoint.entries)
+        stored, dtype = checkpoint.tensors(reader), config_dtype(hf_config)
         tensors = {
-            key: stored[key].lazy(dtype, transposed=adapter.hf_to_native(key)[0].is_transposed)
-            for key in adapter.hf_shapes()
+            key: stored[key].lazy(dtype, transposed=reader.hf_to_native(key)[0].is_transposed)
+            for key in reader.hf_shapes()
         }
+        if reader is not adapter:
+            tensors = _hf_tensors(_parameters(reader, tensors), adapter)
         yield OpenWeights(hf_config, folder, adapter, tensors)
 
 
@@ -218,7 +221,7 @@ def _open_dcp(folder: Path, assets: Path, names: Names | None) -> Iterator[OpenW
 
 def _write_dcp(target: Path, weights: OpenWeights, names: Names) -> None:
     scheme = scheme_to_write(names, weights.adapter, weights.hf_config["model_type"])
-    tensors = weights.tensors if names == "hf" else _parameters(weights)
+    tensors = weights.tensors if names == "hf" else _parameters(weights.adapter, weights.tensors)
     named = named_tensors(scheme, tensors, weights.adapter)
 
     def write(staged: Path) -> None:
@@ -306,19 +309,18 @@ def _open_megatron(folder: Path, assets: Path, drop_padding: bool) -> Iterator[O
 
 def write_state(root: Path, weights: OpenWeights) -> None:
     """Write a native checkpoint of the weights alone, as step 0 in `root`."""
-    shards = {name: Shard.of(parameter) for name, parameter in _parameters(weights).items()}
+    shards = {name: Shard.of(parameter) for name, parameter in _parameters(weights.adapter, weights.tensors).items()}
     save_state(root, 0, {"engine": {"model": shards}}, fingerprint=model_fingerprint(weights.adapter.args))
 
 
-def _parameters(weights: OpenWeights) -> dict[str, LazyTensor]:
+def _parameters(adapter: BaseStateDictAdapter, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Returns the model's parameters by name, read from the tensors of a Hugging Face checkpoint."""
-    adapter = weights.adapter
     sources: dict[str, dict[str, NativeTarget]] = {}
     for key in adapter.hf_shapes():
         for target in adapter.hf_to_native(key):
             sources.setdefault(target.name, {})[key] = target
     return {
-        name: _native_parameter(name, adapter.stored_shapes[name], targets, weights.tensors)
+        name: _native_parameter(name, adapter.stored_shapes[name], targets, tensors)
         for name, targets in sources.items()
     }
 
@@ -336,10 +338,19 @@ def _native_parameter(
         return tensors[key]
 
     def load(region: Region) -> Tensor:
-        out = torch.empty(shape, dtype=dtype)
+        rows, *rest = region
+        out = torch.empty(rows.stop - rows.start, *shape[1:], dtype=dtype)
         for key, target in targets.items():
-            (out if target.index is None else out[target.index]).copy_(target.extract(tensors[key].read()))
-        return out[region]
+            tensor = tensors[key]
+            if target.index is not None:
+                if rows.start <= target.index < rows.stop:
+                    out[target.index - rows.start].copy_(target.extract(tensor.read()))
+            elif target.placement is not None and target.placement.dim > 0 and len(shape) > 2:
+                # A stack whose rows are those of the parameter.
+                out.copy_(target.extract(tensor.read((rows, *full_region(tensor.shape[1:])))))
+            else:
+                out.copy_(target.extract(tensor.read())[rows])
+        return out[:, *rest]
 
     return LazyTensor(dtype, shape, load)
 

@@ -160,6 +160,7 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
 
     Raises CheckpointError as `load_hf_weights` does.
     """
+    adapter = adapter.for_keys(checkpoint.entries)
     own = loadable_tensors(model, adapter)
     holds_all = not hasattr(model, "stages")  # a rank of a pipeline holds only its stages' parameters
     expected = adapter.hf_shapes()

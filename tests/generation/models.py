@@ -24,6 +24,12 @@ _DELTA_NETS: dict[str, Any] = {
     "linear_value_head_dim": 6,
     "linear_key_head_dim": 8,
 }
+_GATED_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 12,
+}
 # Where families differ: the fields each adds.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -105,13 +111,8 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"head_dim": 8},
     "qwen3_5_text": _DELTA_NETS,
-    "qwen3_next": _DELTA_NETS
-    | {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 12,
-    },
+    "qwen3_5_moe_text": _DELTA_NETS | _GATED_EXPERTS,
+    "qwen3_next": _DELTA_NETS | _GATED_EXPERTS,
     "qwen3_moe": {
         "head_dim": 8,
         "num_experts": 8,

@@ -45,6 +45,7 @@ FAMILIES = {
     "qwen2_moe-window": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 6}),
     "qwen3": ("qwen3", {}),
     "qwen3_5_text": ("qwen3_5_text", {}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3-window": (
         "qwen3",

@@ -1,0 +1,90 @@
+"""Qwen3.5-MoE's text decoder: gated delta nets (Yang et al. 2024, arXiv:2412.06464), every fourth layer gated
+attention; experts in every layer, with a gated shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.delta_net_args import (
+    DELTA_NET_HF_MAP,
+    DELTA_NET_PROJECTIONS_HF_MAP,
+    MROPE_FIELDS,
+    QWEN3_5_MUST_BE,
+    CompositeStateDictAdapter,
+    DeltaNetModelArgs,
+    delta_net_fields,
+    mtp_fields,
+)
+from archon.models.hf_config import Field
+from archon.models.hf_rope import RopePolicy
+from archon.models.layers.moe import ExpertsLayer
+from archon.models.moe_args import MoEModelArgs
+from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
+from archon.models.spec import family_spec
+from archon.models.state_dict import DENSE_HF_MAP, EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP, QK_NORM_HF_MAP
+
+
+@dataclass
+class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
+    """See `DeltaNetModelArgs` and `MoEModelArgs`; experts are as wide as `hidden_dim`, since no layer is dense."""
+
+    n_experts: int = 256
+    n_experts_per_token: int = 8
+    shared_hidden_dim: int = 512
+    norm_topk_prob: bool = True
+
+    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_moe_text", "qwen3_5_moe"})
+    composite_types: ClassVar[dict[str, str]] = {"qwen3_5_moe": "qwen3_5_moe_text"}
+    hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
+    hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=2) | {
+        "intermediate_size": Field("", int, 0, minimum=0),
+        "num_experts": Field("n_experts", int, 256),
+        "num_experts_per_tok": Field("n_experts_per_token", int, 8),
+        "moe_intermediate_size": Field("hidden_dim", int, 512),
+        "shared_expert_intermediate_size": Field("shared_hidden_dim", int, 512),
+        "router_aux_loss_coef": Field("", float, 0.001),
+        **mtp_fields(),
+    }
+    hf_must_be: ClassVar[dict[str, Any]] = QWEN3_5_MUST_BE | {"norm_topk_prob": True, "decoder_sparse_step": 1}
+    # The weight of a single expert, normalized, is 1 whatever the router says: it has no gradient.
+    hf_examples: ClassVar[dict[str, tuple[Any, ...]]] = DeltaNetModelArgs.hf_examples | {
+        "num_experts_per_tok": (2, 3, 4)
+    }
+
+    def __post_init__(self) -> None:
+        self.moe_hidden_dim = self.hidden_dim
+        super().__post_init__()
+
+    def experts(self) -> ExpertsLayer:
+        """See `MoEModelArgs.experts`."""
+        return replace(super().experts(), shared_gate=True)
+
+
+class Qwen35MoeTextModel(BaseArchonModel):
+    """See `BaseArchonModel`; what differs is in `Qwen35MoeTextModelArgs`."""
+
+    args_class: ClassVar[type[BaseModelArgs]] = Qwen35MoeTextModelArgs
+
+
+class Qwen35MoeTextStateDictAdapter(CompositeStateDictAdapter):
+    """Maps the names of dense decoders, of delta nets with a matrix for each projection, and of experts.
+
+    transformers writes a matrix for each expert; published checkpoints stack them, see `for_keys`.
+    """
+
+    model_class = Qwen35MoeTextModel
+    from_hf_map = (
+        DENSE_HF_MAP
+        | QK_NORM_HF_MAP
+        | DELTA_NET_HF_MAP
+        | DELTA_NET_PROJECTIONS_HF_MAP
+        | EXPERTS_HF_MAP
+        | GATED_SHARED_EXPERT_HF_MAP
+    )
+
+
+parallelize_qwen3_5_moe_text = make_parallelize_fn(MOE_TP_PLAN)
+
+SPEC = family_spec("qwen3_5_moe_text", Qwen35MoeTextStateDictAdapter, parallelize_qwen3_5_moe_text)
