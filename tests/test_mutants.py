@@ -49,7 +49,8 @@ def test_no_two_mutants_share_a_name() -> None:
 def test_the_record_has_a_row_of_each_mutant_as_it_is_and_says_at_which_commit() -> None:
     *rows, last = [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
     patches = {mutant.name: (mutant.file, mutant.patch) for mutant in MUTANTS}
-    assert {row["mutant"]: (row["file"], row["patch"]) for row in rows}.items() <= patches.items()
+    recorded = {row["mutant"]: (row["file"], row["patch"]) for row in rows}
+    assert recorded == patches, f"commit, then python -m tests.mutants --missing --record {RECORD.relative_to(ROOT)}"
     summary = last["summary"]
     assert summary_of(rows).items() <= summary.items()
     assert summary["share"] >= ENOUGH
