@@ -108,6 +108,11 @@ class BaseArchonModel(nn.Module):
         if self.args.tie_word_embeddings and self.output is not None and self.tok_embeddings is not None:
             self.output.weight = self.tok_embeddings.weight
 
+    def full_precision_names(self) -> frozenset[str]:
+        """Returns the parameters of modules with `full_precision`, which are at least float32 in any model."""
+        wide = ((name, module) for name, module in self.named_modules() if getattr(module, "full_precision", False))
+        return frozenset(f"{name}.{own}" for name, module in wide for own, _ in module.named_parameters())
+
     @property
     def attention_ops(self) -> frozenset[str]:
         """The attention operators whose results selective recomputation keeps."""

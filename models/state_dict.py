@@ -188,14 +188,14 @@ class BaseStateDictAdapter:
         }
 
     @cached_property
-    def _shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    def _shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], frozenset[str]]:
         with torch.device("meta"):
             model = self.model_class(self.args)
         buffers = ((name, buffer) for name, buffer in model.named_buffers() if self._hf_template(name) is not None)
         parameters, stored_buffers = (
             {name: tuple(tensor.shape) for name, tensor in tensors} for tensors in (model.named_parameters(), buffers)
         )
-        return parameters, stored_buffers
+        return parameters, stored_buffers, model.full_precision_names()
 
     @property
     def native_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -206,6 +206,11 @@ class BaseStateDictAdapter:
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every buffer that the map names, by name: they are loaded and exported as parameters are."""
         return self._shapes[1]
+
+    @property
+    def full_precision_names(self) -> frozenset[str]:
+        """See `BaseArchonModel.full_precision_names`."""
+        return self._shapes[2]
 
     @cached_property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:

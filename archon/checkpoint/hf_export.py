@@ -83,7 +83,9 @@ def save_hf(
         hf_config: the config to write; by default that of `like`. Its dtype field is set to the weights' dtype.
         like: checkpoint folder whose config, generation config and tokenizer files are copied. May be `path`.
         tokenizer: a tokenizer to save instead of the files of `like`.
-        dtype: dtype to convert the parameters to; by default each keeps its own, as buffers always do.
+        dtype: dtype to convert the parameters to; by default each keeps its own, as buffers always do. Parameters in
+            full precision, such as the decays of delta nets, are converted too: transformers' models have one dtype
+            (their `_keep_in_fp32_modules` do not name decays), so its `save_pretrained` writes them in it.
         max_shard_bytes: bytes of data in a shard; a larger tensor gets a shard of its own.
         carry: copy the keys that the family's adapter carries (`carried`) from the weights of `like`, or of the folder
             named here, bitwise and in their own dtype; False leaves them out, for a model that was not loaded from a
@@ -122,8 +124,9 @@ def save_hf(
                     shards.add(name, tensor)
                 shards.finish()
             _check_names_and_shapes(target, config, {name: shape for name, (shape, _) in written.items()})
-            # The config names the dtype of the parameters; a router's bias is wider.
-            dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in buffers]
+            # The config names the dtype of the parameters; a router's bias and decays may be wider.
+            wider = buffers | _full_precision_keys(adapter)
+            dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
             _write_config(folder, config, dtypes, is_critic="score.weight" in written)
             kill_point("export.config_written")
             copy_assets(folder, assets, tokenizer)
@@ -186,6 +189,12 @@ def require_zero_biases(moved: Sequence[str], count: int | None = None) -> None:
             "Face checkpoint cannot hold them; save this model in the native format (archon.checkpoint.native), "
             "or train it with router_bias_update_rate = 0"
         )
+
+
+def _full_precision_keys(adapter: BaseStateDictAdapter) -> set[str]:
+    """Returns the keys of the parameters that are at least float32 in any model."""
+    names = adapter.full_precision_names
+    return {key for key in adapter.hf_shapes() if names and adapter.hf_to_native(key)[0].name in names}
 
 
 class _ShardWriter:

@@ -57,22 +57,23 @@ def build_replica(
     Args:
         mode: `snapshot` copies the weights. `alias` shares them: the model must be unwrapped, unsharded and of the same
             dtype, and the trainer must not step while answers are unfinished. `auto` shares them where possible.
-        dtype: of the replica; by default the model's.
+        dtype: of the replica, but for parameters in full precision, which are at least float32; by default the model's.
         source: (native name, full tensor) of every weight, where `model` is on the meta device.
         device: of the replica; by default the model's.
     """
     weights = dict(named_weights(model))
     own = dict(model.named_parameters())
+    with torch.device("meta"):
+        replica = model.model_class(model.args)
+    dtypes = _replica_dtypes(replica, dtype)
     # A sharded parameter has the name of the full one and another tensor.
     shareable = own.keys() == weights.keys() - expert_biases(model).keys() and all(
-        type(p) is nn.Parameter and (dtype or p.dtype) == p.dtype for p in own.values()
+        type(p) is nn.Parameter and dtypes.get(name, p.dtype) == p.dtype for name, p in own.items()
     )
     if mode == "alias" and (source is not None or not shareable):
         raise RolloutError("weights='alias': the model is wrapped, sharded or of another dtype; use 'snapshot'")
     alias = source is None and shareable and mode != "snapshot"
     device = device or next(iter(weights.values())).device
-    with torch.device("meta"):
-        replica = model.model_class(model.args)
     replica.init_buffers(device)
     for name, parameter in _tensors(replica).items():
         if name not in weights or weights[name].shape != parameter.shape:
@@ -81,7 +82,7 @@ def build_replica(
         trained = isinstance(parameter, nn.Parameter)
         tensor = weights[name]
         if not alias:
-            tensor = torch.empty_like(tensor, dtype=dtype if trained else None, device=device)
+            tensor = torch.empty_like(tensor, dtype=dtypes.get(name), device=device)
         owner, _, attribute = name.rpartition(".")
         value = nn.Parameter(tensor, requires_grad=False) if trained else tensor
         setattr(replica.get_submodule(owner), attribute, value)
@@ -92,6 +93,14 @@ def build_replica(
     else:
         copy_weights(replica, weights.items() if source is None else source)
     return replica, alias
+
+
+def _replica_dtypes(replica: BaseArchonModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Returns the dtype of each parameter of a replica in `dtype`; {} where it is None."""
+    if dtype is None:
+        return {}
+    wide, names = torch.promote_types(dtype, torch.float32), replica.full_precision_names()
+    return {name: wide if name in names else dtype for name, _ in replica.named_parameters(remove_duplicate=False)}
 
 
 def _pack_linears(replica: nn.Module) -> None:

@@ -63,6 +63,28 @@ def test_weights_are_shared_where_dtypes_match_and_the_model_is_not_wrapped(fami
         build_replica(model, mode="alias", dtype=torch.bfloat16)
 
 
+def test_a_narrower_replica_keeps_decays_in_float32() -> None:
+    """Rounded to bfloat16, a decay of a long document is another one: it is a product over its tokens."""
+    model = fresh(make_model(family="qwen3_5_text"))
+    wide = {name for name, _ in model.named_parameters() if name.endswith(("A_log", "dt_bias"))}
+    assert wide == model.full_precision_names() and len(wide) == 4
+    replica, shared = build_replica(model, dtype=torch.bfloat16)
+    assert not shared
+    for update in range(2):
+        if update:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.123)
+            copy_weights(replica, model)
+        trained = dict(model.named_parameters())
+        for name, parameter in replica.named_parameters():
+            assert parameter.dtype == (torch.float32 if name in wide else torch.bfloat16)
+            assert torch.equal(parameter, trained[name].to(parameter.dtype)), name
+        assert not any(torch.equal(trained[name].bfloat16().float(), trained[name]) for name in wide if "A_log" in name)
+    assert build_replica(fresh(make_model(torch.float64, "qwen3_5_text")), dtype=torch.float64)[1]
+    assert build_replica(fresh(model).to(torch.bfloat16), dtype=torch.bfloat16)[1]
+
+
 def test_a_replica_is_of_the_class_the_model_was_built_as() -> None:
     """Also where `fully_shard` has put one of its own in front, and whatever the class is called."""
     source = make_model()

@@ -1,0 +1,62 @@
+"""Decays of delta nets compute in float32 on two ranks, whatever the layers around them compute in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from archon.check.layouts import rows_of
+from archon.check.rank_pool import Pool
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models.layers.delta_net import LogDecay
+from archon.parallel.comm import local
+from archon.parallel.gather import whole_tensors
+from tests.distributed.cases import Case, engine_config
+from tests.distributed.matrix import data_of
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def decays_of_a_step(folder: str, layout: str) -> list[str]:
+    """Train one step in bfloat16 and return what was wrong with the decays that the forward saw."""
+    case = Case(layout, "delta", "bfloat16")
+    engine = ArchonEngine(engine_config(case, f"{folder}/checkpoint", layout))
+    engine.initialize()
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            if name.endswith(("A_log", "dt_bias")):
+                parameter.add_(1 / 3)  # no number of bfloat16
+    masters = {name: whole.clone() for name, whole in whole_tensors(engine.model.named_parameters())}
+    wrong, seen = list[str](), set[str]()
+
+    def look(name: str, module: LogDecay) -> None:
+        for own in ("A_log", "dt_bias"):
+            used, master = local(getattr(module, own)), masters[f"{name}.{own}"]
+            heads = master.chunk(engine.ranks.tp.size)[engine.ranks.tp.rank]
+            seen.add(f"{name}.{own}")
+            if used.dtype != torch.float32 or not torch.equal(used, heads):
+                wrong.append(f"{name}.{own} is {used.dtype} in the forward, {used} for {heads}")
+
+    for name, module in engine.model.named_modules():
+        if isinstance(module, LogDecay):
+            # After FSDP has gathered the parameters, and before it frees them.
+            module.register_forward_pre_hook(lambda module, _, name=name: look(name, module))
+    rows = rows_of(data_of(0), engine.ranks.dp.rank, engine.ranks.dp.size)
+    engine.train_batch(rows, CrossEntropyLoss(), loss_token_count)
+    if missing := engine.model.full_precision_names() - seen:
+        wrong.append(f"{sorted(missing)} were not used")
+    others = {p.dtype for p in engine.model.parameters()}
+    return wrong if others == {torch.float32} else [*wrong, f"masters are {others}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d2", "t2", "c2"])
+def test_decays_stay_float32_under_mixed_precision(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path], layout: str
+) -> None:
+    folder = str(reference(Case("d1", "delta")))
+    assert ranks(2).run(decays_of_a_step, folder, layout) == [[], []]
