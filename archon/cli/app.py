@@ -20,6 +20,7 @@ from archon.cli import (
     check_model,
     convert,
     doctor,
+    evaluate,
     generate,
     inspect,
     models,
@@ -85,7 +86,7 @@ for module in (models, inspect, check_model, new_model, plan, convert, bootstrap
     app.command(**module.SETTINGS)(module.command)
 for name in train.RUNS:
     train.add_command(app, name)
-for module in (generate, serve, bench, report, doctor):
+for module in (generate, evaluate, serve, bench, report, doctor):
     app.command(**module.SETTINGS)(module.command)
 
 

@@ -24,20 +24,22 @@ from archon.report.run_data import RunData, Series
 
 # Concatenated in this order to one script; the first file defines functions that the others use.
 SCRIPTS = ("common.js", "charts.js", "trajectories.js", "page.js")
-BENCH_SCRIPTS = ("common.js", "charts.js", "bench.js")
+BENCH_SCRIPTS = ("common.js", "charts.js", "bars.js", "bench.js")
+EVAL_SCRIPTS = ("common.js", "charts.js", "bars.js", "trajectories.js", "eval.js")
 
 
 def render_page(run: RunData) -> str:
     """Returns the page of a run as HTML."""
-    return _render(run.path.resolve().name, _page_data(run), SCRIPTS)
+    return render(run.path.resolve().name, _page_data(run), SCRIPTS)
 
 
 def render_bench(record: BenchRecord, path: Path) -> str:
     """Returns the page of a sweep's record, whose file is `path`, as HTML."""
-    return _render(path.name, bench_data(record, path), BENCH_SCRIPTS)
+    return render(path.name, bench_data(record, path), BENCH_SCRIPTS)
 
 
-def _render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
+def render(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
+    """Returns a page as HTML, whose scripts draw `data`."""
     assets = resources.files("archon.report") / "assets"
     script = "\n".join((assets / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,114 @@
+"""`archon eval` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from archon.training.metrics import read_jsonl
+from tests.serve.test_lm_eval import served
+
+ROWS = [("1+2=", "3"), ("2+2=", "4"), ("5+2=", "7"), ("3+1=", "4")]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in ROWS))
+    return file
+
+
+async def digits(prompt: str, completions: str, prompt_ids, completion_ids, **row) -> dict[str, float]:
+    """1 for an answer that has a digit, and a part that is always 0."""
+    return {"digit": float(any(c.isdigit() for c in completions)), "nothing": 0.0}
+
+
+async def even_only(prompt: str, completions: str, prompt_ids, completion_ids, **row) -> float:
+    if len(completions) % 2:
+        raise ValueError("an odd answer")
+    return 1.0
+
+
+REWARD = f"{__name__}.digits"
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_a_checkpoint_is_scored(archon, checkpoint, data, tmp_path):
+    out = tmp_path / "out"
+    done = archon("eval", checkpoint, "--data", data, "--reward", REWARD, "--n", 4, "--out", out, "max_new_tokens=3")
+    assert done.code == 0, done.err
+    answers = read_jsonl(out / "answers.jsonl")
+    assert sorted((a["group"], a["sample"]) for a in answers) == [(i, j) for i in range(4) for j in range(4)]
+    by_prompt = [[a["reward"] for a in answers if a["group"] == i] for i in range(4)]
+    assert all(a["reward"] == float(any(c.isdigit() for c in a["completion"])) for a in answers)
+    assert {(a["prompt"], a["answer"]) for a in answers} == set(ROWS)
+    assert answers[0]["rewards"].keys() == {"digit", "nothing"} and 1 <= answers[0]["length"] <= 3
+    found = results(out)
+    assert found["scores"]["reward"]["mean"] == pytest.approx(sum(map(sum, by_prompt)) / 16)
+    assert found["scores"]["pass@4"]["mean"] == sum(any(rewards) for rewards in by_prompt) / 4
+    assert list(found["scores"]) == ["reward", "pass@1", "pass@2", "pass@4"] and found["lost"] == {}
+    for name, score in found["scores"].items():
+        assert f"{name:<10}{score['mean']:.4f}  [{score['low']:.4f}, {score['high']:.4f}]" in done.out
+    page = (out / "report.html").read_text()
+    assert "Evaluation of checkpoint" in page and "barChart" in page and "All 16 trajectories" in page
+
+
+def test_the_same_seed_gives_the_same_answers_and_another_does_not(archon, checkpoint, data, tmp_path):
+    texts = []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        arguments = ("--data", data, "--reward", REWARD, "--out", tmp_path / name, "n=3", f"seed={seed}")
+        assert archon("eval", checkpoint, *arguments, "max_new_tokens=4").code == 0
+        answers = sorted(read_jsonl(tmp_path / name / "answers.jsonl"), key=lambda a: (a["group"], a["sample"]))
+        texts.append([a["completion"] for a in answers])
+    assert texts[0] == texts[1] != texts[2]
+    assert len(set(texts[0])) > 3
+
+
+@pytest.mark.slow
+def test_an_endpoint_is_scored_as_its_checkpoint_is(archon, checkpoint, data, tmp_path):
+    options = ("--data", data, "--reward", REWARD, "--temperature", 0, "max_new_tokens=4")
+    assert archon("eval", checkpoint, *options, "--out", tmp_path / "direct").code == 0
+    with served(checkpoint) as url:
+        done = archon("eval", *options, "--url", url, "--model", "checkpoint", "--out", tmp_path / "served")
+    assert done.code == 0, done.err
+    direct, through = (results(tmp_path / name) for name in ("direct", "served"))
+    assert direct["scores"] == through["scores"] and through["who"] == url
+    texts = [
+        {a["prompt"]: (a["completion"], a["length"]) for a in read_jsonl(tmp_path / name / "answers.jsonl")}
+        for name in ("direct", "served")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_lost_answers_are_counted_and_left_out(archon, checkpoint, data, tmp_path):
+    out = tmp_path / "out"
+    done = archon("eval", checkpoint, "--data", data, "--reward", f"{__name__}.even_only", "--n", 8, "--out", out)
+    found = results(out)
+    assert done.code == 0 and found["answers"] + found["lost"]["reward_raised"] == 32 and 0 < found["answers"] < 32
+    assert found["scores"]["reward"]["mean"] == 1.0 and "ValueError: an odd answer" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--data", "DATA", "--reward", REWARD), "name who answers: a checkpoint folder, or --url"),
+        (("CHECKPOINT", "--url", "http://x", "--data", "DATA", "--reward", REWARD), "name who answers"),
+        (("CHECKPOINT", "--reward", REWARD), "data: field required"),
+        (("CHECKPOINT", "--data", "DATA", "--reward", "no_such"), "unknown reward 'no_such'"),
+        (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "k=[3]"), "k: got 3, expected 1 to n = 1"),
+        (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "--n", "2", "--temperature", "0"), "set n=1"),
+        (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "temperatur=1"), "did you mean 'temperature'"),
+        (("--url", "http://127.0.0.1:9/v1", "--data", "DATA", "--reward", REWARD), "http://127.0.0.1:9/v1: Connection"),
+        (("DATA", "--data", "DATA", "--reward", REWARD), "sums.jsonl"),
+        (("CHECKPOINT", "--data", "DATA", "--reward", REWARD, "--out", "."), "is not empty; name another folder"),
+    ],
+)
+def test_a_mistake_is_one_line(archon, checkpoint, data, tmp_path, monkeypatch, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    named = {"DATA": data, "CHECKPOINT": checkpoint}
+    assert told in archon("eval", *(named.get(argument, argument) for argument in arguments)).complaint
