@@ -40,6 +40,7 @@ _.should_training_stop
 _.check_preference
 _.check_rl
 _.adapt_workflow
+_.make_trainer
 _.Calculator
 _.GroupedWorkflow
 _.MultiTurnWorkflow

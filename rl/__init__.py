@@ -58,6 +58,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "workflows.agent": ("AgentWorkflow",),
         "config": ("RLConfig",),
         "trainer": ("RLTrainer",),
+        "modes": ("make_trainer",),
         "archon.training": ("PreferenceConfig", "PreferenceTrainer", "SFTConfig", "SFTTrainer"),
     },
     expected="archon.rl",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -94,6 +94,21 @@ class DemonstrationsConfig(StrictModel):
     per_step: int = Field(ge=1, description="rows added to each step's batch")
 
 
+class ExperiencesConfig(StrictModel):
+    """What processes that explore, train or bench on their own share."""
+
+    path: str | None = Field(None, description="SQLite file of the experience buffer; modes explore and train need it")
+    passes: int = Field(1, ge=1, description="mode train: how often each group is trained on")
+    wait_seconds: float = Field(
+        1800.0, gt=0, le=MAX_SECONDS, description="mode train: how long to wait for the groups of a step"
+    )
+    weights_from: str | None = Field(
+        None, description="modes explore and bench: folder of the run whose checkpoints are loaded; null: none"
+    )
+    sync_every: int = Field(1, ge=1, description="mode explore: steps between looks for a newer checkpoint")
+    latest_only: bool = Field(False, description="mode bench: only the latest checkpoint")
+
+
 class TeacherServerConfig(StrictModel):
     """A teacher behind an OpenAI endpoint whose completions return the logprobs of the prompt (`echo`)."""
 
@@ -118,6 +133,12 @@ class RLConfig(StrictModel):
     run_dir: str = Field(description="folder of the run: metrics, trajectories, checkpoints, export")
     resume: bool = Field(False, description="continue from the run's newest checkpoint, if there is one")
     seed: int = Field(0, ge=0, lt=2**63, description="every random stream of the run derives from it")
+    mode: Literal["both", "explore", "train", "bench"] = Field(
+        "both",
+        description="both sample and train; explore: sample only, into the experience buffer; train: on that buffer; "
+        "bench: evaluate checkpoints",
+    )
+    experiences: ExperiencesConfig | None = Field(None, description="of every mode other than both")
     total_steps: int = Field(100, ge=1, description="rollout-and-update rounds")
     actor: EngineConfig = Field(description="the policy")
     ref: dict[str, Any] | None = Field(
@@ -191,6 +212,20 @@ class RLConfig(StrictModel):
             raise ValueError("teacher: neither path nor url is given; set teacher.path to the checkpoint that teaches")
         return derived_reference(self.actor, self.teacher, "teacher")
 
+    def _mode_is_complete(self) -> None:
+        if (self.mode == "both") != (self.experiences is None):
+            missing = "not " if self.experiences is None else ""
+            raise ValueError(f"mode is {self.mode}, and experiences are {missing}set; they are of the other modes")
+        if self.mode in ("explore", "train") and self.experiences and self.experiences.path is None:
+            raise ValueError(f"mode is {self.mode}, which needs the file of the buffer: set experiences.path")
+        if self.mode == "bench" and self.eval_data is None:
+            raise ValueError("mode is bench, which evaluates: set eval_data")
+        if self.mode != "both" and self.rollout.max_staleness:
+            raise ValueError(
+                f"rollout.max_staleness is {self.rollout.max_staleness}, and mode {self.mode}; only mode both overlaps "
+                "rollout and training in one process, set it to 0"
+            )
+
     @model_validator(mode="after")
     def _parts_agree(self) -> RLConfig:
         algorithm, n_samples = self.algorithm, self.gconfig.n_samples
@@ -231,6 +266,7 @@ class RLConfig(StrictModel):
                 f"gconfig.temperature is {self.gconfig.temperature}, and teacher.url returns logprobs at temperature 1 "
                 "only; set gconfig.temperature=1, or teach in process with teacher.path"
             )
+        self._mode_is_complete()
         if algorithm.policy_loss.uses_demonstrations != (self.demonstrations is not None):
             missing = "not " if self.demonstrations is None else ""
             raise ValueError(

@@ -32,6 +32,7 @@ from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
 from archon.rl.weight_sync import in_process, weights_of
 from archon.rl.workflows import RolloutWorkflow, reads_raw_rows, resolve_workflow
+from archon.schema.errors import ConfigError
 from archon.training.batch_sharding import require_documents
 from archon.training.loop import (
     BaseTrainer,
@@ -54,14 +55,17 @@ class RLTrainer(BaseTrainer):
         runner: the run directory, logs and signals; `train` makes and closes one where None.
     """
 
+    mode = "both"
     title = "rl"
-    columns = (
+    columns: tuple[str, ...] = (
         *("reward", "eval/reward", "eval/greedy_reward", "loss", "grad_norm", "entropy", "length"),
         "samples_per_second",
     )
     config: RLConfig
 
     def __init__(self, config: RLConfig, runner: Runner | None = None) -> None:
+        if config.mode != self.mode:
+            raise ConfigError(f"mode is {config.mode}, and {type(self).__name__} is of {self.mode}; call make_trainer")
         super().__init__(config, runner)
         self._zero_variance = ZeroVarianceMonitor()
         self.async_rollout: AsyncRollout | None = None

@@ -16,8 +16,8 @@ from archon.cli.report import report_to
 
 
 class Run(NamedTuple):
-    """A training command: its help, the "module:Class" of its configuration, its trainer, and the field of the model
-    that is trained."""
+    """A training command: its help, the "module:Class" of its configuration, what makes its trainer, and the field of
+    the model that is trained."""
 
     help: str
     config: str
@@ -33,7 +33,7 @@ RUNS = {
         "PreferenceTrainer",
         "model",
     ),
-    "rl": Run("Train a checkpoint on prompts with a reward.", "archon.rl.config:RLConfig", "RLTrainer", "actor"),
+    "rl": Run("Train a checkpoint on prompts with a reward.", "archon.rl.config:RLConfig", "make_trainer", "actor"),
 }
 
 

@@ -1,0 +1,242 @@
+"""The modes of a run other than both at once: `explore` and `train` as processes of their own, and `bench`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from archon.checkpoint.native import latest_checkpoint, model_fingerprint, open_state
+from archon.engine.engine import ArchonEngine
+from archon.parallel.control_plane import ControlPlane
+from archon.rl.config import ExperiencesConfig, RLConfig
+from archon.rl.experience_buffer import ExperienceBuffer, split_groups
+from archon.rl.rollout import RolloutBatch
+from archon.rl.summary import batch_metrics
+from archon.rl.trainer import RLTrainer
+from archon.rl.weight_sync import weights_of
+from archon.schema.config import derived_reference
+from archon.schema.errors import CheckpointError, ConfigError, RolloutError
+from archon.training.loop import timed
+from archon.training.runner import Runner
+
+POLL_SECONDS = 0.2
+
+
+def make_trainer(config: RLConfig, runner: Runner | None = None) -> RLTrainer:
+    """Returns the trainer of the configuration's `mode`."""
+    kinds: dict[str, type[RLTrainer]] = {kind.mode: kind for kind in (RLTrainer, Explorer, BufferTrainer, Bench)}
+    return kinds[config.mode](config, runner)
+
+
+class _ReadsWeights(RLTrainer):
+    """A run without an optimizer, whose weights are those of another run's checkpoints."""
+
+    @property
+    def experiences(self) -> ExperiencesConfig:
+        assert self.config.experiences is not None
+        return self.config.experiences
+
+    def _open_models(self) -> None:
+        self.engine = ArchonEngine(derived_reference(self.config.actor, {}, "actor"))
+        self.engine.initialize()
+
+    def load_weights(self, folder: Path) -> int:
+        """Loads the weights of a checkpoint into engine and generator, and returns its step."""
+        with open_state(folder, model_fingerprint(self.engine.args)) as (step, state):
+            own = {name: value for name, value in state["engine"].items() if name not in _OPTIMIZER}
+            self.engine.load_state_dict(own)
+        self.generator.update_weights(weights_of(self.engine), version=self.engine.version)
+        return step
+
+    def checkpoints(self) -> Path | None:
+        """Returns the folder of the other run's checkpoints."""
+        source = self.experiences.weights_from
+        return None if source is None else Path(source) / "checkpoints"
+
+    def save(self, *, asynchronous: bool = False) -> None:
+        """Does nothing: there is no state to save here."""
+
+    def finish(self) -> None:
+        """Does nothing: there is no model to export."""
+
+
+_OPTIMIZER = ("optimizer", "scheduler", "skipped_steps")
+
+
+class Explorer(_ReadsWeights):
+    """Adds the groups of each step to the experience buffer, and loads the trainer's newest checkpoint now and then.
+
+    It continues at the position that is in the buffer.
+    """
+
+    mode = "explore"
+    title = "explore"
+    columns = ("reward", "eval/reward", "length", "samples_per_second")
+
+    def resume(self) -> None:
+        self.buffer = ExperienceBuffer(self.experiences.path or "")
+        self._loaded: Path | None = None
+        if (state := self.buffer.explorer()) is None:
+            return
+        if not self.config.resume:
+            raise ConfigError(
+                f"experiences.path {self.buffer.path} holds {len(self.buffer)} groups of an earlier run; set "
+                "resume=true to add to them, or name another file"
+            )
+        self.step, position = state
+        self.load_position(position)
+        if self.step < self.total_steps and ControlPlane.of_run().is_main:
+            self.buffer.finish(False)
+        if self.runner is not None:
+            self.runner.rewind(self.step or -1)
+
+    def train_step(self) -> dict[str, float]:
+        """Samples the groups of a step and adds them to the buffer. Returns their metrics."""
+        if self.step % self.experiences.sync_every == 0:
+            self._sync()
+        seconds: dict[str, float] = {}
+        with timed(seconds, "seconds/rollout"):
+            batch = self.rollout_batch()
+        groups = split_groups(batch.trajectories) if batch else []
+        if ControlPlane.of_run().is_main:
+            position = {"prompts": self.prompts.state_dict()}
+            self.buffer.append(groups, batch.prompts, self.step + 1, position)
+        metrics = batch_metrics(batch, self.engine.version)
+        if batch:
+            self._dump(batch, metrics)
+            metrics["samples_per_second"] = metrics["samples"] / seconds["seconds/rollout"]
+        return metrics | seconds | {"version": self.engine.version}
+
+    def finish(self) -> None:
+        """Tells the trainer that nothing more will come."""
+        if ControlPlane.of_run().is_main:
+            self.buffer.finish()
+
+    def _sync(self) -> None:
+        folder = self.checkpoints()
+        name = ControlPlane.of_run().broadcast_json(lambda: _newest(folder))
+        if not name or Path(name) == self._loaded:
+            return
+        try:
+            step = self.load_weights(Path(name))
+        except (CheckpointError, FileNotFoundError) as error:  # it was replaced by a newer one meanwhile
+            self._log(f"step {self.step}: the trainer's checkpoint was not read, the weights stay: {error}")
+            return
+        self._loaded = Path(name)
+        self._log(f"step {self.step}: weights of the trainer's step {step}")
+
+
+class BufferTrainer(RLTrainer):
+    """Trains on the groups of the experience buffer, in their order, each once a pass.
+
+    It waits for groups that the explorer has not added yet, and ends early where none will come. A checkpoint has the
+    number of groups that were trained on, so that a resumed run trains on the following ones.
+    """
+
+    mode = "train"
+    title = "train"
+
+    def __init__(self, config: RLConfig, runner: Runner | None = None) -> None:
+        super().__init__(config, runner)
+        assert config.experiences is not None
+        self._buffer = ExperienceBuffer(config.experiences.path or "")
+        self._taken = self._trained = 0  # groups, of all passes: in this step and after the last complete one
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done, or nothing is left to train on."""
+        if super().finished:
+            return True
+        return bool(ControlPlane.of_run().broadcast_json(lambda: self._numbers(1) == []))
+
+    def rollout_batch(self) -> RolloutBatch:
+        """Returns the next groups of the buffer, fewer at its end."""
+        episodes = self._buffer.read(self._await(self._next_numbers()))
+        self._taken = self._trained + len(episodes)
+        kept = [e for e in episodes if e.is_trainable(self.config.algorithm.zero_variance_groups)]
+        return self.rollout.batch_of(kept, episodes, Counter(), self.step)
+
+    def after_step(self) -> dict[str, float]:
+        super().after_step()
+        self._trained = self._taken
+        return {"experiences": float(self._trained)}
+
+    def position(self) -> dict[str, Any]:
+        return super().position() | {"experiences": self._trained}
+
+    def load_position(self, state: dict[str, Any]) -> None:
+        super().load_position(state)
+        self._trained = self._taken = state["experiences"]
+
+    def _numbers(self, count: int) -> list[int] | None:
+        """Returns the next `count` numbers, fewer where no more will come; None where they are not there yet."""
+        assert self.config.experiences is not None
+        finished = self._buffer.finished  # before the size, which grows until then
+        size, start = len(self._buffer), self._trained
+        if finished:
+            end = min(start + count, self.config.experiences.passes * size)
+            return [number % size for number in range(start, end)]
+        return list(range(start, start + count)) if start + count <= size else None
+
+    async def _next_numbers(self) -> list[int]:
+        assert self.config.experiences is not None
+        limit, world = self.config.experiences.wait_seconds, ControlPlane.of_run()
+        waited = 0.0
+        while waited <= limit:
+            numbers = world.broadcast_json(lambda: self._numbers(self.config.rollout.prompts_per_step))
+            if numbers is not None:
+                return list(numbers)
+            await asyncio.sleep(POLL_SECONDS)
+            waited += POLL_SECONDS
+        raise RolloutError(
+            f"{self._buffer.path} has {len(self._buffer)} groups, {self._trained} of them trained on, and no full step "
+            f"more came within {limit:g} s (experiences.wait_seconds); is the explorer running?"
+        )
+
+    def _check_logprobs(self, batch: RolloutBatch) -> None:
+        """Checks the first batch that was sampled with the weights it is trained on; others differ by their nature."""
+        if batch.is_on_policy(self.generator.version):
+            super()._check_logprobs(batch)
+
+
+class Bench(_ReadsWeights):
+    """Evaluates the checkpoints of another run, or the model itself where there are none: one record each, with the
+    checkpoint's step as `checkpoint`."""
+
+    mode = "bench"
+    title = "bench"
+    columns = ("checkpoint", "eval/reward", "eval/greedy_reward", "eval/length")
+
+    def resume(self) -> None:
+        folder = self.checkpoints()
+        found = ControlPlane.of_run().broadcast_json(lambda: _all(folder))
+        self._folders = [Path(name) for name in (found[-1:] if self.experiences.latest_only else found)]
+        self.total_steps = max(1, len(self._folders))
+        if self.runner is not None:
+            self.runner.rewind(-1)
+
+    @property
+    def evaluation_due(self) -> bool:
+        """False: each step is an evaluation."""
+        return False
+
+    def before_first_step(self) -> dict[str, float]:
+        return {}
+
+    def train_step(self) -> dict[str, float]:
+        """Evaluates the next checkpoint. Returns its metrics."""
+        step = self.load_weights(self._folders[self.step]) if self._folders else 0
+        return self.timed_evaluation() | {"checkpoint": float(step)}
+
+
+def _newest(folder: Path | None) -> str:
+    found = None if folder is None or not folder.exists() else latest_checkpoint(folder)
+    return "" if found is None else str(found)
+
+
+def _all(folder: Path | None) -> list[str]:
+    if folder is None or not folder.exists():
+        return []
+    return [str(path) for path in sorted(folder.glob("step-*")) if path.is_dir()]
