@@ -18,11 +18,12 @@ from archon.models.hf_config import (
     dense_fields,
     reject_field,
 )
+from archon.models.hf_names import prefixed
 from archon.models.hf_rope import RopePolicy
 from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.spec import MixerSpec
-from archon.models.state_dict import BaseStateDictAdapter, prefixed
+from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import ConfigError
 
 DELTA_NET, ATTENTION = "linear_attention", "full_attention"

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
+from archon.models.fused_tensors import Fused
 from archon.models.hf_config import Field, WindowPolicy, dense_fields, layer_type_windows
+from archon.models.hf_names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf_rope import RopePolicy
 from archon.models.layers.spec import NormPlacement
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import DENSE_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
+from archon.models.state_dict import BaseStateDictAdapter
 
 _FIELDS = dense_fields(
     num_key_value_heads=4, max_position_embeddings=131072, tie_word_embeddings=True, pad_token_id=0
@@ -21,6 +23,11 @@ _FIELDS = dense_fields(
     "attention_bias": Field("attention_bias", bool, False),
     "query_pre_attn_scalar": Field("query_pre_attn_scalar", int, 256),
     "final_logit_softcapping": Field("logits_soft_cap", float, None, null=None),
+}
+_NORMS_HF_MAP: dict[str, str | Fused | None] = {
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.attention_post_norm.weight",
+    "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.ffn_norm.weight",
+    "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.ffn_post_norm.weight",
 }
 
 
@@ -64,15 +71,7 @@ class Gemma3TextStateDictAdapter(BaseStateDictAdapter):
     """Maps the common names of dense decoders, and the norms of queries and keys and around attention and network."""
 
     model_class = Gemma3TextModel
-    from_hf_map = (
-        DENSE_HF_MAP
-        | QK_NORM_HF_MAP
-        | {
-            "model.layers.{}.post_attention_layernorm.weight": "layers.{}.attention_post_norm.weight",
-            "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.ffn_norm.weight",
-            "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.ffn_post_norm.weight",
-        }
-    )
+    from_hf_map = DENSE_HF_MAP | QK_NORM_HF_MAP | _NORMS_HF_MAP
 
 
 parallelize_gemma3_text = make_parallelize_fn(DENSE_TP_PLAN)

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.further_layers import FurtherLayersAdapter
 from archon.models.hf_config import MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, dense_fields
+from archon.models.hf_names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf_rope import RopePolicy
 from archon.models.moe_args import GroupRoutedArgs, group_routed_fields
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, QK_NORM_HF_MAP
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Self
 
 from archon.models.hf_checks import reject_field
 from archon.models.hf_config import MAX_LAYERS, NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields
+from archon.models.hf_names import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, HFMap
 from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.norm import NormSpec
 from archon.models.moe_args import GroupRoutedArgs, group_routed_fields
-from archon.models.state_dict import DENSE_HF_MAP, GROUP_ROUTED_HF_MAP, HFMap
 from archon.schema.errors import ConfigError
 
 # transformers normalizes latents with this, whatever `rms_norm_eps` is.

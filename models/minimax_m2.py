@@ -8,12 +8,13 @@ from typing import Any, ClassVar, Self
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf_config import NO_WINDOWS, Field, WindowPolicy, as_dict, dense_fields, reject_field
+from archon.models.hf_names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf_rope import RopePolicy
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.moe_args import MoEModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
+from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass

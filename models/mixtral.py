@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf_config import Field, WindowPolicy, dense_fields, uniform_window
+from archon.models.hf_names import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP
 from archon.models.hf_rope import RopePolicy
 from archon.models.moe_args import MoEModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import BLOCK_SPARSE_HF_MAP, DENSE_HF_MAP, BaseStateDictAdapter
+from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass

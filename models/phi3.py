@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.fused_tensors import Fused
 from archon.models.hf_config import Field, WindowPolicy, dense_fields, uniform_window
+from archon.models.hf_names import DENSE_HF_MAP
 from archon.models.hf_rope import RopePolicy
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import DENSE_HF_MAP, BaseStateDictAdapter
+from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass

@@ -13,17 +13,12 @@ from archon.models.delta_net_args import (
     delta_net_fields,
 )
 from archon.models.hf_config import Field
+from archon.models.hf_names import DENSE_HF_MAP, EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP, QK_NORM_HF_MAP
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.moe_args import MoEModelArgs, stepped_expert_fields
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import (
-    DENSE_HF_MAP,
-    EXPERTS_HF_MAP,
-    GATED_SHARED_EXPERT_HF_MAP,
-    QK_NORM_HF_MAP,
-    BaseStateDictAdapter,
-)
+from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass

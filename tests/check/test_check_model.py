@@ -26,7 +26,8 @@ from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf_config import NO_WINDOWS, Field, dense_fields
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
-from archon.models.state_dict import DENSE_HF_MAP, BaseStateDictAdapter
+from archon.models.hf_names import DENSE_HF_MAP
+from archon.models.state_dict import BaseStateDictAdapter
 
 
 @dataclass
@@ -66,7 +67,7 @@ from typing import ClassVar
 from archon.models import llama
 from archon.models.hf_config import Field
 from archon.models.spec import family_spec
-from archon.models.state_dict import DENSE_HF_MAP
+from archon.models.hf_names import DENSE_HF_MAP
 
 
 @dataclass

@@ -16,12 +16,12 @@ from torch import Tensor
 from archon.models import BaseStateDictAdapter, get_model_spec, is_supported_model, register_model_spec
 from archon.models.args import BaseModelArgs
 from archon.models.fused_tensors import Fused
+from archon.models.hf_names import STACKED_EXPERTS_HF_MAP, prefixed
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 from archon.models.qwen3_moe import Qwen3MoEModel, Qwen3MoEModelArgs, Qwen3MoEStateDictAdapter
 from archon.models.spec import family_spec
-from archon.models.state_dict import STACKED_EXPERTS_HF_MAP, prefixed
 
 LAYERS = 2
 DENSE: dict[str, Any] = {

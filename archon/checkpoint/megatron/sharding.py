@@ -27,7 +27,8 @@ from typing import Literal, NamedTuple
 
 from archon.checkpoint.safetensors_file import Region, full_region, region_shape
 from archon.models.args import BaseModelArgs
-from archon.models.state_dict import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP, BaseStateDictAdapter
+from archon.models.hf_names import DENSE_HF_MAP, EXPERTS_HF_MAP, QK_NORM_HF_MAP
+from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError, LayoutError
 
 LayerSpec = Literal["local", "te"]

@@ -16,7 +16,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate and up of a model in memory change places",
-        "models/state_dict.py",
+        "models/hf_names.py",
         'Fused((f"{stack}.w1", f"{stack}.w3"), dim=1)',
         'Fused((f"{stack}.w3", f"{stack}.w1"), dim=1)',
         ("tests/models/test_in_memory.py",),
