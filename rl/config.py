@@ -210,7 +210,7 @@ class RLConfig(StrictModel):
             return TeacherServerConfig.parse(self.teacher, source="teacher")
         if "path" not in self.teacher:
             raise ValueError("teacher: neither path nor url is given; set teacher.path to the checkpoint that teaches")
-        return derived_reference(self.actor, self.teacher, "teacher")
+        return derived_reference(self.actor, {"init_from_scratch": False, **self.teacher}, "teacher")
 
     def _mode_is_complete(self) -> None:
         if (self.mode == "both") != (self.experiences is None):

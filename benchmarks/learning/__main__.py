@@ -6,8 +6,9 @@
 A line of the record is one run: held-out reward of sampled answers before and after, the highest and lowest between,
 seconds from nothing to the export (the warm-up included), and whether it did what is expected. A task begins at or
 below 0.5 and ends at least 0.3 above where it began, in six minutes; its control, with rewards shuffled over the batch
-(for DPO every pair turned by a coin), never rises by more than 0.1 and ends within 0.1 of where it began. `staleness`
-also ends within 0.05 of `synchronous`. The command ends with 1 where one did not.
+(for DPO every pair turned by a coin), never rises by more than 0.1 and ends within 0.1 of where it began; that of
+`distillation`, whose teacher has random weights, may end below. `staleness` also ends within 0.05 of `synchronous`. The
+command ends with 1 where one did not.
 
 A task and its control run side by side, with one thread each.
 """
@@ -43,7 +44,8 @@ MEASURING = Lock()
 class Task:
     """One run: a configuration, and changes to it.
 
-    `measure`, where it is given, finds the held-out rewards of a run directory that has none in its metrics.
+    `measure`, where it is given, finds the held-out rewards of a run directory that has none in its metrics. `teacher`
+    makes the checkpoint `teacher` next to the run directory before the run, and one of random weights, `untaught`.
     """
 
     config: Path
@@ -51,6 +53,7 @@ class Task:
     control: tuple[str, ...] = SHUFFLED
     command: str = "rl"
     measure: Callable[[Path], list[float]] | None = None
+    teacher: Path | None = None
 
 
 def preferred_of(run_dir: Path) -> list[float]:
@@ -101,6 +104,23 @@ TASKS = {
     ),
     "environment": Task(HERE / "walking.yaml"),
     "calculator": Task(HERE / "calculator.yaml"),
+    "step_wise_grpo": Task(
+        HERE / "walking.yaml",
+        (
+            *("workflow=benchmarks.learning.walking.StepByStep", "algorithm.preset=step_wise_grpo"),
+            "algorithm.advantage=step_wise_grpo",
+        ),
+    ),
+    "distillation": Task(
+        ARITHMETIC,
+        (
+            *("algorithm.preset=distill", "algorithm.kl.coef=0", "algorithm.zero_variance_groups=keep"),
+            *("teacher.path=${run_dir}/../teacher", "gconfig.n_samples=1", "rollout.prompts_per_step=128"),
+            *("total_steps=150", "evaluation.every=50", "checkpoint.every=0"),
+        ),
+        control=("teacher.path=${run_dir}/../untaught",),
+        teacher=HERE / "teacher_bootstrap.yaml",
+    ),
     "dpo": Task(
         HERE / "preferences.yaml",
         control=("train_data.split=shuffled",),
@@ -114,12 +134,16 @@ def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bo
     """Runs a task once, from nothing to its export, and returns the result."""
     run_dir = folder / "run"
     started = time.monotonic()
-    code = subprocess.run(
-        [sys.executable, "-m", "archon", task.command, "--config", str(task.config), f"run_dir={run_dir}", *changes],
-        env={"OMP_NUM_THREADS": "1"} | os.environ,
-        cwd=ROOT,
-        check=False,
-    ).returncode
+
+    def archon(command: str, config: Path, *changes: str) -> int:
+        call = [sys.executable, "-m", "archon", command, "--config", str(config), *changes]
+        return subprocess.run(call, env={"OMP_NUM_THREADS": "1"} | os.environ, cwd=ROOT, check=False).returncode
+
+    if task.teacher is not None and control:
+        archon("bootstrap", task.teacher, f"path={folder / 'untaught'}", "warmup=null")
+    elif task.teacher is not None:
+        archon("bootstrap", task.teacher, f"path={folder / 'teacher'}")
+    code = archon(task.command, task.config, f"run_dir={run_dir}", *changes)
     found = {"task": name, "control": control, "code": code, "seconds": round(time.monotonic() - started, 1)}
     if code != 0:
         return found | {"reached": False}
@@ -131,7 +155,8 @@ def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bo
     found |= {"steps": rows[-1]["step"], "before": rewards[0], "after": rewards[-1]}
     found |= {"highest": max(rewards), "lowest": min(rewards)}
     if control:
-        return found | {"reached": max(rewards) <= rewards[0] + FLAT and rewards[-1] >= rewards[0] - FLAT}
+        kept = task.teacher is not None or rewards[-1] >= rewards[0] - FLAT
+        return found | {"reached": max(rewards) <= rewards[0] + FLAT and kept}
     learned = rewards[0] <= START and rewards[-1] >= rewards[0] + RISE
     return found | {"reached": learned and found["seconds"] <= SECONDS}
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import random
 import string
+from dataclasses import asdict
 from typing import Any
+
+from archon.rl import Experience, TextEnvWorkflow
 
 STEPS, FARTHEST = 3, 9
 MOVES = {"+1": 1, "-1": -1, "+4": 4, "-4": -4}
@@ -27,6 +30,23 @@ class Walking:
         self._at = min(max(self._at + MOVES.get(action, 0), 0), len(LETTERS) - 1)
         there = self._at == self._to
         return f"{LETTERS[self._at]}>{LETTERS[self._to]}", float(there), there, {}
+
+
+class StepByStep(TextEnvWorkflow):
+    """The same walk without memory: each step answers the last observation alone, and is a row of its own."""
+
+    def run(self) -> list[Experience]:
+        observation, done, rewards = self.begin(), False, list[float]()
+        steps: list[Experience] = []
+        while not done and len(steps) < self.max_env_steps:
+            asked = [{"role": "user", "content": observation}]
+            (response,) = self.model.chat(asked, **asdict(self.task.rollout_args) | {"n": 1})
+            observation, reward, done = self.act(response.response_text or "")
+            steps.append(response)
+            rewards.append(reward)
+        for step in steps:
+            step.reward = self.total(rewards, done)
+        return steps
 
 
 def rows(split: str) -> list[dict[str, Any]]:

@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from archon.cli.config import load_config, read_values
+from archon.rl.bootstrap import ensure_checkpoint
 from archon.rl.config import RLConfig
-from archon.training.config import PreferenceConfig
+from archon.rl.trainer import RLTrainer
+from archon.training.config import BootstrapConfig, PreferenceConfig
 from archon.training.metrics import read_jsonl
 from benchmarks.learning import calculator, preferences, walking
 from benchmarks.learning.__main__ import TASKS, run
@@ -33,7 +35,9 @@ def test_a_control_differs_from_its_task_in_the_signal_alone(name: str, tmp_path
         for changes in (task.changes, (*task.changes, *task.control))
     )
     different = {(section, key) for section, key in fields(given) if given[section][key] != control[section][key]}
-    expected = ("train_data", "split") if task.command == "preference" else ("control", "shuffle_rewards")
+    expected = {"dpo": ("train_data", "split"), "distillation": ("teacher", "path")}.get(
+        name, ("control", "shuffle_rewards")
+    )
     assert different == {expected}
     assert {name for name in given if given[name] != control[name]} == {expected[0]}
 
@@ -50,6 +54,28 @@ def test_nothing_held_out_is_trained_on(task: Any) -> None:
 def test_every_letter_asked_for_can_be_reached_in_time() -> None:
     for row in [*walking.rows("train"), *walking.rows("test")]:
         assert any(walked(row, moves) for moves in itertools.product(walking.MOVES, repeat=walking.STEPS)), row
+
+
+def test_a_walk_step_by_step_is_a_row_a_step_without_the_earlier_ones(tmp_path: Path) -> None:
+    bootstrap = read_values(TASKS["step_wise_grpo"].config.with_name("walking_bootstrap.yaml"), ["warmup=null"])
+    (tmp_path / "bootstrap.yaml").write_text(yaml.safe_dump(bootstrap))
+    given = [f"run_dir={tmp_path}", f"bootstrap={tmp_path / 'bootstrap.yaml'}", "rollout.prompts_per_step=4"]
+    given += ["algorithm.zero_variance_groups=keep"]
+    config = load_config(RLConfig, TASKS["step_wise_grpo"].config, [*TASKS["step_wise_grpo"].changes, *given])
+    ensure_checkpoint(load_config(BootstrapConfig, tmp_path / "bootstrap.yaml", []), config.actor.path)
+    with RLTrainer(config).opened() as trainer:
+        batch = trainer.rollout_batch().trajectories
+        prepared, _ = trainer.update.prepare(batch, 0)
+    rows = [ids[mask == 0].tolist() for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
+    prompts = {bytes(trainer.tokenizer.decode(row, skip_special_tokens=True), "ascii") for row in rows}
+    assert all(len(prompt) == 3 and prompt[1:2] == b">" for prompt in prompts), prompts
+    runs = batch["trajectory_ids"].unique(return_counts=True)[1]
+    assert len(runs) == 32 and runs.max() == walking.STEPS
+    for run_id in batch["trajectory_ids"].unique():
+        steps = batch["trajectory_ids"] == run_id
+        assert len(batch["rewards"][steps].unique()) == 1
+        trained = prepared["advantages"][steps][batch["loss_mask"][steps] == 1]
+        assert (trained == trained[0]).all()
 
 
 def walked(row: dict[str, Any], moves: Iterable[str]) -> bool:

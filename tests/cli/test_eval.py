@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from archon.training.metrics import read_jsonl
-from tests.serve.test_lm_eval import served
+from tests.serve.served import served
 
 ROWS = [("1+2=", "3"), ("2+2=", "4"), ("5+2=", "7"), ("3+1=", "4")]
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from archon.cli.serve import make_server
-from archon.cli.serve_config import ServeConfig
 from archon.rl.bootstrap import make_tokenizer
 from archon.training.config import TokenizerRecipe
+from tests.serve.served import served
 
 TASK = """
 task: {name}
@@ -78,31 +73,6 @@ def write_tasks(folder: Path, model: Any, tokenizer: Any) -> None:
     for name, output, rest in (("choice", "multiple_choice", CHOICE), ("answer", "generate_until", GENERATE)):
         task = TASK.format(name=f"sums_{name}", rows=folder / "rows.jsonl", output=output)
         (folder / f"{name}.yaml").write_text(task + rest)
-
-
-@contextmanager
-def served(checkpoint: Path) -> Iterator[str]:
-    """The base URL of `archon serve CHECKPOINT`, in a thread of its own."""
-    ready, url = threading.Event(), list[str]()
-    loop = asyncio.new_event_loop()
-    stop = asyncio.Event()
-
-    async def serve() -> None:
-        server = make_server(checkpoint, ServeConfig(device="cpu", seed=1), None)
-        url.append(await server.start())
-        ready.set()
-        await stop.wait()
-        await server.close()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=[serve()])
-    thread.start()
-    try:
-        assert ready.wait(60)
-        yield url[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
-        loop.close()
 
 
 if find_spec("lm_eval"):
