@@ -88,7 +88,7 @@ def test_a_run_comes_closer_to_its_teacher(rl_config: Callable[..., RLConfig], t
         (DISTILL, "advantage is distill, which needs a teacher: set teacher.path"),
         ({"teacher": {"path": "x"}}, "a teacher is set, and algorithm.advantage 'grpo' has no use for it"),
         (DISTILL | {"teacher": {"dtype": "float64"}}, "neither path nor url is given; set teacher.path"),
-        (DISTILL | {"teacher": {"url": "http://x", "modle": "m"}}, "did you mean 'model'"),
+        (DISTILL | {"teacher": {"url": "http://x", "modl": "m"}}, "did you mean 'model'"),
         (
             DISTILL | {"teacher": {"url": "http://x"}, "gconfig": {"temperature": 0.5}},
             "temperature is 0.5, and teacher.url returns logprobs at temperature 1 only",
