@@ -8,6 +8,7 @@ from archon.schema.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "debug": ("check_tensor_consistency", "patch_dist_group_timeout"),
         "dims": ("ArchonParallelDims",),
         "layout": ("ParallelLayout", "parse_layout"),
         "resolve": ("ResolvedLayout", "resolve_layout"),

@@ -15,6 +15,8 @@ from archon.parallel.torch_parts import require_parts
 PARTS = (
     "torch.distributed.distributed_c10d._world.pg_map",
     "torch.distributed.distributed_c10d._get_default_group",
+    "torch.distributed.distributed_c10d.default_pg_nccl_timeout",
+    "torch.distributed.distributed_c10d.default_pg_timeout",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.ProcessGroup._device_types",
@@ -52,6 +54,12 @@ def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
         backend: Any = group._get_backend(device)
         if hasattr(backend, "_set_default_timeout"):  # a fake group has none
             backend._set_default_timeout(limit)
+
+
+def set_default_time_limit(limit: timedelta) -> None:
+    """Set the time limit of groups that are made without one."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(dist.distributed_c10d, name, limit)
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:

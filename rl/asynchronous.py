@@ -137,7 +137,8 @@ class AsyncRollout:
             self._ended.set()
         episode = item.episode
         item.trainable = episode.is_trainable(self._zero_variance_groups)
-        replaced = not episode.trajectories or (self._zero_variance_groups == "resample" and not item.trainable)
+        unwanted = episode.filtered or (self._zero_variance_groups == "resample" and not item.trainable)
+        replaced = not episode.trajectories or unwanted
         if replaced and len(self._replaced) < self._max_resamples * self._batch:
             self._replaced.append(episode)
         else:

@@ -28,12 +28,16 @@ _HEADER_BYTES = 8
 
 @dataclass
 class Episode:
-    """An episode and its result: a group of trajectories, or None where it was rejected or raised `error`."""
+    """An episode and its result: a group of trajectories, or None where it was rejected or raised `error`.
+
+    `filtered` says that the run's filter did not accept the group.
+    """
 
     prompt: Prompt
     context: EpisodeContext
     trajectories: dict[str, Any] | None = field(default=None, repr=False)
     error: BaseException | None = None
+    filtered: bool = False
 
     @property
     def rewards(self) -> Tensor:
@@ -52,7 +56,9 @@ class Episode:
 
     def is_trainable(self, zero_variance_groups: ZeroVarianceGroups) -> bool:
         """Returns whether the group is part of the training batch."""
-        return bool(self.trajectories) and (zero_variance_groups == "keep" or not self.zero_variance)
+        if not self.trajectories or self.filtered:
+            return False
+        return zero_variance_groups == "keep" or not self.zero_variance
 
 
 class RemoteError(Exception):

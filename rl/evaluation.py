@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from archon.generation.types import GenerationHyperparameters
 from archon.rl.config import RLConfig
 from archon.rl.episode import Episode
 from archon.rl.prompts import Prompt
@@ -19,14 +20,17 @@ def evaluation_workflows(
     config: RLConfig, trained: RolloutWorkflow, eval_workflow: RolloutWorkflow | None
 ) -> dict[str, RolloutWorkflow]:
     """Returns the workflows to evaluate, by prefix of their metrics."""
-    evaluation, gconfig = config.evaluation, config.gconfig
     if eval_workflow is not None:
         return {"": eval_workflow}
-    sampled = gconfig.new(n_samples=evaluation.n_samples, temperature=evaluation.temperature)
-    workflows = {"": trained.with_gconfig(sampled)}
-    if evaluation.greedy:
-        workflows["greedy_"] = trained.with_gconfig(gconfig.new(n_samples=1, greedy=True))
+    workflows = {"": trained.with_gconfig(sampled_gconfig(config))}
+    if config.evaluation.greedy:
+        workflows["greedy_"] = trained.with_gconfig(config.gconfig.new(n_samples=1, greedy=True))
     return workflows
+
+
+def sampled_gconfig(config: RLConfig) -> GenerationHyperparameters:
+    """Returns the sampling parameters of an evaluation."""
+    return config.gconfig.new(n_samples=config.evaluation.n_samples, temperature=config.evaluation.temperature)
 
 
 async def evaluate(

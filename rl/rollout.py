@@ -92,6 +92,8 @@ class Rollout:
         seed: all random streams derive from (seed, stream, step, prompt's index, request's number).
         n_samples: trajectories in a group, where the workflow returns single ones; by default those of its `gconfig`.
         check: raises for sampling parameters of a request whose logprobs the trainer cannot recompute.
+        accept: called with the tensors of each group for training; those it returns False for are replaced, as
+            zero-variance groups are by `resample`. Every process calls it for all groups: it must be deterministic.
         log: called with dropped samples and failed episodes, one line per step and kind.
     """
 
@@ -103,6 +105,7 @@ class Rollout:
         seed: int = 0,
         n_samples: int | None = None,
         check: Callable[[GenerationHyperparameters], None] | None = None,
+        accept: Callable[[dict[str, Any]], bool] | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         self.engine = engine
@@ -113,6 +116,7 @@ class Rollout:
         self._grouped: RolloutWorkflow = import_dotted(GROUP_ADAPTER, "workflow adapter")(workflow, n_samples, log)
         self._seed = seed
         self._check = check
+        self._accept = accept
         self._log = log
         self._succeeded = False
         self._failures = 0
@@ -138,7 +142,8 @@ class Rollout:
             max_resamples: the maximal number of further rounds.
         """
         counts, kept, episodes = Counter[str](), list[Episode](), list[Episode]()
-        for round_ in range(max_resamples + 1 if zero_variance_groups == "resample" else 1):
+        replaces = zero_variance_groups == "resample" or self._accept is not None
+        for round_ in range(max_resamples + 1 if replaces else 1):
             prompts = take(n_prompts - len(kept))
             counts["resampled" if round_ else "prompts"] += len(prompts)
             episodes += await self.run(prompts, step)
@@ -178,13 +183,22 @@ class Rollout:
             for rank, data in enumerate(everyone):
                 if rank != world.rank:
                     unpack_episodes(data, episodes)
+        if not is_eval:
+            self._filter(episodes)
         return episodes
 
     async def run_one(self, prompt: Prompt, step: int) -> Episode:
         """Runs and returns one episode for training. Raises as `run` does."""
         episode = self._new_episode(prompt, step, is_eval=False)
         await self._run_episode(episode)
+        self._filter([episode])
         return episode
+
+    def _filter(self, episodes: Sequence[Episode]) -> None:
+        """Marks the episodes whose groups the filter does not accept."""
+        for episode in episodes:
+            if self._accept is not None and episode.trajectories:
+                episode.filtered = not self._accept(episode.trajectories)
 
     def _new_episode(self, prompt: Prompt, step: int, is_eval: bool) -> Episode:
         seed = derive_seed(self._seed, EVAL_STREAM if is_eval else TRAIN_STREAM, step, prompt.index)
@@ -242,8 +256,11 @@ class Rollout:
                 first.setdefault(name, episode.error)
             elif episode.trajectories is None:
                 batch.counts["rejected"] += 1
-            elif episode.zero_variance:
+                continue
+            if episode.trajectories and episode.zero_variance:
                 batch.counts["zero_variance_groups"] += 1
+            if episode.filtered:
+                batch.counts["filtered_groups"] += 1
         batch.counts["episodes"] = len(episodes)
         batch.numbers = recorded_means(episodes)
         for name, error in first.items():

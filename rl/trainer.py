@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from archon.parallel.layout import parse_layout
 from archon.rl.asynchronous import AsyncRollout
 from archon.rl.config import RLConfig
 from archon.rl.demonstrations import Demonstrations
-from archon.rl.evaluation import evaluate, evaluation_workflows
+from archon.rl.evaluation import evaluate, evaluation_workflows, sampled_gconfig
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
 from archon.rl.prompts import Prompt, PromptStream
@@ -31,8 +31,9 @@ from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record,
 from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
 from archon.rl.weight_sync import in_process, weights_of
-from archon.rl.workflows import RolloutWorkflow, reads_raw_rows, resolve_workflow
+from archon.rl.workflows import RolloutWorkflow, WorkflowLike, reads_raw_rows, resolve_workflow
 from archon.schema.errors import ConfigError
+from archon.schema.lazy import import_dotted
 from archon.training.batch_sharding import require_documents
 from archon.training.loop import (
     BaseTrainer,
@@ -69,22 +70,31 @@ class RLTrainer(BaseTrainer):
         super().__init__(config, runner)
         self._zero_variance = ZeroVarianceMonitor()
         self.async_rollout: AsyncRollout | None = None
+        self._raw = False  # whether rows hold those of their source
         self._overlap_seconds = 0.0  # of this step: generation during the trainer's computations
 
     def train(
         self,
-        workflow: RolloutWorkflow | type[RolloutWorkflow] | str | None = None,
-        eval_workflow: RolloutWorkflow | None = None,
+        workflow: WorkflowLike | None = None,
+        eval_workflow: WorkflowLike | None = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        eval_workflow_kwargs: Mapping[str, Any] | None = None,
+        dynamic_filter_fn: Callable[[dict[str, Any]], bool] | str | None = None,
     ) -> dict[str, float]:
         """Runs to `total_steps`, or until a signal, and returns the newest metrics.
 
         A signal interrupts a rollout or an evaluation, but not an update; what was trained is saved.
 
         Args:
-            workflow: an instance, a class or a dotted string; None: the configuration's.
-            eval_workflow: the workflow of evaluations; None: `workflow` with the evaluation's sampling parameters.
+            workflow: an instance, a class, a registered name or a dotted string; None: the configuration's.
+            eval_workflow: the workflow of evaluations, likewise; None: `workflow`, sampling as `evaluation` says.
+            workflow_kwargs: arguments of the workflow's constructor; None: the configuration's `workflow_args`.
+            eval_workflow_kwargs: those of `eval_workflow`, without which the workflow for training is constructed anew.
+            dynamic_filter_fn: a function, or its dotted path, of a group's tensors (`rewards` [n], …); groups for which
+                it returns False are replaced by those of other prompts, `rollout.max_resamples` times at most.
         """
-        return self.run(self.config.actor, self.opened(workflow, eval_workflow))
+        opened = self.opened(workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn)
+        return self.run(self.config.actor, opened)
 
     def before_first_step(self) -> dict[str, float]:
         """Runs the initial evaluation, or the one that a signal interrupted before a resume. Returns its metrics."""
@@ -215,10 +225,13 @@ class RLTrainer(BaseTrainer):
     @contextmanager
     def opened(
         self,
-        workflow: RolloutWorkflow | type[RolloutWorkflow] | str | None = None,
-        eval_workflow: RolloutWorkflow | None = None,
+        workflow: WorkflowLike | None = None,
+        eval_workflow: WorkflowLike | None = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        eval_workflow_kwargs: Mapping[str, Any] | None = None,
+        dynamic_filter_fn: Callable[[dict[str, Any]], bool] | str | None = None,
     ) -> Iterator[RLTrainer]:
-        """Opens everything a run needs, from rows to generator, and resumes it if configured."""
+        """Opens everything a run needs, from rows to generator, and resumes it if configured, for `train`."""
         config, rollout = self.config, self.config.rollout
         require_exportable(config.actor, "actor")
         self.total_steps, self.eval_every = config.total_steps, config.evaluation.every
@@ -228,10 +241,26 @@ class RLTrainer(BaseTrainer):
             self._loop = loop.get_loop()
             self.tokenizer = load_tokenizer(config.tokenizer or config.actor.path)
             workflow = workflow or config.workflow
-            self._open_data(reward, raw=reads_raw_rows(workflow))
+            self._raw = reads_raw_rows(workflow)
+            self._open_data(reward)
             self._open_models()
             self.resume()
-            self._open_rollouts(reward, workflow, eval_workflow)
+            offered = {
+                "reward_fn": reward,
+                "gconfig": config.gconfig,
+                "tokenizer": self.tokenizer,
+                "train_data": config.train_data,
+            }
+            arguments = config.workflow_args if workflow_kwargs is None else workflow_kwargs
+            trained = resolve_workflow(workflow, arguments, **offered)
+            evaluated = None
+            if eval_workflow is not None or eval_workflow_kwargs is not None:
+                offered["gconfig"] = sampled_gconfig(config)
+                evaluated = resolve_workflow(eval_workflow or workflow, eval_workflow_kwargs, **offered)
+            accept = dynamic_filter_fn
+            if isinstance(accept, str):
+                accept = import_dotted(accept, "dynamic_filter_fn")
+            self._open_rollouts(trained, evaluated, accept)
             try:
                 with long_lived_objects_frozen():
                     yield self
@@ -239,17 +268,19 @@ class RLTrainer(BaseTrainer):
                 if self.async_rollout is not None:
                     self._loop.run_until_complete(self.async_rollout.close())
 
-    def _open_data(self, reward: AsyncRewardWrapper, *, raw: bool) -> None:
+    def rows_of(self, section: str) -> Sequence[dict[str, Any]]:
+        """Returns the rows of `train_data` or `eval_data`; none where it is not configured."""
+        configured: DatasetConfig | None = getattr(self.config, section)
+        if configured is None:
+            return []
+        return load_rows(configured.model_copy(update={"raw": True}) if self._raw else configured, "rl", self.tokenizer)
+
+    def _open_data(self, reward: AsyncRewardWrapper) -> None:
         config = self.config
-
-        def rows_of(data: DatasetConfig) -> Sequence[dict[str, Any]]:
-            return load_rows(data.model_copy(update={"raw": True}) if raw else data, "rl", self.tokenizer)
-
-        rows = rows_of(config.train_data)
-        held_out = rows_of(config.eval_data) if config.eval_data else []
+        rows, held_out = self.rows_of("train_data"), self.rows_of("eval_data")
         for loaded, section in ((rows, config.train_data), (held_out, config.eval_data)):
-            if loaded and section:
-                require_same_rows(loaded, section.path)
+            if loaded:
+                require_same_rows(loaded, section.path if section else "the held-out rows")
         self.prompts = PromptStream(rows, config.seed)
         self._cursor = self.prompts.state_dict()
         self.demonstrations = None
@@ -298,9 +329,9 @@ class RLTrainer(BaseTrainer):
 
     def _open_rollouts(
         self,
-        reward: AsyncRewardWrapper,
-        workflow: RolloutWorkflow | type[RolloutWorkflow] | str,
-        eval_workflow: RolloutWorkflow | None,
+        trained: RolloutWorkflow,
+        evaluated: RolloutWorkflow | None,
+        accept: Callable[[dict[str, Any]], bool] | None,
     ) -> None:
         config = self.config
         memory = config.generator.memory_gib
@@ -315,14 +346,6 @@ class RLTrainer(BaseTrainer):
             weights="snapshot" if config.rollout.max_staleness else "auto",
             **config.generator.model_dump(exclude={"memory_gib"}),
         )
-        trained = resolve_workflow(
-            workflow,
-            config.workflow_args,
-            reward_fn=reward,
-            gconfig=config.gconfig,
-            tokenizer=self.tokenizer,
-            train_data=config.train_data,
-        )
         temperature = config.gconfig.temperature
         self.rollout = Rollout(
             self.generator,
@@ -330,6 +353,7 @@ class RLTrainer(BaseTrainer):
             seed=config.seed,
             n_samples=config.gconfig.n_samples,
             check=lambda gconfig: check_recomputable(gconfig, temperature),
+            accept=accept,
             log=self._log,
         )
         if config.rollout.max_staleness:
@@ -342,9 +366,9 @@ class RLTrainer(BaseTrainer):
                 zero_variance_groups=self.config.algorithm.zero_variance_groups,
                 max_resamples=config.rollout.max_resamples,
             )
-        evaluated = evaluation_workflows(config, trained, eval_workflow) if self.held_out else {}
+        workflows = evaluation_workflows(config, trained, evaluated) if self.held_out else {}
         self.evaluations = {
-            prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in evaluated.items()
+            prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in workflows.items()
         }
 
     def _await(self, work: Coroutine[Any, Any, Result]) -> Result:

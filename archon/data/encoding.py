@@ -43,14 +43,16 @@ def plain_prompt(messages: Sequence[Message], end: str = "\n") -> str:
     return "\n".join(message["content"] for message in messages) + end
 
 
-def encode_prompt(tokenizer: Any, row: dict[str, Any]) -> list[int]:
+def encode_prompt(tokenizer: Any, row: dict[str, Any], **options: Any) -> list[int]:
     """Returns the token ids of an RL row's prompt, encoded as in SFT: by the chat template, else as plain text.
+
+    `options` (`enable_thinking`) are passed to the chat template.
 
     Raises:
         DatasetError: the row has neither `messages` nor `prompt`.
     """
     if has_chat_template(tokenizer) and "messages" in row:
-        text = render(tokenizer, row["messages"], "this row", add_generation_prompt=True)
+        text = render(tokenizer, row["messages"], "this row", add_generation_prompt=True, **options)
         return list(tokenize(tokenizer, text, "this row")["input_ids"])
     if "prompt" not in row and "messages" not in row:
         raise DatasetError(f"the RL row has the keys {sorted(row)}; expected `messages` or `prompt` among them")

@@ -78,16 +78,22 @@ class SFTTrainer(BaseTrainer):
         self.open()
         yield self
 
+    def rows_of(self, section: str, tokenizer: Any) -> RowDataset | None:
+        """Returns the rows of `train_data` or `eval_data`; None where it is not configured."""
+        configured = getattr(self.config, section)
+        return load_rows(configured, self.kind, tokenizer) if configured else None
+
     def open(self) -> None:
         """Load tokenizer, rows and model, and with `resume` the newest checkpoint."""
         config = self.config
         require_exportable(config.model, "model")
         tokenizer = load_tokenizer(config.tokenizer or config.model.path)
-        rows = load_rows(config.train_data, self.kind, tokenizer)
-        self.held_out = load_rows(config.eval_data, self.kind, tokenizer) if config.eval_data else None
+        rows = self.rows_of("train_data", tokenizer)
+        assert rows is not None  # the configuration requires it
+        self.held_out = self.rows_of("eval_data", tokenizer)
         for loaded, section in ((rows, config.train_data), (self.held_out, config.eval_data)):
-            if loaded is not None and section is not None:
-                require_same_rows(loaded, section.path)
+            if loaded is not None:
+                require_same_rows(loaded, section.path if section else "the held-out rows")
         ranks = parse_layout(config.model.layout).dp
         require_documents(config.batch_size, ranks, "batch_size")
         if self.held_out is not None:

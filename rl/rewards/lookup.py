@@ -39,6 +39,8 @@ def get_reward_fn(name: str) -> Callable[..., Any]:
     Raises:
         RewardError: no such name, module or function, or a built-in one whose package is not installed.
     """
+    if name.startswith("areal."):  # by dotted path, as the core does not import other frameworks' forms
+        name = importlib.import_module("archon.rl.compat.areal.paths").native_path(name)
     short = _short_name(name)
     if short in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
         raise RewardError(

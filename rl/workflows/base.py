@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
+from archon.checkpoint.hf_io import load_tokenizer
 from archon.generation.record import UnusableAnswerError
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.episode_context import workflow_context
@@ -70,14 +72,14 @@ class RolloutWorkflow(ABC):
 class SamplingWorkflow(RolloutWorkflow):
     """A workflow whose runs return whole groups, sampled with `gconfig` from prompts that `tokenizer` renders.
 
-    The tokenizer's end-of-text and padding ids stop an answer.
+    The tokenizer's end-of-text and padding ids stop an answer; a path is that of its folder.
     """
 
     returns_group = True
 
     def __init__(self, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
-        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
-        self.tokenizer = tokenizer
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(self.tokenizer)
 
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
         return super().with_gconfig(gconfig.new_with_stop_and_pad_token_ids(self.tokenizer))

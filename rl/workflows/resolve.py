@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from archon.rl.workflows.agent import AgentWorkflow
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
+from archon.schema.registry import NamedObjects
+
+WorkflowLike: TypeAlias = Any
+"""A workflow or an agent (an object with `async def run`): an instance, a class, a registered name, a dotted string."""
+
+_NAMED: NamedObjects[Any] = NamedObjects("workflow", "archon.workflows", {})
+register_workflow = _NAMED.register
+"""Registers the decorated workflow or agent under a name: `@register_workflow("retries")`."""
 
 # By dotted path, as the core does not import other frameworks' forms. It returns the class or object that a workflow's
 # name stands for, and the arguments to construct it with.
 COMPAT_ADAPTER = "archon.rl.compat.trinity.adapter.adapt_workflow"
+NATIVE_PATH = "archon.rl.compat.areal.paths.native_path"
 
 
 def resolve_workflow(
-    workflow: RolloutWorkflow | type[RolloutWorkflow] | str, further: Mapping[str, Any] | None = None, **arguments: Any
+    workflow: WorkflowLike, further: Mapping[str, Any] | None = None, **arguments: Any
 ) -> RolloutWorkflow:
-    """Returns the instance that `workflow` names: itself, its class, or a dotted string naming either.
+    """Returns the instance that `workflow` names: itself, its class, or a registered name or dotted string of either.
 
     An agent, which has `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`. A class is
     constructed with those of `arguments` that it names, and with all of `further`. Raises `ConfigError` naming what was
     given.
     """
-    found, further = import_dotted(COMPAT_ADAPTER, "workflow adapter")(workflow, further or {})
+    found, further = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_named(workflow), further or {})
     if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
         return AgentWorkflow(_constructed(found, further, {}), **{n: arguments[n] for n in ("gconfig", "tokenizer")})
     if not callable(getattr(found, "arun_episode", None)):
@@ -38,10 +47,20 @@ def resolve_workflow(
     return resolved
 
 
-def reads_raw_rows(workflow: RolloutWorkflow | type[RolloutWorkflow] | str) -> bool:
+def reads_raw_rows(workflow: WorkflowLike) -> bool:
     """Returns whether the workflow reads its source's own rows."""
-    found, _ = import_dotted(COMPAT_ADAPTER, "workflow adapter")(workflow, {})
+    found, _ = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_named(workflow), {})
     return bool(getattr(found, "reads_raw_rows", False))
+
+
+def _named(workflow: WorkflowLike) -> Any:
+    """Returns what a registered name or one of AReaL's paths stands for; anything else unchanged."""
+    if not isinstance(workflow, str):
+        return workflow
+    if "." in workflow:
+        return import_dotted(NATIVE_PATH, "workflow path")(workflow)
+    found = _NAMED.find(workflow)
+    return workflow if found is None else found  # which may be Trinity's
 
 
 def _constructed(found: Any, further: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:

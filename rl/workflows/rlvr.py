@@ -27,6 +27,7 @@ class RLVRWorkflow(SamplingWorkflow):
         reward_fn: a function, its name or dotted path, or an `AsyncRewardWrapper`.
         gconfig: sampling parameters.
         tokenizer: renders prompts and decodes answers; its end-of-text and padding ids stop an answer.
+        enable_thinking: passed to the chat template; None: not passed, so that the template's default holds.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class RLVRWorkflow(SamplingWorkflow):
         reward_fn: Callable[..., Any] | str | AsyncRewardWrapper,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
+        enable_thinking: bool | None = None,
     ) -> None:
         super().__init__(gconfig, tokenizer)
+        self.template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.reward_fn = wrapped_reward(reward_fn)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
@@ -43,7 +46,7 @@ class RLVRWorkflow(SamplingWorkflow):
 
         Raises the first failure where all of them fail.
         """
-        prompt_ids = encode_prompt(self.tokenizer, data)
+        prompt_ids = encode_prompt(self.tokenizer, data, **self.template_options)
         one = self.gconfig.model_copy(update={"n_samples": 1})
         responses = await asyncio.gather(
             *(

@@ -70,7 +70,7 @@ class OwnNames(OneAnswer):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         response = await self.ask(engine, data["messages"])
         reward = await self.scored_by(result=self.texts(response)[1], answer=data["answer"])
-        return {"1": InteractionWithTokenLogpReward.of(response, reward)}
+        return {"1": InteractionWithTokenLogpReward(model_response=response, reward=reward)}
 
 
 class Retries(OneAnswer):

@@ -15,7 +15,8 @@ from archon.checkpoint.hf_io import load_tokenizer
 from archon.generation import InProcessEngine
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
-from archon.rl import AsyncRewardWrapper, InteractionWithTokenLogpReward, RLTrainer, RolloutWorkflow
+from archon.rl import AsyncRewardWrapper, RLTrainer, RolloutWorkflow
+from archon.rl import InteractionWithTokenLogpReward as Interaction
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.prompts import Prompt
@@ -211,7 +212,7 @@ def short(response: Any, reward: Any) -> dict[str, Any]:
         lambda response, reward: [short(response, reward)],
         lambda response, reward: {name: torch.tensor([value]) for name, value in short(response, reward).items()},
         lambda response, reward: short(response, reward) | {"reward": torch.tensor([reward])},
-        lambda response, reward: {"id": InteractionWithTokenLogpReward.of(response, reward)},
+        lambda response, reward: {"id": Interaction(model_response=response, reward=reward)},
     ],
 )
 def test_every_shape_of_the_short_form_is_the_whole_form(
@@ -246,9 +247,16 @@ def test_every_shape_of_the_short_form_is_the_whole_form(
         ),
         (lambda r, x: short(r, x) | {"input_ids": "1+1="}, "'input_ids' is a str, expected a tensor of integers"),
         (lambda r, x: short(r, {"a": x}), "'reward' is .*, expected one number"),
+        (lambda r, x: {"a": Interaction(reward=x)}, "the interaction has no model_response"),
         (lambda r, x: [short(r, x), {"reward": x}], "row 1 lacks key 'input_ids' of the short form; it has"),
-        (lambda r, x: {"a": InteractionWithTokenLogpReward.of(r)}, "none of the 1 interactions has a reward"),
-        (lambda r, x: {"a": InteractionWithTokenLogpReward.of(r, x), "b": 3}, "'b' is a int, expected an Interaction"),
+        (
+            lambda r, x: {"a": Interaction(model_response=r)},
+            "none of the 1 interactions has a reward",
+        ),
+        (
+            lambda r, x: {"a": Interaction(model_response=r, reward=x), "b": 3},
+            "'b' is a int, expected an Interaction",
+        ),
     ],
 )
 def test_what_a_short_form_lacks_is_named(
@@ -281,10 +289,8 @@ def test_several_rows_are_a_group_and_the_parts_of_an_interaction_are_one_trajec
             answers = [await self.ask(engine, data["messages"]) for _ in range(3)]
             if self.returns_group is None:
                 return [short(answer, float(i)) for i, answer in enumerate(answers)]
-            parts = [InteractionWithTokenLogpReward.of(answer, float(i)) for i, answer in enumerate(answers)]
-            return {str(i): part for i, part in enumerate(parts)} | {
-                "unknown": InteractionWithTokenLogpReward.of(answers[0])
-            }
+            parts = [Interaction(model_response=answer, reward=float(i)) for i, answer in enumerate(answers)]
+            return {str(i): part for i, part in enumerate(parts)} | {"unknown": Interaction(model_response=answers[0])}
 
     earned = []
     for declared in (None, True, False):

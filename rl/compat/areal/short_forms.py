@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +20,35 @@ SHORT_FORM = ("input_ids", "output_ids", "reward")
 
 
 @dataclass
-class InteractionWithTokenLogpReward(ModelResponse):
-    """One answer and its reward; None means that the reward is not known, which differs from 0."""
+class InteractionWithTokenLogpReward:
+    """One answer and its reward; None means that the reward is not known, which differs from 0.
 
-    reward: float | None = None
+    Attributes:
+        model_response: the answer, as the engine returned it.
+        reward: a number, or a tensor of one.
+        messages: the conversation that was asked with, for the user's own use.
+        output_message_list: the answer as messages, likewise.
+    """
 
-    @classmethod
-    def of(cls, response: ModelResponse, reward: float | None = None) -> InteractionWithTokenLogpReward:
-        return cls(**vars(response), reward=reward)
+    model_response: ModelResponse | None = None
+    reward: Any = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    output_message_list: list[dict[str, Any]] | None = None
+
+    def to_tensor_dict(self) -> dict[str, Tensor]:
+        """Returns the answer as one trajectory, tensors [1, S] and `rewards` [1].
+
+        Raises `RolloutError` without an answer or a reward.
+        """
+        return trajectory_tensors([_answer(self, "to_tensor_dict")], [_number(self.reward, "to_tensor_dict")])
+
+
+def _answer(item: InteractionWithTokenLogpReward, where: str) -> ModelResponse:
+    if item.model_response is None:
+        raise RolloutError(
+            f"{where}: the interaction has no model_response; give it the answer of engine.agenerate(request)"
+        )
+    return item.model_response
 
 
 def expand_short_form(result: Any, answers: Sequence[ModelResponse], source: str, *, separate: bool = False) -> Any:
@@ -84,7 +105,8 @@ def _expand_interactions(result: dict[str, Any], source: str, separate: bool) ->
     rewarded = [item for item in result.values() if item.reward is not None]
     if not rewarded:
         raise RolloutError(f"{source}: none of the {len(result)} interactions has a reward; set one, or return None")
-    return _usable_tensors(rewarded, [_number(item.reward, source) for item in rewarded], one_trajectory=not separate)
+    answers = [_answer(item, source) for item in rewarded]
+    return _usable_tensors(answers, [_number(item.reward, source) for item in rewarded], one_trajectory=not separate)
 
 
 def _usable_tensors(

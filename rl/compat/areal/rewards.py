@@ -1,0 +1,35 @@
+"""AReaL's helpers for rewards, on archon's checks of mathematical answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from archon.rl.rewards import VALID_REWARD_FN, get_reward_fn
+from archon.rl.rewards.datasets import clevr_count_70k_reward, geometry3k_reward, gsm8k_reward
+from archon.rl.rewards.math_verify import math_verify_reward
+
+clevr_count_70k_reward_fn = clevr_count_70k_reward
+geometry3k_reward_fn = geometry3k_reward
+gsm8k_reward_fn = gsm8k_reward
+
+
+def get_custom_reward_fn(path: str) -> Callable[..., Any]:
+    """Returns the reward of the dataset whose name `path` contains, else that of a name or dotted path."""
+    contained = [name for name in VALID_REWARD_FN if name in path]
+    return get_reward_fn(max(contained, key=len) if contained and "." not in path else path)
+
+
+class MathVerifyWorker:
+    r"""Compares answers as mathematics. Of a response the last `\boxed{…}` alone counts, never a number in its text."""
+
+    def verify(self, response: str, ground_truth: str) -> float:
+        """Returns 1.0 where the answer in `response` equals `ground_truth`, else 0.0."""
+        return math_verify_reward(None, response, None, None, answer=ground_truth)
+
+
+@cache
+def get_math_verify_worker() -> MathVerifyWorker:
+    """Returns the process's one worker."""
+    return MathVerifyWorker()

@@ -1,0 +1,75 @@
+"""Trainers of rows that a script has loaded itself, as AReaL's are constructed.
+
+Configurations are archon's; their `train_data` and `eval_data` are read for what the script does not give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from archon.data import RowDataset
+from archon.data.mapping import encoded_rows
+from archon.data.sources import SourceRow
+from archon.rl.config import RLConfig
+from archon.rl.trainer import RLTrainer
+from archon.schema.errors import DatasetError
+from archon.training import SFTConfig
+from archon.training import SFTTrainer as ConfiguredSFTTrainer
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+class PPOTrainer(RLTrainer):
+    """`RLTrainer` on given rows: `with PPOTrainer(config, train_dataset=rows) as trainer: trainer.train(workflow=…)`.
+
+    Args:
+        config: the run.
+        train_dataset: prompts, as dictionaries: a list, a `RowDataset`, a Hugging Face dataset; None: `train_data`.
+        valid_dataset: held-out prompts; None: `eval_data`.
+    """
+
+    def __init__(self, config: RLConfig, train_dataset: Rows | None = None, valid_dataset: Rows | None = None) -> None:
+        super().__init__(config)
+        self._given = _given_rows(train_dataset, valid_dataset)
+
+    def rows_of(self, section: str) -> Sequence[dict[str, Any]]:
+        """Returns the given rows, or else the configured ones."""
+        return self._given.get(section) or super().rows_of(section)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Does nothing: a run closes what it opened."""
+
+
+class SFTTrainer(ConfiguredSFTTrainer):
+    """`archon.rl.SFTTrainer` on given rows of `input_ids` and `loss_mask`; arguments as those of `PPOTrainer`."""
+
+    def __init__(self, config: SFTConfig, train_dataset: Rows | None = None, valid_dataset: Rows | None = None) -> None:
+        super().__init__(config)
+        self._given = _given_rows(train_dataset, valid_dataset)
+
+    def rows_of(self, section: str, tokenizer: Any) -> RowDataset | None:
+        """Returns the given rows, checked, or else the configured ones."""
+        if section not in self._given:
+            return super().rows_of(section, tokenizer)
+        rows = self._given[section]
+        return RowDataset(section, encoded_rows([SourceRow(f"{section} row {n}", row) for n, row in enumerate(rows)]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Does nothing: a run closes what it opened."""
+
+
+def _given_rows(train_dataset: Rows | None, valid_dataset: Rows | None) -> dict[str, list[dict[str, Any]]]:
+    given = {}
+    for section, name, rows in (("train_data", "train", train_dataset), ("eval_data", "valid", valid_dataset)):
+        if rows is not None:
+            given[section] = [dict(row) for row in rows]
+            if not given[section]:
+                raise DatasetError(f"{name}_dataset is empty; expected at least one row, or None for {section}")
+    return given
