@@ -216,6 +216,17 @@ class BaseModelArgs:
         return any(rope.scaling.depends_on_length for rope in self.ropes)
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether documents may share the computation of a common beginning.
+
+        Routers count every token, some frequencies depend on the length of a token's document, and some mixers have a
+        state in place of keys.
+        """
+        layers = self.layer_specs
+        alike = all(layer.mixer.shares_prefixes and not layer.feed_forward.n_experts for layer in layers)
+        return alike and not self.rope_depends_on_length
+
+    @property
     def sizes(self) -> ModelSizes:
         """The sizes that a parallel layout divides."""
         networks = {spec.feed_forward for spec in self.layer_specs}

@@ -13,7 +13,7 @@ import torch
 
 from archon.check.decoding import check_decoding
 from archon.check.family import CheckedFamily
-from archon.check.isolation import check_isolation
+from archon.check.isolation import check_forks, check_isolation, check_shared_prefixes
 from archon.check.layouts import check_layouts, describe_layouts
 from archon.check.oracle import ContractError, hf_classes, own_config
 from archon.check.parity import FP32_TOLERANCE, SEEDS, parity
@@ -131,7 +131,10 @@ def _round_trip(family: CheckedFamily, full: bool) -> str:
 def _isolation(family: CheckedFamily, full: bool) -> str:
     seeds = SEEDS if full else QUICK_SEEDS
     documents = sum(check_isolation(seed, family.model_type) for seed in seeds)
-    return f"{documents} documents changed, no other noticed"
+    shared = sum(check_shared_prefixes(seed, family.model_type) for seed in FEW_SEEDS)
+    forks = sum(check_forks(seed, family.model_type) for seed in FEW_SEEDS)
+    prefixes = "also with shared beginnings" if shared else "beginnings are not shared"
+    return f"{documents} documents changed, no other noticed; {prefixes}; {forks} forked answers as alone"
 
 
 def _generation(family: CheckedFamily, full: bool) -> str:

@@ -79,6 +79,18 @@ def randomize_vectors(model: nn.Module) -> None:
     randomize_buffers(model)
 
 
+SLOW_DECAYS = (0.03, 0.05)
+"""The decays of recurrent mixers that show what leaks from document to document; fast ones would hide it."""
+
+
+@torch.no_grad()
+def slow_down(model: nn.Module) -> None:
+    """Draw the decays of recurrent mixers among slow ones."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.uniform_(*SLOW_DECAYS).log_()
+
+
 @torch.no_grad()
 def randomize_buffers(model: nn.Module) -> None:
     """Draw the biases that checkpoints hold and that are no parameters, such as those of routers' choices."""

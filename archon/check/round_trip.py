@@ -62,8 +62,8 @@ def fresh_checkpoint(
 
 
 def fresh_model(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> BaseArchonModel:
-    """Returns a model of a config with every weight drawn at random."""
-    from archon.check.oracle import randomize_vectors
+    """Returns a model of a config with every weight drawn at random, with slow decays where it has any."""
+    from archon.check.oracle import randomize_vectors, slow_down
 
     spec = get_model_spec(config["model_type"])
     model = spec.model_class(spec.model_args_class.from_hf_config(config)).to(dtype)
@@ -71,6 +71,7 @@ def fresh_model(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torc
         torch.manual_seed(seed)
         model.init_weights()
         randomize_vectors(model)
+        slow_down(model)
     model.init_buffers("cpu")
     return model
 

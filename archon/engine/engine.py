@@ -134,9 +134,7 @@ class ArchonEngine:
         self.ranks = Ranks.of(dims)
         tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type)
         self.spec, self.args = spec, args
-        # Routers count every token, and some frequencies depend on the length of a token's document.
-        shareable = backend.supports_prefixed and not args.sizes.experts and not args.rope_depends_on_length
-        shareable &= all(layer.mixer.shares_prefixes for layer in args.layer_specs)
+        shareable = backend.supports_prefixed and args.shares_prefixes
         unsplit = dims.context_and_model_parallel_size == 1 and not self.layout.compiled
         self._share_prefixes = config.share_prefixes and shareable and unsplit
         self._sort_documents = backend.prefers_equal_lengths
