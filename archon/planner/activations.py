@@ -224,8 +224,12 @@ def _delta_net(mixer: DeltaNetLayer, shard: MicroBatchShard, context_parallel: s
     # Ulysses gives a rank all tokens of some heads, key heads repeated where they are fewer than ranks.
     repeat = ulysses_repeat(H, G, layout.cp) if layout.cp > 1 else 1
     channels = 2 * keys * repeat + values
-    # Per token and head: queries, keys and decayed copies of them, values and corrections; a chunk's square matrices.
-    scan = H * (6 * mixer.key_dim + 3 * mixer.value_dim + 4 * MAX_CHUNK)
+    # Per token and head: queries and keys repeated, scaled, by chunk, as the operands of two products (twice in another
+    # order), decayed and solved for; values by chunk, solved for and corrections; two square matrices of a chunk before
+    # and after their decay, and the decay.
+    scan = H * (10 * mixer.key_dim + 3 * mixer.value_dim + 5 * MAX_CHUNK)
+    if b < wide:
+        scan += 2 * keys * repeat + values
     states = -(-T * layout.cp // MAX_CHUNK) * H // layout.cp * mixer.key_dim * mixer.value_dim
     exchanged = [SavedTensor("exchanged queries, keys and values", T * channels * b)] if layout.cp > 1 else []
     return [

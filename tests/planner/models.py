@@ -68,6 +68,14 @@ MODELS["latent"] = DENSE | {
     "v_head_dim": 32,
     "first_k_dense_replace": 4,
 }
+MODELS["delta"] = DENSE | {
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 32,
+}
 FULL = {"activation_checkpoint": {"mode": "full"}}
 OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
 SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
