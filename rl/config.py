@@ -164,6 +164,9 @@ class RLConfig(StrictModel):
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="the in-process generator")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="gathering of a batch")
     train_data: DatasetConfig = Field(description="prompts to train on")
+    easy_first: str | None = Field(
+        None, description="column of difficulty: each epoch begins with the smallest numbers; null: shuffled"
+    )
     eval_data: DatasetConfig | None = Field(None, description="held-out prompts")
     demonstrations: DemonstrationsConfig | None = Field(
         None, description="expert answers, for the policy losses that train on them"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from archon.data import RowLoader
+from archon.schema.errors import DatasetError
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,19 @@ class Prompt:
 
 
 class PromptStream:
-    """Prompts in a seeded order, epoch after epoch, with their ordinals; it can be resumed."""
+    """Prompts in a seeded order, epoch after epoch, with their ordinals; it can be resumed.
 
-    def __init__(self, rows: Sequence[dict[str, Any]], seed: int) -> None:
-        self._loader = RowLoader(rows, batch_size=1, seed=seed)
+    Args:
+        rows: of the dataset.
+        seed: of the order.
+        easy_first: a column of numbers; each epoch begins with the rows of the smallest, the easiest.
+
+    Raises `DatasetError` for a row without such a number.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]], seed: int, easy_first: str | None = None) -> None:
+        difficulty = None if easy_first is None else [_number(row, index, easy_first) for index, row in enumerate(rows)]
+        self._loader = RowLoader(rows, batch_size=1, seed=seed, difficulty=difficulty)
         self._untrained: list[int] = []  # ordinals taken before a resume and not trained on
 
     @property
@@ -51,3 +62,14 @@ class PromptStream:
         """Raises `DatasetError` where the state is of other rows or another seed."""
         self._loader.load_state_dict(state)
         self._untrained = list(state["again"])
+
+
+def _number(row: dict[str, Any], index: int, column: str) -> float:
+    # A Trinity-style workflow's row holds the source's own under `raw_task`.
+    value = row.get(column, (row.get("raw_task") or {}).get(column))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DatasetError(
+            f"easy_first: row {index} has {column}={value!r}, expected a number, smaller for easier rows; it has the "
+            f"columns {', '.join(sorted(row))}"
+        )
+    return float(value)

@@ -281,7 +281,7 @@ class RLTrainer(BaseTrainer):
         for loaded, section in ((rows, config.train_data), (held_out, config.eval_data)):
             if loaded:
                 require_same_rows(loaded, section.path if section else "the held-out rows")
-        self.prompts = PromptStream(rows, config.seed)
+        self.prompts = PromptStream(rows, config.seed, config.easy_first)
         self._cursor = self.prompts.state_dict()
         self.demonstrations = None
         if config.demonstrations is not None:

@@ -21,6 +21,8 @@ class RowLoader:
         batch_size: Rows per batch.
         seed: Of the order; epoch e of seed s is always the same permutation.
         shuffle: If False, every epoch has the order of `rows`.
+        difficulty: A number for each row; every epoch then begins with the easiest rows, and `shuffle` orders those of
+            equal difficulty (curriculum sampling: Kimi k1.5, arXiv 2501.12599, section 2.3.4).
         tail: For the last rows of an epoch, if they are fewer than a batch: "drop" them, "keep" them as a shorter
             batch, or "wrap": complete the batch with the first rows of the next epoch.
     """
@@ -32,6 +34,7 @@ class RowLoader:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        difficulty: Sequence[float] | None = None,
         tail: Literal["drop", "keep", "wrap"] = "wrap",
     ) -> None:
         if not rows:
@@ -49,6 +52,7 @@ class RowLoader:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.difficulty = difficulty
         self.tail = tail
         self.epoch = 0
         self.cursor = 0  # number of this epoch's rows that have been returned
@@ -86,6 +90,7 @@ class RowLoader:
             "shuffle": self.shuffle,
             "rows": len(self.rows),
             "fingerprint": self.fingerprint(),
+            "difficulty": self.difficulty and hashlib.sha256(repr(list(self.difficulty)).encode()).hexdigest()[:16],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,10 +100,10 @@ class RowLoader:
             DatasetError: the state is of another dataset, seed or order, so that rows would be repeated or skipped.
         """
         current = self.state_dict()
-        for key in ("rows", "fingerprint", "seed", "shuffle"):
-            if state[key] != current[key]:
+        for key in ("rows", "fingerprint", "seed", "shuffle", "difficulty"):
+            if state.get(key) != current[key]:
                 raise DatasetError(
-                    f"cannot resume the data order: the checkpoint has {key}={state[key]!r}, this run has "
+                    f"cannot resume the data order: the checkpoint has {key}={state.get(key)!r}, this run has "
                     f"{current[key]!r}; resume with the dataset and seed with which the run began"
                 )
         self.epoch = state["epoch"]
@@ -119,6 +124,8 @@ class RowLoader:
         order = list(range(len(self.rows)))
         if self.shuffle:
             random.Random(f"rows {self.seed} {epoch}").shuffle(order)
+        if self.difficulty is not None:
+            order.sort(key=self.difficulty.__getitem__)
         return order
 
     def fingerprint(self) -> str:

@@ -114,3 +114,23 @@ def test_a_state_of_other_data_or_another_order_is_refused(other: RowLoader, key
 def test_a_wrong_loader_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         RowLoader(**arguments)
+
+
+def test_easy_rows_come_first_in_every_epoch_and_equal_ones_are_shuffled() -> None:
+    rows = [{"level": level, "n": n} for n, level in enumerate([3, 1, 2, 1, 3, 1, 2, 1])]
+    loader = RowLoader(rows, 8, seed=1, difficulty=[row["level"] for row in rows])
+    epochs = [loader.next_batch() for _ in range(3)]
+    for epoch in epochs:
+        assert [row["level"] for row in epoch] == [1, 1, 1, 1, 2, 2, 3, 3]
+        assert sorted(row["n"] for row in epoch) == list(range(8))
+    assert len({tuple(row["n"] for row in epoch) for epoch in epochs}) > 1
+    assert loader.row_at(8 + 4)["level"] == 2
+
+
+def test_a_run_is_not_resumed_with_another_curriculum() -> None:
+    rows = [{"n": n} for n in range(4)]
+    state = RowLoader(rows, 2, difficulty=[1, 2, 3, 4]).state_dict()
+    RowLoader(rows, 2, difficulty=[1, 2, 3, 4]).load_state_dict(state)
+    for other in (None, [4, 3, 2, 1]):
+        with pytest.raises(DatasetError, match="cannot resume the data order: the checkpoint has difficulty="):
+            RowLoader(rows, 2, difficulty=other).load_state_dict(state)
