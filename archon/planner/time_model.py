@@ -240,10 +240,10 @@ class TimeModel:
         self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers
     ) -> float:
         link, seconds = Link(self.hardware, layout.cp, layout.tp), 0.0
+        if layout.cp == 1:
+            return seconds
         for index, times in layers:
             mixer = self._distinct[index].mixer
-            heads, kv_heads = (max(1, count // layout.tp) for count in mixer.heads)
-            row = 2 * times * shard.tokens * (mixer.attention_width // mixer.heads[0]) * shard.bytes
             kind = context_parallel_kind(config.context_parallel, layout.cp, layout.tp, *mixer.heads)
             if kind == "allgather":
                 # One all-gather of what a cache would hold, and one reduce-scatter of its gradient.
@@ -251,7 +251,8 @@ class TimeModel:
                 seconds += link.seconds(2 * gathered * layout.cp, 2 * times)
             else:
                 # All-to-alls of queries, keys, values and results, and their gradients.
-                seconds += link.exchange(row * 2 * (heads + max(kv_heads, layout.cp)), 8 * times)
+                sent = times * shard.tokens * mixer.exchanged_bytes(layout.tp, layout.cp, shard.bytes)
+                seconds += link.exchange(2 * sent, 8 * times)
         return seconds
 
     def _expert_parallel(self, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers) -> float:

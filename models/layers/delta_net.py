@@ -25,6 +25,7 @@ from archon.models.layers.norm import NormSpec
 from archon.models.layers.rope import RopeSpec, Rotation
 from archon.models.layers.spec import MixerSpec
 from archon.parallel.comm import Group, all_gather, local
+from archon.parallel.context import ulysses_repeat
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ class DeltaNetLayer(MixerSpec):
     def cache(self) -> RecurrentStates:
         keys, values = self.n_key_heads * self.key_dim, self.n_heads * self.value_dim
         return RecurrentStates((self.taps - 1, 2 * keys + values), (self.n_heads, self.key_dim, self.value_dim))
+
+    def exchanged_bytes(self, tp: int, cp: int, itemsize: int) -> int:
+        """See `MixerSpec.exchanged_bytes`: queries, keys and values, decay and beta in float32, and the result."""
+        heads, key_heads = (max(1, count // tp) for count in self.heads)
+        keys = key_heads * ulysses_repeat(heads, key_heads, cp) * self.key_dim
+        return 2 * (keys + heads * self.value_dim) * itemsize + 2 * heads * max(itemsize, 4)
 
 
 class DeltaNet(nn.Module):

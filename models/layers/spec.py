@@ -62,6 +62,16 @@ class MixerSpec(abc.ABC):
     def cache(self) -> CacheSpec:
         """What it caches while a sequence is decoded."""
 
+    def exchanged_bytes(self, tp: int, cp: int, itemsize: int) -> int:
+        """Returns the bytes of a token that Ulysses exchanges over `cp` ranks in a forward: operands and result.
+
+        Args:
+            tp: ranks that share the heads.
+            itemsize: bytes of a number in the dtype of the computation.
+        """
+        heads, kv_heads = (max(1, count // tp) for count in self.heads)
+        return 2 * (self.attention_width // self.heads[0]) * (heads + max(kv_heads, cp)) * itemsize
+
 
 class FeedForwardSpec(abc.ABC):
     """The part of a layer that processes each token alone. Subclasses are frozen dataclasses.

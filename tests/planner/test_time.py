@@ -15,7 +15,7 @@ from archon.planner.memory_model import rank_parameters
 from archon.planner.search import Planner
 from archon.planner.time_model import Link, StepTime
 from archon.schema.config import EngineConfig
-from tests.planner.models import DENSE, MOE
+from tests.planner.models import DENSE, MODELS, MOE
 
 SEQ, DOCUMENTS = 256, 16
 # What a machine of two cores might be measured to do, with four ranks.
@@ -91,6 +91,24 @@ def test_context_ranks_swap_heads_or_gather_keys() -> None:
     swapped = step("c4", wire, context="ulysses").context_parallel
     assert swapped == pytest.approx(passes * layers * 2 * (heads + kv_heads) * head / 4 * 3 / 4)
     assert step("c4", wire).context_parallel == swapped
+
+
+def test_context_ranks_swap_the_heads_of_delta_nets() -> None:
+    """Queries, keys, values, two gates and the result of each head, there and back again in the backward."""
+    wire = CPU.model_copy(update={"processors": 0.0, "node_latency_s": 0.0, "node_latency_per_rank_s": 0.0})
+    config = MODELS["delta"]
+    spec = get_model_spec("qwen3_5_text")
+    planner = Planner(spec, spec.model_args_class.from_hf_config(config), wire)
+    heads, key_heads, features = 8, 4, 32
+    assert config["linear_num_value_heads"] == heads and config["linear_num_key_heads"] == key_heads
+    gated = 2 * (DENSE["num_attention_heads"] + DENSE["num_key_value_heads"]) * DENSE["head_dim"]
+    for ranks in (2, 4):
+        fields = {"path": "model", "layout": f"c{ranks}", "dtype": "float32", "max_tokens_per_mb": 1024}
+        of_nets = 2 * key_heads * features + 2 * heads * features + 2 * heads
+        a_token = 4 * (3 * of_nets + gated)  # three nets, one attention
+        sent = 2 * SEQ * DOCUMENTS * a_token / ranks * (ranks - 1) / ranks
+        found = planner.seconds(EngineConfig.model_validate(fields), SEQ, DOCUMENTS).context_parallel
+        assert found == pytest.approx(sent / (1e9 * wire.link_efficiency)), ranks
 
 
 def test_experts_come_from_the_ranks_that_hold_the_same() -> None:
