@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from torch import Tensor
 from archon.generation.record import TokenRecord
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl.compat.trinity import builtin, environments, react, ruler  # noqa: F401 (register their workflows)
-from archon.rl.compat.trinity.auxiliary import AuxiliaryConfig, AuxiliaryModel, AuxiliaryModels
+from archon.rl.compat.trinity.auxiliary import AuxiliaryConfig, AuxiliaryModel, AuxiliaryModels, with_thinking
 from archon.rl.compat.trinity.experience import Experience
 from archon.rl.compat.trinity.model import ModelWrapper
 from archon.rl.compat.trinity.workflow import (
@@ -70,6 +71,8 @@ class TrinityWorkflow(SamplingWorkflow):
         workflow_args, reward_fn_args: passed to the workflow and to the `RewardFn`.
         enable_openai_api: start an OpenAI endpoint on this machine for `ModelWrapper.get_openai_client()`.
         enable_history: keep the answers of `ModelWrapper.chat` for `extract_experience_from_history`.
+        enable_thinking: the value that the chat template's switch always has; None leaves it to the template.
+        env_vars: set in this process's environment, for the workflow.
         auxiliary_models: fields of `AuxiliaryConfig` of each.
         train_data: the run's data, whose columns are the defaults of `format_args`.
     """
@@ -89,6 +92,8 @@ class TrinityWorkflow(SamplingWorkflow):
         reward_fn_args: Mapping[str, Any] | None = None,
         enable_openai_api: bool = False,
         enable_history: bool = False,
+        enable_thinking: bool | None = None,
+        env_vars: Mapping[str, str] | None = None,
         auxiliary_models: Sequence[Mapping[str, Any]] = (),
         train_data: DatasetConfig | None = None,
     ) -> None:
@@ -100,6 +105,8 @@ class TrinityWorkflow(SamplingWorkflow):
         for name in format_args or {}:
             if name not in (known := [field.name for field in fields(FormatConfig)]):
                 raise ConfigError(f"format_args: unknown {name!r}{nearest(name, known)}")
+        tokenizer = with_thinking(tokenizer, enable_thinking)
+        os.environ.update({name: str(value) for name, value in (env_vars or {}).items()})
         super().__init__(gconfig, tokenizer)
         self.kind = kind
         self._awaits = is_awaited(kind)

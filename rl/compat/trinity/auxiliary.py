@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,6 +35,8 @@ class AuxiliaryConfig(StrictModel):
     top_k: int | None = Field(None, description="of requests that set none; -1: all tokens")
     max_response_tokens: int = Field(512, ge=1, description="length limit of an answer, in tokens")
     max_model_len: int | None = Field(None, ge=2, description="prompt and answer together; null: the model's limit")
+    enable_thinking: bool | None = Field(None, description="the chat template's switch; null leaves it to the template")
+    trust_remote_code: Literal[False] = Field(False, description="no code of a checkpoint is run")
     dtype: ComputeDtype = Field("bfloat16", description="of the served weights")
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     max_slots: int = Field(32, ge=1, description="answers decoded concurrently")
@@ -149,6 +152,16 @@ class AuxiliaryModels:
         return self._servings
 
 
+def with_thinking(tokenizer: Any, enabled: bool | None) -> Any:
+    """Returns a tokenizer whose chat template always has `enable_thinking` at this value; itself for None."""
+    template = getattr(tokenizer, "chat_template", None)
+    if enabled is None or not isinstance(template, str):
+        return tokenizer
+    changed = copy.copy(tokenizer)
+    changed.chat_template = f"{{%- set enable_thinking = {str(enabled).lower()} -%}}{template}"
+    return changed
+
+
 def _load(config: AuxiliaryConfig) -> tuple[InProcessEngine, Any]:
     """Returns a generator of the checkpoint, and its tokenizer."""
     import torch
@@ -158,7 +171,7 @@ def _load(config: AuxiliaryConfig) -> tuple[InProcessEngine, Any]:
     from archon.generation import InProcessEngine
 
     assert config.model_path is not None
-    tokenizer = load_tokenizer(config.model_path)
+    tokenizer = with_thinking(load_tokenizer(config.model_path), config.enable_thinking)
     device = str(resolve_device(config.device))
     model = load_model(config.model_path, device=device, dtype=getattr(torch, config.dtype))
     engine = InProcessEngine.from_model(

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from archon.rl.algorithms.presets import PRESETS
 from archon.rl.compat.trinity.adapter import TrinityWorkflow
+from archon.rl.compat.trinity.config_keys import (
+    BUFFER,
+    EVAL,
+    EXPERT,
+    INPUT,
+    NO_EFFECT,
+    ONLY,
+    OTHERS,
+    SECTIONS,
+    SETTINGS,
+    SPELLINGS,
+    TRAIN,
+    WHOLE,
+)
 from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS
 from archon.rl.rewards import get_reward_fn
 from archon.schema.config import merge_sections, nearest
@@ -16,116 +33,48 @@ from archon.schema.errors import ConfigError, RewardError
 
 logger = logging.getLogger(__name__)
 
-_INPUT = "buffer.explorer_input."
-_TRAIN, _EVAL = _INPUT + "taskset.", _INPUT + "eval_taskset."
-_MODEL = "explorer.rollout_model."
-_SPELLINGS = {
-    "task_set": "taskset",
-    "default_workflow": "default_workflow_type",
-    "default_reward_fn": "default_reward_fn_type",
-}
-_WHOLE = tuple(taskset + name for taskset in (_TRAIN, _EVAL) for name in ("workflow_args", "reward_fn_args"))
-
-# Trinity-RFT's key: archon's keys.
-SETTINGS: dict[str, tuple[str, ...]] = {
-    "continue_from_checkpoint": ("resume",),
-    "algorithm.algorithm_type": ("algorithm.preset",),
-    "algorithm.repeat_times": ("gconfig.n_samples",),
-    "algorithm.optimizer.lr": ("actor.optimizer.lr",),
-    "algorithm.optimizer.weight_decay": ("actor.optimizer.weight_decay",),
-    "algorithm.optimizer.lr_scheduler_type": ("actor.scheduler.kind",),
-    "algorithm.optimizer.warmup_style": ("actor.scheduler.kind",),
-    "algorithm.optimizer.lr_warmup_steps": ("actor.scheduler.warmup_steps",),
-    "algorithm.policy_loss_fn_args.clip_range": (
-        "algorithm.policy_loss.clip_low",
-        "algorithm.policy_loss.clip_high",
-    ),
-    "algorithm.policy_loss_fn_args.clip_range_low": ("algorithm.policy_loss.clip_low",),
-    "algorithm.policy_loss_fn_args.clip_range_high": ("algorithm.policy_loss.clip_high",),
-    "algorithm.kl_loss_fn": ("algorithm.kl.kind",),
-    "algorithm.kl_loss_fn_args.kl_coef": ("algorithm.kl.coef",),
-    "algorithm.entropy_loss_fn_args.entropy_coef": ("algorithm.entropy_coef",),
-    "model.model_path": ("actor.path",),
-    "model.max_prompt_tokens": ("train_data.max_length",),
-    "model.max_response_tokens": ("gconfig.max_new_tokens",),
-    "model.max_model_len": ("generator.max_seq_len",),
-    "buffer.batch_size": ("rollout.prompts_per_step",),
-    "buffer.total_steps": ("total_steps",),
-    _TRAIN + "path": ("train_data.path",),
-    _TRAIN + "subset_name": ("train_data.subset",),
-    _TRAIN + "split": ("train_data.split",),
-    _TRAIN + "format.prompt_key": ("train_data.prompt_key", "workflow_args.format_args.prompt_key"),
-    _TRAIN + "format.response_key": ("train_data.response_key", "workflow_args.format_args.response_key"),
-    _TRAIN + "format.system_prompt": ("workflow_args.format_args.system_prompt",),
-    _TRAIN + "repeat_times": ("gconfig.n_samples",),
-    _TRAIN + "rollout_args.n": ("gconfig.n_samples",),
-    _TRAIN + "rollout_args.temperature": ("gconfig.temperature",),
-    _TRAIN + "rollout_args.top_p": ("gconfig.top_p",),
-    _TRAIN + "rollout_args.top_k": ("gconfig.top_k",),
-    _TRAIN + "rollout_args.max_tokens": ("gconfig.max_new_tokens",),
-    _TRAIN + "workflow_args": ("workflow_args.workflow_args",),
-    _TRAIN + "reward_fn_args": ("workflow_args.reward_fn_args",),
-    _EVAL + "path": ("eval_data.path",),
-    _EVAL + "subset_name": ("eval_data.subset",),
-    _EVAL + "split": ("eval_data.split",),
-    _EVAL + "repeat_times": ("evaluation.n_samples",),
-    _EVAL + "rollout_args.n": ("evaluation.n_samples",),
-    _EVAL + "rollout_args.temperature": ("evaluation.temperature",),
-    "explorer.eval_interval": ("evaluation.every",),
-    _MODEL + "dtype": ("actor.dtype",),
-    _MODEL + "seed": ("seed",),
-    _MODEL + "enable_openai_api": ("workflow_args.enable_openai_api",),
-    "trainer.total_steps": ("total_steps",),
-    "trainer.save_interval": ("checkpoint.every",),
-    "trainer.max_checkpoints_to_keep": ("checkpoint.keep",),
-    "trainer.grad_clip": ("actor.optimizer.max_grad_norm",),
-    "trainer.max_token_len_per_gpu": ("actor.max_tokens_per_mb",),
-}
-_TASKSET_ENDS = ("default_workflow_type", "default_reward_fn_type")
-# Keys that the functions below read.
-_OTHERS = {"project", "name", "group", "checkpoint_root_dir", "model.critic_model_path", "buffer.total_epochs"}
-_OTHERS |= {"buffer.train_batch_size", _INPUT + "default_eval_workflow_type"}
-_OTHERS |= {prefix + end for prefix in (_INPUT, _TRAIN, _EVAL) for end in _TASKSET_ENDS}
-_OTHERS |= {_EVAL + name for name in ("format.prompt_key", "format.response_key", "format.system_prompt")}
-_OTHERS |= {_EVAL + name for name in ("workflow_args", "reward_fn_args")}
-
-# The values that archon supports, and the reason why it refuses others.
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "mode": (("both", "colocate"), "archon generates and trains in one run"),
-    "algorithm.kl_penalty_fn": (("none",), "write `archon: {algorithm: {kl: {place: reward}}}`"),
-    "algorithm.sample_strategy": (("default",), "every batch is trained once it is complete"),
-    "model.min_response_tokens": ((1,), "the trainer cannot replay a lower limit"),
-    "model.repetition_penalty": ((1,), "the trainer cannot replay a penalty"),
-    "explorer.auxiliary_models": (([],), "archon runs the trained model only"),
-    "trainer.ulysses_sequence_parallel_size": ((1,), "write `archon: {actor: {layout: d1c2}}`"),
-    "synchronizer.sync_style": (("fixed",), "archon is synchronous"),
-    **{prefix + "storage_type": (("file",), "tasks are read from files") for prefix in (_TRAIN, _EVAL)},
-    **{prefix + "format.prompt_type": (("plaintext", "messages"), "see the guide") for prefix in (_TRAIN, _EVAL)},
-    _EVAL + "rollout_args.top_p": ((1,), "evaluation samples the whole distribution"),
-    _EVAL + "rollout_args.top_k": ((-1, 0), "evaluation samples the whole distribution"),
-}
-
-# Keys of Ray, of inference servers, or of files that archon does not write.
-NO_EFFECT = (
-    *("ray_namespace", "ignore_validator_suggestions", "cluster.", "monitor.", "synchronizer.", "log.", "service."),
-    *("algorithm.optimizer.fused", "algorithm.optimizer.foreach", "model.enable_prompt_truncation"),
-    *("buffer.trainer_input.experience_buffer.", "buffer.max_retry_times", "buffer.max_retry_interval"),
-    *(prefix + name for prefix in (_TRAIN, _EVAL) for name in ("name", "rollout_args.logprobs")),
-    *("explorer.name", "explorer.runner_per_model", "explorer.runner_num", "explorer.concurrent_mode"),
-    *("explorer.max_repeat_times_per_runner", "explorer.max_timeout", "explorer.max_retry_times"),
-    *("explorer.max_inflight_batches", "explorer.eval_on_startup"),
-    *(_MODEL + name for name in ("engine_type", "engine_num", "tensor_parallel_size", "enable_prefix_caching")),
-    *(_MODEL + name for name in ("enforce_eager", "gpu_memory_utilization", "enable_history", "nnodes")),
-    *("trainer.name", "trainer.trainer_type", "trainer.trainer_strategy", "trainer.use_dynamic_bsz"),
-    *("trainer.save_strategy", "trainer.save_hf_checkpoint"),
-)
-_SECTIONS = tuple(key for key in NO_EFFECT if key.endswith("."))
-
 _REWARDS = {"math_reward": "math_verify", "math_boxed_reward": "math_verify", "accuracy_reward": "math_verify"}
+_PRESETS = {"mix_chord": "chord", "multi_step_grpo": "step_wise_grpo", "reinforce_plus_plus": "reinforce_pp"}
+_COMMANDS = {"sft": "archon sft", "dpo": "archon preference"}
+_AGGREGATIONS = {"seq-mean-token-sum-norm": "dr_grpo", True: "token_mean", False: "seq_mean_token_mean"}
+
+
+def _aggregation(name: Any) -> Any:
+    return _AGGREGATIONS.get(name, name.replace("-", "_") if isinstance(name, str) else name)
+
+
+def _top_k(k: Any) -> Any:
+    return None if k in (-1, 0) else k
+
+
 _VALUES: dict[str, Callable[[Any], Any]] = {
-    _TRAIN + "rollout_args.top_k": lambda k: None if k in (-1, 0) else k,
+    TRAIN + "rollout_args.top_k": _top_k,
+    "model.top_k": _top_k,
+    "algorithm.algorithm_type": lambda name: _PRESETS.get(name, name),
+    "algorithm.advantage_fn": lambda name: {"ppo": "gae", "reinforce_plus_plus": "reinforce_pp"}.get(name, name),
+    "algorithm.advantage_fn_args.std_threshold": lambda threshold: "drop" if threshold else None,
     "algorithm.kl_loss_fn": lambda name: {"low_var_kl": "k3", "none": None}.get(name, name),
+    "algorithm.loss_agg_mode": _aggregation,
+    "algorithm.optimizer.lr_warmup_steps": lambda steps: max(steps, 0),
+    "algorithm.policy_loss_fn": lambda name: {"mix_chord": "chord"}.get(name, name),
+    "algorithm.policy_loss_fn_args.loss_agg_mode": _aggregation,
+    "algorithm.policy_loss_fn_args.use_token_level_loss_in_sft": _aggregation,
+    "explorer.auxiliary_models": lambda models: [auxiliary_model(model) for model in models],
 }
+
+# Of veRL's own configuration, which older files of Trinity-RFT point to: the rest repeats Trinity-RFT's keys.
+_VERL = {
+    "actor_rollout_ref.actor.optim.lr": "actor.optimizer.lr",
+    "actor_rollout_ref.actor.optim.warmup_style": "actor.scheduler.kind",
+    "actor_rollout_ref.actor.grad_clip": "actor.optimizer.max_grad_norm",
+    "actor_rollout_ref.actor.ppo_epochs": "algorithm.ppo_epochs",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_mb",
+}
+_ENGINE_OF_AUXILIARY = (
+    *("engine_type", "engine_num", "tensor_parallel_size", "enable_prefix_caching", "enforce_eager", "use_v1"),
+    *("gpu_memory_utilization", "enable_openai_api", "enable_history", "max_prompt_tokens", "enable_chunked_prefill"),
+    *("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"),
+)
 
 
 def scored_by_workflow(prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
@@ -142,24 +91,28 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     if not {"buffer", "explorer"} & data.keys():
         return data
     given = dict(_flatten({key: value for key, value in data.items() if key != "archon"}, "", source))
-    known = [*SETTINGS, *_OTHERS, *ONLY, *NO_EFFECT]
+    known = [*SETTINGS, *OTHERS, *ONLY, *NO_EFFECT]
     config: dict[str, Any] = {}
-    unused = []
+    _read_verl(config, given, source)
+    unused, mode = [], _mode(given, source)
     for key, value in given.items():
         if key in ONLY:
             allowed, reason = ONLY[key]
             if value is not None and value not in allowed:
-                raise ConfigError(f"{source}: {key} is {value!r}, expected {' or '.join(map(repr, allowed))}: {reason}")
-        elif key in NO_EFFECT or key.startswith(_SECTIONS):
+                expected = " or ".join(map(repr, allowed)) or "null"
+                raise ConfigError(f"{source}: {key} is {value!r}, expected {expected}: {reason}")
+        elif key in OTHERS and (mode != "both" or not key.startswith(BUFFER)):
+            pass
+        elif key in NO_EFFECT or key.startswith(SECTIONS):
             unused.append(key)
-        elif key not in SETTINGS and key not in _OTHERS:
+        elif key not in SETTINGS and key not in OTHERS:
             raise ConfigError(f"{source}: unknown key {key!r}{nearest(key, known)}")
         value = _VALUES.get(key, lambda value: value)(value)
         for target in SETTINGS.get(key, ()) if value is not None else ():
             _put(config, target, value)
     if unused:
         logger.warning("%s: no effect in archon: %s", source, ", ".join(unused))
-    for key in ("model.model_path", _TRAIN + "path"):
+    for key in ("model.model_path", TRAIN + "path"):
         if given.get(key) is None:
             raise ConfigError(f"{source}: {key} is missing")
     _finish(config, given, source)
@@ -174,16 +127,21 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
 
 def _flatten(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
-        name = prefix + _SPELLINGS.get(key, key)
-        if name == _INPUT + "eval_tasksets":
+        name = prefix + SPELLINGS.get(key, key)
+        if name == INPUT + "eval_tasksets":
             value = [] if value is None else value
             if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
                 raise ConfigError(f"{source}: {name} is {value!r:.80}, expected a list of tasksets")
             if len(value) > 1:
                 raise ConfigError(f"{source}: {name} lists {len(value)} sets, and archon evaluates on one; keep one")
             for taskset in value:
-                yield from _flatten(taskset, _EVAL, source)
-        elif isinstance(value, dict) and name not in _WHOLE:
+                yield from _flatten(taskset, EVAL, source)
+        elif name == "buffer.trainer_input.auxiliary_buffers":
+            if len(value or {}) > 1:
+                raise ConfigError(f"{source}: {name} has {', '.join(value)}; archon mixes in one, keep one")
+            for buffer in (value or {}).values():
+                yield from _flatten(buffer, EXPERT, source)
+        elif isinstance(value, dict) and name not in WHOLE:
             yield from _flatten(value, name + ".", source)
         else:
             yield name, value
@@ -191,12 +149,23 @@ def _flatten(node: Mapping[str, Any], prefix: str, source: str) -> Iterator[tupl
 
 def _finish(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
     """Sets the values that are more than a translated key."""
+    if (kind := given.get("algorithm.algorithm_type")) in _COMMANDS:
+        raise ConfigError(
+            f"{source}: algorithm.algorithm_type is {kind!r}, which explores nothing: run `{_COMMANDS[kind]}` with a "
+            "configuration of archon's"
+        )
     names = [str(given[key]) for key in ("project", "group", "name") if given.get(key)]
     config["run_dir"] = str(Path(given.get("checkpoint_root_dir") or "checkpoints", *names))
     config.setdefault("resume", True)  # the guide's default
     config["ref"] = {}  # the actor as it begins
     if given.get("algorithm.kl_loss_fn") == "none":
         _put(config, "algorithm.kl.coef", 0.0)
+    if given.get("algorithm.add_strategy") == "step_wise_grpo":
+        _put(config, "algorithm.preset", "step_wise_grpo")
+    if given.get("algorithm.entropy_loss_fn") == "none":
+        _put(config, "algorithm.entropy_coef", 0.0)
+    for name, value in zip(("beta1", "beta2"), given.get("algorithm.optimizer.betas") or (), strict=False):
+        _put(config, f"actor.optimizer.{name}", value)
     preset = config.get("algorithm", {}).get("preset", "grpo")
     if preset in PRESETS and PRESETS[preset]["advantage"]["kind"] == "gae":
         _put(config, "critic.path", given.get("model.critic_model_path") or config["actor"]["path"])
@@ -205,6 +174,12 @@ def _finish(config: dict[str, Any], given: Mapping[str, Any], source: str) -> No
         shared = ("prompt_key", "response_key", "raw", "max_length")
         config["eval_data"] |= {key: config["train_data"][key] for key in shared if key in config["train_data"]}
     _workflow(config, given, source)
+    _processes(config, given, source)
+    if preset in PRESETS and PRESETS[preset]["policy_loss"]["kind"] in ("mix", "chord"):
+        _mix(config, given, source)
+        return
+    if given.get(EXPERT + "path") is not None:
+        raise ConfigError(f"{source}: {EXPERT}path is set, and algorithm_type {preset} trains on no demonstrations")
     size = given.get("buffer.train_batch_size")
     whole = config.get("rollout", {}).get("prompts_per_step", 32) * config.get("gconfig", {}).get("n_samples", 8)
     if size and whole % size:
@@ -216,21 +191,108 @@ def _finish(config: dict[str, Any], given: Mapping[str, Any], source: str) -> No
         _put(config, "algorithm.minibatches", whole // size)
 
 
+def _mode(given: Mapping[str, Any], source: str) -> str:
+    mode = given.get("mode") or "both"
+    modes = ("both", "colocate", "explore", "train", "bench")
+    if mode not in modes:
+        raise ConfigError(f"{source}: mode is {mode!r}, expected {' or '.join(map(repr, modes))}")
+    return "both" if mode == "colocate" else str(mode)
+
+
+def _processes(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
+    """Sets how exploration and training are coupled: in one process, or by the experience buffer and checkpoints."""
+    mode, every = _mode(given, source), given.get("synchronizer.sync_interval") or 1
+    style = given.get("synchronizer.sync_style") or "fixed"
+    if style not in ("fixed", "dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven"):
+        raise ConfigError(f"{source}: synchronizer.sync_style is {style!r}, expected 'fixed' or 'dynamic_by_explorer'")
+    if mode == "both":
+        if style != "fixed":
+            _put(config, "rollout.max_staleness", every + (given.get("synchronizer.sync_offset") or 0))
+        return
+    job = Path(config["run_dir"])
+    path = str(given.get(BUFFER + "path") or job / "experiences.db").removeprefix("sqlite:///")
+    if "://" in path or path.endswith((".json", ".jsonl")):
+        raise ConfigError(f"{source}: {BUFFER}path is {path!r}, expected sqlite:///FILE: the buffer is an SQLite file")
+    config["mode"], config["experiences"] = mode, {"path": path, "weights_from": str(job)}
+    _put(config, "rollout.gold_checked", 0)
+    if mode != "train":
+        config["run_dir"] = str(job / {"explore": "explorer", "bench": "bench"}[mode])
+        config["experiences"]["sync_every"] = every
+    if given.get("explorer.bench_on_latest_checkpoint"):
+        config["experiences"]["latest_only"] = True
+    if (seconds := given.get(BUFFER + "max_read_timeout")) is not None:
+        config["experiences"]["wait_seconds"] = float(seconds)
+
+
+def _mix(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
+    """Sets the share of demonstrations in a batch, as Trinity-RFT's sample strategy `mix` does."""
+    if given.get(EXPERT + "path") is None:
+        raise ConfigError(
+            f"{source}: the demonstrations are missing: name them in buffer.trainer_input.auxiliary_buffers"
+        )
+    prompts, n = config.get("rollout", {}).get("prompts_per_step", 32), config.get("gconfig", {}).get("n_samples", 8)
+    whole = given.get("buffer.train_batch_size") or prompts * n
+    ratio = given.get("algorithm.sample_strategy_args.expert_data_ratio", 0.5)
+    experts = math.ceil(ratio * whole)
+    if not 0 < ratio < 1 or (whole - experts) % n or whole == experts:
+        raise ConfigError(
+            f"{source}: expert_data_ratio {ratio} of a batch of {whole} leaves {whole - experts} answers for tasks of "
+            f"{n} each (repeat_times), expected whole tasks"
+        )
+    _put(config, "rollout.prompts_per_step", (whole - experts) // n)
+    _put(config, "demonstrations.per_step", experts)
+    form = EXPERT + "format."
+    if given.get(form + "prompt_type") == "messages" or given.get(form + "messages_key") is not None:
+        _put(config, "demonstrations.data.prompt_key", given.get(form + "messages_key") or "messages")
+        _put(config, "demonstrations.data.response_key", None)
+        return
+    for key in ("prompt_key", "response_key"):
+        if given.get(form + key) is not None:
+            _put(config, f"demonstrations.data.{key}", given[form + key])
+
+
+def _read_verl(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
+    """Sets what a configuration of veRL, inline or in a file, says and the rest of the file does not."""
+    inline, path = given.get("trainer.trainer_config"), given.get("trainer.trainer_config_path")
+    values: Any = inline or {}
+    if path:
+        if not Path(path).exists():
+            logger.warning("%s: trainer.trainer_config_path %s does not exist, and is not read", source, path)
+        else:
+            values = yaml.safe_load(Path(path).read_text())
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source}: trainer.trainer_config is {values!r:.80}, expected a mapping")
+    flat = dict(_flatten(values, "", source))
+    read = {key: value for key, value in flat.items() if key in _VERL and value is not None}
+    for key, value in read.items():
+        # YAML 1.1 reads 1e-5 as text.
+        _put(config, _VERL[key], float(value) if key.endswith(".lr") else value)
+    if flat:
+        logger.warning(
+            "%s: of veRL's own configuration only %s are read", source, ", ".join(read) or "none of the keys here"
+        )
+
+
+def auxiliary_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `AuxiliaryConfig` for an entry of `explorer.auxiliary_models`."""
+    return {name: value for name, value in model.items() if name not in _ENGINE_OF_AUXILIARY and value is not None}
+
+
 def _workflow(config: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
     """Sets the workflow and its reward, which evaluation shares."""
 
     def named(end: str, taskset: str, then: str = "") -> Any:
-        return given.get(taskset + end) or given.get(then) or given.get(_INPUT + end)
+        return given.get(taskset + end) or given.get(then) or given.get(INPUT + end)
 
-    name = named("default_workflow_type", _TRAIN)
+    name = named("default_workflow_type", TRAIN)
     if name is None:
-        raise ConfigError(f"{source}: {_TRAIN}default_workflow_type is missing; name a workflow, such as math_workflow")
-    reward = named("default_reward_fn_type", _TRAIN)
+        raise ConfigError(f"{source}: {TRAIN}default_workflow_type is missing; name a workflow, such as math_workflow")
+    reward = named("default_reward_fn_type", TRAIN)
     for end in ("format.prompt_key", "format.response_key", "format.system_prompt", "workflow_args", "reward_fn_args"):
-        if given.get(_EVAL + end) not in (None, given.get(_TRAIN + end)):
-            raise ConfigError(f"{source}: {_EVAL}{end} differs from the training set's; archon evaluates as it trains")
-    eval_workflow = named("default_workflow_type", _EVAL, _INPUT + "default_eval_workflow_type")
-    eval_reward = named("default_reward_fn_type", _EVAL)
+        if given.get(EVAL + end) not in (None, given.get(TRAIN + end)):
+            raise ConfigError(f"{source}: {EVAL}{end} differs from the training set's; archon evaluates as it trains")
+    eval_workflow = named("default_workflow_type", EVAL, INPUT + "default_eval_workflow_type")
+    eval_reward = named("default_reward_fn_type", EVAL)
     if "eval_data" in config and (eval_workflow not in (None, name) or eval_reward not in (None, reward)):
         raise ConfigError(f"{source}: the evaluation's workflow or reward differs; archon evaluates as it trains")
     workflow = WORKFLOWS[name]

@@ -169,3 +169,15 @@ class Blind(Gym):
 
     def reset(self) -> Any:
         return 0
+
+
+class Word(Game):
+    """A game of two steps that pays every second one that is opened."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(file, goal=2)
+        self.number = len(self.opened)
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        observation, _, done, info = super().step(action)
+        return observation, float(self.number % 2), done, info

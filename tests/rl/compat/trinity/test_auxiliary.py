@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from archon.checkpoint.hf_io import load_model
 from archon.rl import REWARD_FUNCTIONS, GenerationHyperparameters, RewardFn, TrinityWorkflow, Workflow
-from archon.rl.compat.trinity.auxiliary import AuxiliaryConfig
+from archon.rl.compat.trinity.auxiliary import AuxiliaryConfig, with_thinking
 from archon.rl.compat.trinity.ruler import parse_scores
 from archon.rl.prompts import Prompt
 from archon.rl.rewards import RewardInvalid
@@ -169,6 +170,16 @@ def test_a_verdict_without_a_number_for_each_answer_is_none(verdict: str) -> Non
 def test_an_auxiliary_model_that_is_not_named_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AuxiliaryConfig.parse(given)
+
+
+def test_thinking_is_what_the_run_says_whatever_a_request_asks_for(tokenizer: Any) -> None:
+    switched = copy.copy(tokenizer)
+    switched.chat_template = "{% if enable_thinking is defined and not enable_thinking %}quick{% else %}slow{% endif %}"
+    asked = {"tokenize": False, "enable_thinking": True}
+    assert with_thinking(switched, None) is switched
+    for enabled, said in ((False, "quick"), (True, "slow")):
+        assert with_thinking(switched, enabled).apply_chat_template(ASKED, **asked) == said
+    assert switched.apply_chat_template(ASKED, **asked) == "slow"  # it is left as it was
 
 
 def test_ruler_needs_a_judge(adapted, run_episode) -> None:

@@ -162,6 +162,74 @@ def test_an_openai_endpoint_is_the_workflows(small: dict[str, Any]) -> None:
     assert config["workflow_args"]["enable_openai_api"] is True
 
 
+def test_what_tunes_trinitys_engine_is_accepted_with_a_note(small: dict[str, Any], caplog: Any) -> None:
+    plain, kept = translate(small), []
+    for key in ("ulysses_sequence_parallel_size", "param_offload", "use_remove_padding"):
+        small = put(small, f"trainer.{key}", 2)
+        kept.append(f"trainer.{key}")
+    for key in ("tool_call_parser", "reasoning_parser", "enable_chunked_prefill", "gpu_memory_utilization"):
+        small = put(small, f"explorer.rollout_model.{key}", "x")
+        kept.append(f"explorer.rollout_model.{key}")
+    assert translate(small) == plain
+    assert all(key in caplog.text for key in kept)
+
+
+def test_verls_own_configuration_is_read_where_the_file_is_silent(
+    small: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor = {"ppo_max_token_len_per_gpu": 4096, "optim": {"lr": "1e-5"}, "grad_clip": 0.5, "strategy": "fsdp"}
+    (tmp_path / "verl.yaml").write_text(yaml.safe_dump({"actor_rollout_ref": {"actor": actor}}))
+    given = put(small, "trainer.trainer_config_path", str(tmp_path / "verl.yaml"))
+    config = translate(given)["actor"]
+    assert config == {"path": "model", "optimizer": {"lr": 1e-5, "max_grad_norm": 0.5}, "max_tokens_per_mb": 4096}
+    inline = put(small, "trainer.trainer_config", {"actor_rollout_ref": {"actor": actor}})
+    assert translate(inline)["actor"] == config
+    assert translate(put(given, "algorithm.optimizer.lr", 1e-6))["actor"]["optimizer"]["lr"] == 1e-6
+    assert "only actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in caplog.text
+    translate(put(small, "trainer.trainer_config_path", "nowhere.yaml"))
+    assert "nowhere.yaml does not exist, and is not read" in caplog.text
+
+
+def test_an_explorer_that_drives_the_synchronizer_is_bounded_staleness(small: dict[str, Any]) -> None:
+    dynamic = put(small, "synchronizer", {"sync_style": "dynamic_by_explorer", "sync_interval": 5, "sync_offset": 1})
+    assert translate(dynamic)["rollout"]["max_staleness"] == 6
+    assert "max_staleness" not in translate(put(small, "synchronizer.sync_interval", 5)).get("rollout", {})
+
+
+def test_each_mode_has_its_folder_and_all_share_the_buffer(small: dict[str, Any], tmp_path: Path) -> None:
+    job = tmp_path / "runs" / "small"
+    small = put(small, "buffer.trainer_input.experience_buffer", {"path": "sqlite:////tmp/b.db", "storage_type": "sql"})
+    small = put(small, "synchronizer.sync_interval", 10)
+    explore, train = (translate(put(small, "mode", mode)) for mode in ("explore", "train"))
+    assert (explore["run_dir"], train["run_dir"]) == (str(job / "explorer"), str(job))
+    assert explore["experiences"] == {"path": "/tmp/b.db", "weights_from": str(job), "sync_every": 10}
+    assert train["experiences"] == {"path": "/tmp/b.db", "weights_from": str(job)}
+    bench = put(put(small, "mode", "bench"), "explorer.bench_on_latest_checkpoint", True)
+    assert translate(bench)["experiences"]["latest_only"] is True
+    with pytest.raises(ConfigError, match=r"expected sqlite:///FILE"):
+        translate(put(put(small, "mode", "train"), "buffer.trainer_input.experience_buffer.path", "mysql://host/db"))
+
+
+def test_demonstrations_have_their_share_of_the_batch(small: dict[str, Any]) -> None:
+    small = put(small, "algorithm", {"algorithm_type": "mix", "repeat_times": 8, "policy_loss_fn_args": {"mu": 0.3}})
+    small = put(small, "buffer.batch_size", 40)
+    small = put(small, "algorithm.sample_strategy_args", {"expert_data_ratio": 0.25})
+    form = {"prompt_type": "messages", "messages_key": "talk"}
+    small = put(small, "buffer.trainer_input.sft_warmup_dataset", {"path": "experts", "format": form})
+    config = translate(small)
+    assert config["rollout"]["prompts_per_step"] == 30 and config["algorithm"]["policy_loss"] == {"mu": 0.3}
+    data = {"path": "experts", "prompt_key": "talk", "response_key": None}
+    assert config["demonstrations"] == {"per_step": 80, "data": data}
+    with pytest.raises(ConfigError, match="leaves 307 answers for tasks of 8 each"):
+        translate(put(small, "algorithm.sample_strategy_args.expert_data_ratio", 0.04))
+
+
+def test_auxiliary_models_keep_what_is_not_their_engines(small: dict[str, Any]) -> None:
+    models = [{"model_path": "judge", "tensor_parallel_size": 2, "enable_thinking": False, "max_model_len": None}]
+    config = translate(put(small, "explorer.auxiliary_models", models))
+    assert config["workflow_args"]["auxiliary_models"] == [{"model_path": "judge", "enable_thinking": False}]
+
+
 def test_archons_own_configuration_passes_as_it_is() -> None:
     own = {"run_dir": "x", "actor": {"path": "y"}, "algorithm": {"preset": "grpo"}}
     assert translate(own) is own
@@ -181,9 +249,22 @@ T = "buffer.explorer_input.taskset."
         (T + "rollout_args.temperatur", 1.0, "did you mean '.*rollout_args.temperature'"),
         ("algorithm.repeat_time", 8, "did you mean 'algorithm.repeat_times'"),
         ("explorer.names", "x", "unknown key 'explorer.names'"),
-        ("explorer.auxiliary_models", [{"model_path": "judge"}], "archon runs the trained model only"),
-        ("mode", "train", "mode is 'train', expected 'both' or 'colocate'"),
-        ("trainer.ulysses_sequence_parallel_size", 2, r"archon: \{actor: \{layout: d1c2\}\}"),
+        ("mode", "serve", "mode is 'serve', expected 'both' or 'colocate' or 'explore' or 'train' or 'bench'"),
+        ("synchronizer.sync_style", "sometimes", "sync_style is 'sometimes', expected 'fixed' or"),
+        ("algorithm.algorithm_type", "sft", "which explores nothing: run `archon sft`"),
+        ("algorithm.algorithm_type", "mix", "the demonstrations are missing"),
+        ("algorithm.bypass_old_logprobs", False, r"expected True: write `archon: \{algorithm: \{correction: tis"),
+        ("model.lora_configs", [{"lora_rank": 8}], r"expected \[\]: archon trains all weights"),
+        ("model.rope_theta", 1e6, "expected null: set it in the checkpoint's config.json"),
+        ("model.repetition_penalty", 1.1, "the trainer cannot replay a penalty"),
+        (T + "format.image_key", "image", "archon reads text here"),
+        (T + "data_selector", {"selector_type": "difficulty_based"}, "tasks are drawn at random"),
+        ("data_processor.experience_pipeline", {"operators": [{"name": "x"}]}, "process experiences in the workflow"),
+        ("buffer.trainer_input.experience_buffer", {"replay_buffer": {"enable": True}}, "trained on in their order"),
+        ("buffer.trainer_input.sft_warmup_dataset", {"path": "x"}, "trains on no demonstrations"),
+        ("buffer.trainer_input.auxiliary_buffers", {"a": {}, "b": {}}, "has a, b; archon mixes in one"),
+        ("stages", [{"stage_name": "sft"}], "run each stage by a file of its own"),
+        ("trainer.trainer_config", "verl", "expected a mapping"),
         (T + "storage_type", "sql", "expected 'file'"),
         (T + "default_workflow_type", "math_workflw", "did you mean 'math_workflow'.*dotted path"),
         (T + "default_reward_fn_type", "countdown_reward", "unknown reward 'countdown_reward'"),
