@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from archon.checkpoint.hf_reader import (
     read_hf_config,
 )
 from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
-from archon.checkpoint.tensor_reader import lazy_tensor
 from archon.models import get_model_spec
 from archon.models.layers.moe import expert_biases
 from archon.models.quantization import FIELD as QUANTIZATION_FIELD
@@ -89,7 +89,8 @@ def save_hf(
         max_shard_bytes: bytes of data in a shard; a larger tensor gets a shard of its own.
         carry: copy the keys that the family's adapter carries (`carried`) from the weights of `like`, or of the folder
             named here, bitwise and in their own dtype; False leaves them out, for a model that was not loaded from a
-            checkpoint.
+            checkpoint. Quantized ones become weights of the export's dtype, as all others did when they were loaded:
+            without a `quantization_config` no reader would apply their scales.
 
     Everything is written and synced in a hidden folder next to `path`, which one rename (or exchange, where there is an
     earlier export) makes visible: a kill at any moment leaves either the earlier export or the new one.
@@ -118,16 +119,18 @@ def save_hf(
         with staged_folder(target) as folder:
             kill_point("export.staged")
             shards = _ShardWriter(folder, max_shard_bytes)
-            with _carried_tensors(target, adapter if carry else None, source) as carried:
+            with _carry_source(target, adapter if carry else None, source) as carried:
                 written = _write_weights(weights, shards, dtype, buffers)
-                for name, tensor in carried.items():
+                _check_names_and_shapes(target, config, {name: shape for name, (shape, _) in written.items()})
+                # The config names the dtype of the parameters; a router's bias and decays may be wider. Of several
+                # dtypes it names the widest, which can represent all of them exactly.
+                wider = buffers | _full_precision_keys(adapter)
+                dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
+                widest = functools.reduce(torch.promote_types, dtypes)
+                for name, tensor in carried(widest).items():
                     shards.add(name, tensor)
                 shards.finish()
-            _check_names_and_shapes(target, config, {name: shape for name, (shape, _) in written.items()})
-            # The config names the dtype of the parameters; a router's bias and decays may be wider.
-            wider = buffers | _full_precision_keys(adapter)
-            dtypes = [written_dtype for name, (_, written_dtype) in written.items() if name not in wider]
-            _write_config(folder, config, dtypes, is_critic="score.weight" in written)
+            _write_config(folder, config, widest, is_critic="score.weight" in written)
             kill_point("export.config_written")
             copy_assets(folder, assets, tokenizer)
             kill_point("export.assets_copied")
@@ -252,15 +255,16 @@ def _write_weights(
 
 
 @contextmanager
-def _carried_tensors(
+def _carry_source(
     target: Path, adapter: BaseStateDictAdapter | None, source: Path | None
-) -> Iterator[Mapping[str, LazyTensor]]:
-    """Yields the tensors of the checkpoint `source` that the adapter carries through, to be read when written.
+) -> Iterator[Callable[[torch.dtype], Mapping[str, LazyTensor]]]:
+    """Yields what returns the carried tensors of the checkpoint `source`, to be read when written; see
+    `HFCheckpoint.carried`.
 
     Raises CheckpointError where there is no such checkpoint.
     """
     if adapter is None or not adapter.carried:
-        yield {}
+        yield lambda dtype: {}
         return
     why = f"export {target}: keys such as {adapter.carried[0]!r} are copied from the checkpoint that was loaded"
     if source is None:
@@ -270,8 +274,8 @@ def _carried_tensors(
             f"{why}, but {source} holds no weights; name the checkpoint by like, or leave them out by carry=False"
         )
     with HFCheckpoint(source) as checkpoint:
-        keys = [key for key in checkpoint.entries if adapter.is_carried(key)]
-        yield {key: lazy_tensor(checkpoint.files[key], checkpoint.entries[key]) for key in keys}
+        stored_as = type(adapter)(read_hf_config(source), str(source))
+        yield partial(checkpoint.carried, stored_as)
 
 
 def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
@@ -304,11 +308,9 @@ def _check_names_and_shapes(target: Path, config: dict[str, Any], shapes: Mappin
             )
 
 
-def _write_config(folder: Path, config: dict[str, Any], dtypes: Iterable[torch.dtype], *, is_critic: bool) -> None:
+def _write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype, *, is_critic: bool) -> None:
     """Write `config.json`, with the dtype and the architecture of the weights, which are not quantized."""
     config.pop(QUANTIZATION_FIELD, None)
-    # Of several dtypes the config names the widest, which can represent all of them exactly.
-    dtype = functools.reduce(torch.promote_types, dtypes)
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
     config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
     if is_critic:

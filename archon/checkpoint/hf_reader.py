@@ -18,8 +18,16 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from archon.checkpoint.quantized import StoredTensor, stored_tensors
-from archon.checkpoint.safetensors_file import CHUNK_BYTES, Region, SafetensorsFile, TensorEntry, bytes_of, fail
+from archon.checkpoint.quantized import StoredTensor, stored_tensors, weight_key
+from archon.checkpoint.safetensors_file import (
+    CHUNK_BYTES,
+    LazyTensor,
+    Region,
+    SafetensorsFile,
+    TensorEntry,
+    bytes_of,
+    fail,
+)
 from archon.checkpoint.tensor_reader import JobReader, RowDecoder, read_jobs
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.fsdp import local_tensor, own_part
@@ -84,8 +92,25 @@ class HFCheckpoint:
                 fail(file.path, f"key {key!r} is not listed in {INDEX_FILE}")
 
     def tensors(self, adapter: BaseStateDictAdapter) -> dict[str, StoredTensor]:
-        """Returns the stored tensors by key, quantized ones by the key of what they stand for; see `stored_tensors`."""
-        return stored_tensors(self.entries, self.files, adapter.quantization, adapter.hf_shapes())
+        """Returns the stored tensors by key, quantized ones by the key of what they stand for; see `stored_tensors`.
+
+        Those that the adapter carries are among them.
+        """
+        weights = {weight_key(key, adapter.quantization) for key in self.entries}
+        known = {*adapter.hf_shapes(), *filter(adapter.is_carried, weights)}
+        return stored_tensors(self.entries, self.files, adapter.quantization, known)
+
+    def carried(self, adapter: BaseStateDictAdapter, dtype: torch.dtype) -> dict[str, LazyTensor]:
+        """Returns the tensors that the adapter carries, each in its own dtype, but quantized ones in `dtype`.
+
+        `adapter` is that of this checkpoint's config. Raises CheckpointError for a quantized tensor whose orientation
+        only a family that computes it can know.
+        """
+        found = {key: tensor for key, tensor in self.tensors(adapter).items() if adapter.is_carried(key)}
+        for key, tensor in found.items():
+            if tensor.is_native:
+                fail(tensor.file.path, f"key {key!r} is packed, and this family does not say in which orientation")
+        return {key: tensor.lazy(dtype, transposed=False) for key, tensor in found.items()}
 
     def same_bytes(self, key: str, other: str) -> bool:
         """Returns whether two tensors are bitwise equal, dtype and shape included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -61,11 +61,17 @@ class StoredTensor:
         return LazyTensor(dtype, shape, load, by_rows=not swap or len(shape) > 2)
 
 
+def weight_key(key: str, quantization: Quantization | None) -> str:
+    """Returns the key of the weight that a key, of its scales or of its quantized data, belongs to."""
+    suffixes = () if quantization is None else _SUFFIXES[quantization.method]
+    return next((key.removesuffix(suffix) for suffix in suffixes if key.endswith(suffix)), key)
+
+
 def stored_tensors(
     entries: Mapping[str, TensorEntry],
     files: Mapping[str, SafetensorsFile],
     quantization: Quantization | None,
-    expected: Mapping[str, tuple[int, ...]],
+    expected: Container[str],
 ) -> dict[str, StoredTensor]:
     """Returns the tensors of a checkpoint by key; quantized ones by the key in `expected` of what they stand for.
 
@@ -74,10 +80,9 @@ def stored_tensors(
     """
     found: dict[str, StoredTensor] = {}
     quantized: dict[str, None] = {}
-    suffixes = () if quantization is None else _SUFFIXES[quantization.method]
     for key, entry in entries.items():
-        base = next((key.removesuffix(suffix) for suffix in suffixes if key.endswith(suffix)), key)
-        if base in expected and (base != key or (suffixes and entry.dtype == torch.float8_e4m3fn)):
+        base = weight_key(key, quantization)
+        if base in expected and (base != key or (quantization is not None and entry.dtype == torch.float8_e4m3fn)):
             quantized[base] = None
         else:
             found[key] = StoredTensor(files[key], entry, entry.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 BLOCK = (5, 7)
 
@@ -49,3 +50,36 @@ def quantize(
             quantized |= {key: data, f"{key}_scale_inv": scales}
             expected[key] = dequantized(data, scales, BLOCK)
     return quantized, expected
+
+
+def packed(
+    state: dict[str, Tensor], exponents: tuple[int, int] = (100, 140)
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint with random 4-bit floats in place of the experts, and what transformers makes of it.
+
+    `exponents`: of the blocks, the first and the one after the last; 127 stands for a factor of 1.
+    """
+    generator = torch.Generator().manual_seed(2)
+    quantized, expected = dict(state), dict(state)
+    for key, tensor in state.items():
+        if ".experts." in key and not key.endswith("_bias"):
+            experts, width, rows = tensor.shape
+            shape = (experts, rows, width // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(*exponents, shape, generator=generator, dtype=torch.uint8)
+            del quantized[key]
+            quantized |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+            expected[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return quantized, expected
+
+
+def rounded_to_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A matrix in float8_e4m3fn, and the scale of each block, whose largest value becomes 448."""
+    rows, columns = blocks_of(tuple(weight.shape), block)
+    data, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            part = slice(row * block[0], (row + 1) * block[0]), slice(column * block[1], (column + 1) * block[1])
+            scales[row, column] = weight[part].abs().max() / 448
+            data[part] = (weight[part] / scales[row, column]).to(torch.float8_e4m3fn)
+    return data, scales

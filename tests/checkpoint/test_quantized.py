@@ -32,7 +32,7 @@ from archon.checkpoint.safetensors_file import CHUNK_BYTES
 from archon.models.quantization import Quantization
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import CheckpointError
-from tests.checkpoint.quantizing import BLOCK, blocks_of, dequantized, quantize, random_fp8, random_scales
+from tests.checkpoint.quantizing import BLOCK, blocks_of, dequantized, packed, quantize, random_fp8, random_scales
 from tests.checkpoint.tiny_checkpoints import config_with, random_weights, write_checkpoint
 from tests.models.fused_family import WAYS, adapter_of, checkpoint_by_hand, random_native
 
@@ -107,26 +107,6 @@ def sparse(dim: int = 64, hidden: int = 32) -> tuple[BaseStateDictAdapter, dict[
         "quantization_config": MXFP4,
     }
     return type(adapter_of(way))(config), config
-
-
-def packed(
-    state: dict[str, Tensor], exponents: tuple[int, int] = (100, 140)
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A checkpoint with random 4-bit floats in place of the experts, and what transformers makes of it.
-
-    `exponents`: of the blocks, the first and the one after the last; 127 stands for a factor of 1.
-    """
-    generator = torch.Generator().manual_seed(SEED)
-    quantized, expected = dict(state), dict(state)
-    for key, tensor in state.items():
-        if ".experts." in key and not key.endswith("_bias"):
-            experts, width, rows = tensor.shape
-            blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), generator=generator, dtype=torch.uint8)
-            scales = torch.randint(*exponents, (experts, rows, width // 32), generator=generator, dtype=torch.uint8)
-            del quantized[key]
-            quantized |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-            expected[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    return quantized, expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -304,13 +284,15 @@ def test_gpt_oss_with_4_bit_experts_computes_what_transformers_does(tmp_path: Pa
 
 
 def test_deepseek_v3_of_fp8_blocks_computes_what_transformers_does(tmp_path: Path) -> None:
-    """With a further layer that predicts tokens, of which no key is read and every bit is exported."""
+    """With a further layer that predicts tokens, which the export holds dequantized too."""
     config = random_config(SEED, "deepseek_v3")
     reference = hf_model(config)
     state, expected = quantize({key: tensor.clone() for key, tensor in checkpoint_tensors(reference).items()})
     layer = f"model.layers.{config.num_hidden_layers}."
-    scales = {f"{layer}eh_proj.weight_scale_inv": torch.rand(2, 2)}
-    extra = {f"{layer}eh_proj.weight": random_fp8((8, 9), GENERATOR), f"{layer}enorm.weight": torch.rand(9)} | scales
+    key, data, scale = f"{layer}eh_proj.weight", random_fp8((8, 9), GENERATOR), torch.rand(2, 2)
+    norm = {f"{layer}enorm.weight": torch.rand(9).bfloat16()}
+    extra = {key: data, f"{key}_scale_inv": scale} | norm
+    carried = {key: dequantized(data, scale, BLOCK)} | norm
     own = own_config(config) | {"quantization_config": FP8, "torch_dtype": "float32"}
     folder = write_checkpoint(tmp_path / "in", own, {key: x.contiguous() for key, x in (state | extra).items()})
     save_file({key: x.contiguous() for key, x in expected.items()}, tmp_path / "model.safetensors")
@@ -323,7 +305,6 @@ def test_deepseek_v3_of_fp8_blocks_computes_what_transformers_does(tmp_path: Pat
         assert relative(ours, reference_logits(reference, tokens, [9, 1, 5])) <= FP32_TOLERANCE
     archon.save_model(model, tmp_path / "out", folder)
     exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert exported.keys() == expected.keys() | extra.keys()
-    assert all(exported[key].dtype == tensor.dtype for key, tensor in extra.items())
-    assert all(torch.equal(exported[key].view(torch.uint8), x.view(torch.uint8)) for key, x in extra.items())
-    assert all(torch.equal(exported[key], tensor) for key, tensor in expected.items())
+    assert exported.keys() == expected.keys() | carried.keys()
+    assert all(exported[key].dtype == tensor.dtype for key, tensor in carried.items())
+    assert all(torch.equal(exported[key], tensor) for key, tensor in (expected | carried).items())

@@ -94,8 +94,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an export says the dtype of its first weight",
         "archon/checkpoint/hf_export.py",
-        "dtype = functools.reduce(torch.promote_types, dtypes)",
-        "dtype = next(iter(dtypes))",
+        "widest = functools.reduce(torch.promote_types, dtypes)",
+        "widest = next(iter(dtypes))",
         ("tests/checkpoint/test_export.py",),
     ),
 )

@@ -38,8 +38,29 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a missing scale is no error",
         "archon/checkpoint/quantized.py",
-        "if base in expected and (base != key or (suffixes and entry.dtype == torch.float8_e4m3fn)):",
+        "if base in expected and (base != key or (quantization is not None and entry.dtype == torch.float8_e4m3fn)):",
         "if base in expected and base != key:",
         (f"{QUANTIZED}::test_a_defect_of_fp8_is_named",),
+    ),
+    Mutant(
+        "carried 8-bit floats keep their scales in an export that is not quantized",
+        "archon/checkpoint/hf_reader.py",
+        "known = {*adapter.hf_shapes(), *filter(adapter.is_carried, weights)}",
+        "known = {*adapter.hf_shapes()}",
+        (f"{QUANTIZED}::test_deepseek_v3_of_fp8_blocks_computes_what_transformers_does",),
+    ),
+    Mutant(
+        "one further layer is carried, whatever the config says",
+        "models/further_layers.py",
+        "range(last, last + count)",
+        "range(last, last + 1)",
+        ("tests/models/test_latent_families.py::test_as_many_further_layers_are_carried_as_the_config_says",),
+    ),
+    Mutant(
+        "OLMo 3's cos and sin are rounded",
+        "models/olmo3.py",
+        "replace(spec, rounds_once=True)",
+        "replace(spec, rounds_once=False)",
+        ("tests/models/test_bfloat16.py::test_olmo3_rounds_its_rotation_once_as_transformers_does",),
     ),
 )

@@ -80,8 +80,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an export leaves out the keys that a model does not compute",
         "archon/checkpoint/hf_export.py",
-        "keys = [key for key in checkpoint.entries if adapter.is_carried(key)]",
-        "keys: list[str] = []",
+        "yield partial(checkpoint.carried, stored_as)",
+        "yield lambda dtype: {}",
         ("tests/checkpoint/test_carried.py::test_a_model_is_saved_with_the_carried_keys",),
     ),
     Mutant(
