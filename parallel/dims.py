@@ -138,6 +138,12 @@ class ArchonParallelDims:
                 return meshes[grid][name]
         raise LayoutError(f"unknown mesh {name!r}; known are {', '.join(MESH_NAMES)}")
 
+    @property
+    def world_mesh(self) -> DeviceMesh:
+        """The mesh of all ranks, whose dimensions are pp, dp_replicate, dp_shard, cp and tp, each with its own mesh by
+        `get_mesh`. The first use makes all process groups; every rank must take part."""
+        return _grid_meshes(self)["dense"]
+
     def get_group(self, name: str) -> ProcessGroup:
         """Returns the process group of `get_mesh(name)`."""
         if name == "ep_tp":

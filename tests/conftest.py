@@ -27,7 +27,7 @@ warm_processes.PRELOADED += [
     "transformers.generation",
     "transformers.models.auto.modeling_auto",
 ]
-NEEDS_GPU = "gpu: no CUDA device"
+NEEDS_GPU = "gpu: no CUDA device, or one where the test needs two"
 NEEDS_DATA = "data: no folder ../shared/data, and ARCHON_DATA is not set"
 NEEDS_REAL = "real: the packages of the extra `real` are not installed"
 
@@ -90,7 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_gpu, has_data = torch.cuda.is_available(), find_data() is not None
     for item in items:
-        if item.get_closest_marker("gpu") and not has_gpu:
+        lacks_gpus = item.get_closest_marker("multi_gpu") and torch.cuda.device_count() < 2
+        if lacks_gpus or (item.get_closest_marker("gpu") and not has_gpu):
             item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
         if item.get_closest_marker("data") and not has_data:
             item.add_marker(pytest.mark.skip(reason=NEEDS_DATA))

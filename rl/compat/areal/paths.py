@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from archon.rl.compat.areal.names import line_of
 from archon.schema.errors import ConfigError
 
 _PREFIX = "areal."
@@ -18,7 +19,6 @@ def native_path(path: str) -> str:
 
     name = path.rpartition(".")[2]
     if name not in areal.__all__:
-        raise ConfigError(
-            f"{path!r} is AReaL's, and archon has no {name}; rl/compat/README.md says what to write in its place"
-        )
+        line = line_of(name) or f"archon has no {name}; rl/compat/README.md lists the names that it has"
+        raise ConfigError(f"{path!r} is AReaL's: {line}")
     return f"{areal.__name__}.{name}"

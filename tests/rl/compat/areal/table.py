@@ -1,0 +1,41 @@
+"""Writes AReaL's half of rl/compat/README.md: every name of `archon.rl.compat.areal.names`.
+
+python -m tests.rl.compat.areal.table
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from archon.rl.compat.areal.names import NAMES, Name
+
+README = Path(__file__).resolve().parents[4] / "rl" / "compat" / "README.md"
+BEGIN, END = "<!-- areal: begin -->", "<!-- areal: end -->"
+
+
+def row(name: Name) -> str:
+    """Returns a line of the table."""
+    written = f"`{name.home}`" if name.home else name.instead if "`" in name.instead else f"`{name.instead}`"
+    cells = (f"`{name.name}`", name.status, "" if written == "``" else written, name.note)
+    return "| " + " | ".join(cells) + " |"
+
+
+def table() -> str:
+    """Returns the tables of all modules."""
+    lines: list[str] = []
+    for module, names in groupby(NAMES, key=lambda name: name.path.rpartition(".")[0]):
+        title = f"`{module}`" if module.startswith("areal") else module
+        lines += [f"| {title} | | where it is, or what to write | |", "|---|---|---|---|", *map(row, names), ""]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Returns the page with the table of today."""
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    README.write_text(page(), encoding="utf-8")
