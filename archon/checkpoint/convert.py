@@ -31,6 +31,7 @@ from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_st
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail, full_region
 from archon.checkpoint.state_tree import Shard
 from archon.models import get_model_spec
+from archon.models.quantization import FIELD as QUANTIZATION_FIELD
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.schema.errors import CheckpointError, ConfigError
 
@@ -233,7 +234,8 @@ def _write_dcp(target: Path, weights: OpenWeights, names: Names) -> None:
 
 
 def _write_config_and_assets(folder: Path, weights: OpenWeights) -> None:
-    write_json(folder / CONFIG_FILE, weights.hf_config)
+    config = {name: value for name, value in weights.hf_config.items() if name != QUANTIZATION_FIELD}
+    write_json(folder / CONFIG_FILE, config)
     copy_assets(folder, weights.assets)
 
 

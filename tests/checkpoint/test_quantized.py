@@ -152,7 +152,10 @@ def test_an_export_is_not_quantized(tmp_path: Path) -> None:
     convert(folder, tmp_path / "converted", "hf")
     convert(folder, tmp_path / "native", "native")
     convert(tmp_path / "native", tmp_path / "back", "hf", like=folder)
-    for out in ("saved", "converted", "back"):
+    convert(folder, tmp_path / "dcp", "dcp")
+    assert "quantization_config" not in json.loads((tmp_path / "dcp" / "config.json").read_text())
+    convert(tmp_path / "dcp", tmp_path / "from_dcp", "hf")
+    for out in ("saved", "converted", "back", "from_dcp"):
         assert "quantization_config" not in json.loads((tmp_path / out / "config.json").read_text())
         found = load_file(tmp_path / out / "model.safetensors")
         assert found.keys() == expected.keys()
