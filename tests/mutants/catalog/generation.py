@@ -89,4 +89,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "soft_cap = None",
         ("tests/generation/test_parity.py::test_first_step_ratio_is_one[gemma3_text-1.0]",),
     ),
+    Mutant(
+        "the logprobs of an echoed prompt stand a place early",
+        "archon/serve/openai_chat.py",
+        "[None, *scores.logprobs][: len(texts)]",
+        "[*scores.logprobs, None][: len(texts)]",
+        ("tests/serve/test_echo.py",),
+    ),
 )

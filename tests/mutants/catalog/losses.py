@@ -126,4 +126,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "return weights / sums_by_document(loss_mask, documents, n_documents).clamp(min=1)[documents], units",
         LOSSES,
     ),
+    Mutant(
+        "TOPR tapers each token by its own ratio",
+        "rl/algorithms/off_policy.py",
+        "answer.clamp(max=0).exp()",
+        "log_ratio.clamp(max=0).exp()",
+        LOSSES,
+    ),
+    Mutant(
+        "sPPO bounds the ratio from above alone",
+        "rl/algorithms/off_policy.py",
+        "log_ratio.clamp(-bound, bound)",
+        "log_ratio.clamp(max=bound)",
+        LOSSES,
+    ),
+    Mutant(
+        "REC leaves out what would come back",
+        "rl/algorithms/off_policy.py",
+        "torch.where(terms.advantages >= 0, above, below)",
+        "torch.where(terms.advantages >= 0, below, above)",
+        LOSSES,
+    ),
+    Mutant(
+        "KPop bounds one direction",
+        "rl/algorithms/corrections.py",
+        "_binary_kl(trained, generated).maximum(_binary_kl(generated, trained))",
+        "_binary_kl(trained, generated)",
+        ("tests/rl/test_policy_losses.py", "tests/rl/test_plain_loops.py"),
+    ),
 )
