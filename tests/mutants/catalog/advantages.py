@@ -108,8 +108,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rewards are clipped before they are scaled",
         "rl/algorithms/advantages.py",
-        "scaled = (rewards + self.bias) * self.scale\n        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)",
-        "bias = rewards + self.bias\n        return self.scale * (bias if self.clip is None else bias.clamp(-self.clip, self.clip))",
+        "scaled = (rewards + self.bias) * self.scale\n"
+        "        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)",
+        "bias = rewards + self.bias\n"
+        "        return self.scale * (bias if self.clip is None else bias.clamp(-self.clip, self.clip))",
         ADVANTAGES,
     ),
     Mutant(
