@@ -37,6 +37,7 @@ _.on_step_end
 _.should_training_stop
 
 # Found by name: command line, registries, dotted paths, `archon.rl`'s lazy exports.
+_.OnlineWorkflow
 _.check_preference
 _.check_rl
 _.adapt_workflow
@@ -139,6 +140,23 @@ _.top_logprobs
 _.total_tokens
 _.truncation
 _.user
+_.budget_tokens
+_.display
+_.inference_geo
+_.include_obfuscation
+_.reasoning_content
+_.modalities
+_.prediction
+_.verbosity
+_.safety_identifier
+_.prompt_cache_key
+_.prompt_cache_options
+_.prompt_cache_retention
+_.encrypted_content
+_.generate_summary
+_.include
+_.background
+_.max_tool_calls
 
 # Families of other packages use them: a contract of the adapters, and the names of stacked experts.
 _.convert_single_to_hf

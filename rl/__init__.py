@@ -56,6 +56,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ),
         "compat.trinity.adapter": ("TrinityWorkflow",),
         "workflows.agent": ("AgentWorkflow",),
+        "workflows.online": ("OnlineWorkflow",),
         "config": ("RLConfig",),
         "trainer": ("RLTrainer",),
         "modes": ("make_trainer",),

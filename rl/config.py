@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from archon.data.config import DatasetConfig
 from archon.generation.types import GenerationHyperparameters, GeneratorConfig
 from archon.parallel.layout import parse_layout
+from archon.rl.agent_sampling import AgentSampling
 from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.logprob_check import check_recomputable
@@ -47,6 +48,11 @@ class RolloutConfig(StrictModel):
     reward_timeout: float = Field(15.0, gt=0, le=MAX_SECONDS, description="seconds one reward may run")
     reward_workers: int | None = Field(None, ge=1, description="reward processes; null: one a core, at most 8")
     gold_checked: int | None = Field(64, ge=0, description="gold answers scored before step 0; null: all, 0: none")
+    agent_sampling: AgentSampling = Field(
+        "override",
+        description="what becomes of an agent's own temperature, top_p and the like: override samples with gconfig's, "
+        "refuse ends the run, allow samples as asked, corrects for the temperature, and counts what is not corrected",
+    )
     dump_groups: int = Field(1, ge=0, description="groups a step written to trajectories.jsonl")
 
     renamed: ClassVar[Mapping[str, str]] = {"max_refills": "rollout.max_resamples"}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import httpx
 
     from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
+    from archon.rl.agent_sampling import SamplingPolicy
 
 
 @dataclass
@@ -104,7 +105,7 @@ class EpisodeEngine:
 
     Each request without a seed gets one from the episode's seed and the request's number, so that samples do not depend
     on concurrent episodes and a resumed run repeats them. `check` is called with every request's sampling parameters,
-    and `responses` collects what the engine returned.
+    unless a server applied `agent_sampling` to them before. `responses` collects what the engine returned.
     """
 
     def __init__(
@@ -112,10 +113,13 @@ class EpisodeEngine:
         engine: InferenceEngine,
         context: EpisodeContext,
         check: Callable[[GenerationHyperparameters], None] | None = None,
+        agent_sampling: SamplingPolicy | None = None,
     ) -> None:
         self._engine = engine
         self._context = context
         self._check = check
+        inner = engine.agent_sampling if isinstance(engine, EpisodeEngine) else None
+        self.agent_sampling: SamplingPolicy | None = agent_sampling or inner
         self._requests = 0
         self.responses: list[ModelResponse] = []
 
@@ -123,12 +127,17 @@ class EpisodeEngine:
     def version(self) -> int:
         return self._engine.version
 
+    @property
+    def generator(self) -> InferenceEngine:
+        """Returns the engine that outlives the episode."""
+        return self._engine.generator if isinstance(self._engine, EpisodeEngine) else self._engine
+
     def get_version(self) -> int:
         return self._engine.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Answers one request; raises the error of `check` for parameters that it refuses."""
-        if self._check is not None:
+        if self._check is not None and not req.sampling_checked:
             self._check(req.gconfig)
         if req.gconfig.seed is None:
             # model_copy, not new(): the values are validated, and this runs for every sample.

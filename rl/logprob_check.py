@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from torch import Tensor
 
 from archon.generation.types import GenerationHyperparameters
 from archon.schema.errors import ConfigError, RolloutError
+
+# Values with which a token is drawn from the softmax over the whole vocabulary.
+UNCUT: dict[str, Any] = {"greedy": False, "top_p": 1.0, "top_k": None, "min_new_tokens": 0}
+
+
+def cut_fields(gconfig: GenerationHyperparameters) -> list[str]:
+    """Returns the names of the values that draw tokens from anything but the softmax over the whole vocabulary."""
+    return [name for name, uncut in UNCUT.items() if getattr(gconfig, name) != uncut]
 
 
 def check_recomputable(gconfig: GenerationHyperparameters, temperature: float) -> None:
@@ -13,19 +24,14 @@ def check_recomputable(gconfig: GenerationHyperparameters, temperature: float) -
 
     The trainer recomputes only that softmax, so importance weights of other distributions would be wrong.
     """
-    cut = {
-        "greedy": (gconfig.greedy, "false"),
-        "top_p": (gconfig.top_p < 1, "1.0"),
-        "top_k": (gconfig.top_k is not None, "null"),
-        "min_new_tokens": (gconfig.min_new_tokens > 0, "0"),
-        "temperature": (gconfig.temperature != temperature, f"{temperature}, the trainer's"),
-    }
-    for name, (refused, needed) in cut.items():
-        if refused:
-            raise ConfigError(
-                f"gconfig.{name}: got {getattr(gconfig, name)}, whose logprobs the trainer cannot recompute; training "
-                f"needs {needed} (evaluation may use other values)"
-            )
+    needed = {name: json.dumps(UNCUT[name]) for name in cut_fields(gconfig)}
+    if gconfig.temperature != temperature:
+        needed["temperature"] = f"{temperature}, the trainer's"
+    for name, value in needed.items():
+        raise ConfigError(
+            f"gconfig.{name}: got {getattr(gconfig, name)}, whose logprobs the trainer cannot recompute; training "
+            f"needs {value} (evaluation may use other values)"
+        )
 
 
 # Largest mean |Δ logprob| on a batch just generated at temperature 1, by compute dtype. Measured on a CPU with a

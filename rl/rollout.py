@@ -13,6 +13,7 @@ import torch
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.parallel.control_plane import ControlPlane
+from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode import Episode, error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
@@ -71,6 +72,8 @@ class RolloutBatch:
                 ids = trajectory_ids(group)
                 unique = {"group_ids": torch.full_like(ids, number), "trajectory_ids": number * size + ids}
                 numbered.append({**group, **unique})
+            if any("temperatures" in group for group in numbered):
+                numbered = [{"temperatures": torch.zeros(group["logprobs"].shape)} | group for group in numbered]
             batch.trajectories = concat_padded_tensors(numbered)
         return batch
 
@@ -94,6 +97,7 @@ class Rollout:
         check: raises for sampling parameters of a request whose logprobs the trainer cannot recompute.
         accept: called with the tensors of each group for training; those it returns False for are replaced, as
             zero-variance groups are by `resample`. Every process calls it for all groups: it must be deterministic.
+        agent_sampling: decides on those of agents' requests instead, except in an evaluation.
         log: called with dropped samples and failed episodes, one line per step and kind.
     """
 
@@ -106,6 +110,7 @@ class Rollout:
         n_samples: int | None = None,
         check: Callable[[GenerationHyperparameters], None] | None = None,
         accept: Callable[[dict[str, Any]], bool] | None = None,
+        agent_sampling: SamplingPolicy | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         self.engine = engine
@@ -115,7 +120,7 @@ class Rollout:
         self._name = type(workflow).__name__
         self._grouped: RolloutWorkflow = import_dotted(GROUP_ADAPTER, "workflow adapter")(workflow, n_samples, log)
         self._seed = seed
-        self._check = check
+        self._check, self._agent_sampling = check, agent_sampling
         self._accept = accept
         self._log = log
         self._succeeded = False
@@ -207,7 +212,8 @@ class Rollout:
     async def _run_episode(self, episode: Episode) -> None:
         workflow_context.enter(episode.context)
         try:
-            engine = EpisodeEngine(self.engine, episode.context, None if episode.context.is_eval else self._check)
+            rules = (None, None) if episode.context.is_eval else (self._check, self._agent_sampling)
+            engine = EpisodeEngine(self.engine, episode.context, *rules)
             group = await self._grouped.arun_episode(engine, WorkflowRow(copy_containers(episode.prompt.row)))
             episode.trajectories = None if group is None else checked_group(group, episode.context, self._name)
         except (ConfigError, KeyboardInterrupt, SystemExit):

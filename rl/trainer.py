@@ -18,6 +18,7 @@ from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
+from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.asynchronous import AsyncRollout
 from archon.rl.config import RLConfig
 from archon.rl.demonstrations import Demonstrations
@@ -138,7 +139,7 @@ class RLTrainer(BaseTrainer):
             with timed(seconds, "update"):
                 metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
             if batch.is_on_policy(self.generator.version):
-                check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit)
+                check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
             with timed(seconds, "push"):
                 self.engine.version += 1
                 self.generator.update_weights(weights_of(self.engine), version=self.engine.version)
@@ -267,6 +268,8 @@ class RLTrainer(BaseTrainer):
             finally:
                 if self.async_rollout is not None:
                     self._loop.run_until_complete(self.async_rollout.close())
+                if isinstance(self.rollout.workflow, RolloutWorkflow):  # one may only have its method
+                    self._loop.run_until_complete(self.rollout.workflow.aclose())
 
     def rows_of(self, section: str) -> Sequence[dict[str, Any]]:
         """Returns the rows of `train_data` or `eval_data`; none where it is not configured."""
@@ -324,8 +327,6 @@ class RLTrainer(BaseTrainer):
             shuffle_rewards=config.control.shuffle_rewards,
         )
         self._logprobs_checked = False
-        limit = mismatch_limit(config.actor.dtype, config.gconfig.temperature)
-        self._mismatch_limit = config.logprob_check.max_mismatch or limit
 
     def _open_rollouts(
         self,
@@ -354,6 +355,7 @@ class RLTrainer(BaseTrainer):
             n_samples=config.gconfig.n_samples,
             check=lambda gconfig: check_recomputable(gconfig, temperature),
             accept=accept,
+            agent_sampling=SamplingPolicy(config.rollout.agent_sampling, config.gconfig, self._log),
             log=self._log,
         )
         if config.rollout.max_staleness:
@@ -391,7 +393,16 @@ class RLTrainer(BaseTrainer):
 
         Later batches are checked with the values of their update, which needs no extra forward pass.
         """
-        difference = self.update.logprob_difference(batch.trajectories)
-        check_mismatch(difference, self._mismatch_limit)
+        difference, limit = self.update.logprob_difference(batch.trajectories), self._mismatch_limit(batch)
+        check_mismatch(difference, limit)
         self._logprobs_checked = True
-        self._log(f"logprob check: mean |Δ logprob| {difference:.1e}, limit {self._mismatch_limit:.1e}")
+        self._log(f"logprob check: mean |Δ logprob| {difference:.1e}, limit {limit:.1e}")
+
+    def _mismatch_limit(self, batch: RolloutBatch) -> float:
+        """Returns the configured limit, or that of the lowest temperature of the batch."""
+        config = self.config
+        temperature = config.gconfig.temperature
+        if "temperatures" in batch.trajectories:
+            column = batch.trajectories["temperatures"]
+            temperature = min([temperature, *column[column > 0].tolist()])
+        return config.logprob_check.max_mismatch or mismatch_limit(config.actor.dtype, temperature)

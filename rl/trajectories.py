@@ -25,9 +25,10 @@ _TOKEN_FIELDS: dict[str, torch.dtype] = {
     "logprobs": torch.float32,
     "versions": torch.int64,
     "turn_ids": torch.int64,
+    "temperatures": torch.float32,
 }
 _ROW_FIELDS: dict[str, torch.dtype] = {"rewards": torch.float32, "trajectory_ids": torch.int64}
-_OPTIONAL_FIELDS = frozenset({"turn_ids", "trajectory_ids"})
+_OPTIONAL_FIELDS = frozenset({"turn_ids", "temperatures", "trajectory_ids"})
 _PAD_VALUES = {"versions": -1, "turn_ids": -1}
 
 
@@ -146,6 +147,19 @@ def trajectory_tensors(
         "rewards": torch.tensor(rewards, dtype=torch.float32),
         "truncated": torch.tensor([record.truncated for record in records]),
     }
+
+
+def with_temperatures(
+    group: dict[str, Tensor], records: Sequence[TokenRecord], temperature: float
+) -> dict[str, Tensor]:
+    """Returns a group of trajectories with the column `temperatures`, float [B, S], where an answer was sampled at
+    another one than the run's `temperature`. A token's 0 stands for the run's."""
+    if all(value in (0.0, temperature) for record in records for value in record.temperatures):
+        return group
+    column = torch.zeros(group["logprobs"].shape)
+    for row, record in enumerate(records):
+        column[row, : len(record.temperatures)] = torch.tensor(record.temperatures)
+    return {**group, "temperatures": column}
 
 
 def trajectory_ids(group: Mapping[str, Any]) -> Tensor:

@@ -24,6 +24,7 @@ from archon.training.batch_sharding import score_sharded, shard_batch
 
 Batch = dict[str, Tensor]
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
+OPTIONAL_FIELDS = ("temperatures",)
 
 
 @dataclass(eq=False)
@@ -36,7 +37,7 @@ class PolicyUpdate:
         engine: the policy.
         reference: scores the same tokens for the KL term; needed where `kl.coef` is positive.
         algorithm: the objective.
-        temperature: of the rollout, at which all logprobs here are computed.
+        temperature: of the rollout, at which all logprobs here are computed, but where a batch has `temperatures`.
         critic: estimates returns; needed where the advantage has `needs_critic`.
         teacher: returns the logprobs of documents' trained tokens, [B, S]; needed where the advantage has
             `needs_teacher`.
@@ -76,7 +77,7 @@ class PolicyUpdate:
             The tokens with `advantages` [B, S] and the objective's other columns, in the order of `trajectories`.
         """
         config, metrics = self.algorithm, dict[str, float]()
-        batch = {name: trajectories[name] for name in TRAINED_FIELDS}
+        batch = _trained_fields(trajectories)
         mask = batch["loss_mask"]
         if self.reference is not None:
             batch["ref_logprobs"] = self._logprobs(self.reference, batch)
@@ -212,7 +213,7 @@ class PolicyUpdate:
 
     def _scored(self, engine: ArchonEngine, batch: Mapping[str, Tensor], score: Callable[[Batch], Tensor]) -> Tensor:
         """Returns `score` of every document, [B, S]."""
-        documents = {name: batch[name] for name in TRAINED_FIELDS}
+        documents = _trained_fields(batch)
         return score_sharded(score, documents, engine.ranks.dp, engine.device)
 
     def _minibatches(self, batch: Mapping[str, Tensor], step: int) -> Iterator[Batch]:
@@ -224,6 +225,11 @@ class PolicyUpdate:
             order = torch.randperm(size, generator=_generator(self.seed, step, 2 + epoch))
             for rows in order.chunk(min(count, size)):
                 yield {name: value[rows.sort().values] for name, value in batch.items()}
+
+
+def _trained_fields(batch: Mapping[str, Tensor]) -> Batch:
+    optional = [name for name in OPTIONAL_FIELDS if name in batch]
+    return {name: batch[name] for name in (*TRAINED_FIELDS, *optional)}
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -33,9 +34,15 @@ def command(
     token: Annotated[
         str | None, typer.Option(envvar="ARCHON_TOKEN", help="key that clients must send; better in the environment")
     ] = None,
+    train: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.yaml", help="configuration of `archon rl`: train on the sessions that clients rate"),
+    ] = None,
 ) -> None:
     from archon.cli.serve_config import ServeConfig
 
+    if train is not None:
+        serve_training(path, train, overrides or [], host, port, token)
     resolved = load_config(ServeConfig, config, overrides or [])
     if token is not None and not token.strip():
         raise ConfigError("the token is empty; give one, or leave it out on loopback")
@@ -43,6 +50,25 @@ def command(
 
     check_host(host, token)  # before a model is loaded
     asyncio.run(serve(make_server(path, resolved, token), host, port))
+
+
+def serve_training(path: Path, train: Path, overrides: list[str], host: str, port: int, token: str | None) -> NoReturn:
+    """Runs `archon rl` on sessions instead of prompts, from the checkpoint `path`, and exits with its code."""
+    from archon.cli.train import exit_with, run_training
+    from archon.serve.service import check_host
+
+    check_host(host, token)
+    if token is not None:
+        os.environ["ARCHON_TOKEN"] = token  # it must not be written to the run's folder
+    online = [
+        f"actor.path={path}",
+        "workflow=archon.rl.OnlineWorkflow",
+        "train_data={path: 'python:archon.rl.workflows.online.slots'}",
+        "rollout.gold_checked=0",
+        f"workflow_args.host={host}",
+        f"workflow_args.port={port}",
+    ]
+    exit_with(lambda: run_training("rl", train, [*online, *overrides], dry_run=False))
 
 
 def make_server(path: Path, config: ServeConfig, token: str | None) -> AgentServer:
@@ -69,6 +95,7 @@ def make_server(path: Path, config: ServeConfig, token: str | None) -> AgentServ
         GenerationHyperparameters(max_new_tokens=config.max_new_tokens),
         model=config.model_name or path.resolve().name,
         token=token,
+        tool_call_parser=config.tool_call_parser,
         limits=Limits(
             body_bytes=config.max_body_bytes,
             sessions=config.max_sessions,

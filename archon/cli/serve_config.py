@@ -12,6 +12,11 @@ class ServeConfig(StrictModel):
 
     model_name: str | None = Field(None, description="model name for clients; null: the checkpoint folder's")
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the checkpoint's")
+    tool_call_parser: str | None = Field(
+        None,
+        description="format of tool calls: hermes | qwen3_coder | llama3_json | glm45 | deepseek_v3 | harmony; null: "
+        "that of the chat template",
+    )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     dtype: ComputeDtype = Field("float32", description="of the weights and the key-value cache")
     max_slots: int = Field(32, ge=1, le=2**20, description="answers decoded concurrently")

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import typer
 
@@ -42,10 +42,10 @@ def add_command(app: typer.Typer, name: str) -> None:
 
     @app.command(name, help=RUNS[name].help, cls=config_command(RUNS[name].config))
     def command(config: ConfigFile = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
-        exit_with(lambda: _run(name, config, overrides or [], dry_run))
+        exit_with(lambda: run_training(name, config, overrides or [], dry_run))
 
 
-def exit_with(run: Callable[[], int]) -> None:
+def exit_with(run: Callable[[], int]) -> NoReturn:
     """Exit with the code that `run` returns, or with that of a Ctrl-C."""
     try:
         exit_code = run()
@@ -55,7 +55,8 @@ def exit_with(run: Callable[[], int]) -> None:
     raise typer.Exit(exit_code)
 
 
-def _run(command: str, file: Path | None, overrides: list[str], dry_run: bool) -> int:
+def run_training(command: str, file: Path | None, overrides: list[str], dry_run: bool) -> int:
+    """Runs a command of `RUNS` to its end, or with `dry_run` checks its configuration. Returns the exit code."""
     import archon.rl as rl
 
     run = RUNS[command]

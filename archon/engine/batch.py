@@ -70,6 +70,13 @@ class PackedBatch:
         """Returns labels [T], -100 where `loss_mask` is 0, so that the head computes only rows that are trained."""
         return self.labels.masked_fill(self["loss_mask"] == 0, IGNORE_INDEX)
 
+    def temperature(self, default: float) -> float | Tensor:
+        """Returns what divides the logits: [T], the field `temperatures` and `default` where it is 0; without such a
+        field `default`."""
+        if "temperatures" not in self or "temperatures" in self.per_document:
+            return default
+        return self["temperatures"].masked_fill(self["temperatures"] == 0, default)
+
     def labeled_rows(self, only_trained: bool) -> Tensor:
         """Returns the model-order indices of labels, or with `only_trained` of `scored_labels`; int64 on the CPU."""
         return (self.rows or self._find_rows())[only_trained]

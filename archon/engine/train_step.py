@@ -187,7 +187,10 @@ class MicroBatchRunner:
         """Runs the model's forward on a micro-batch that is on the device. Returns the outputs of all its tokens, in
         pack order, on every rank. `rows`, on the CPU, are the labeled ones, in the model's order."""
         labels, loss_weights = (None if x is None else mb.in_model_order(x) for x in (labels, loss_weights))
-        out, share = self._run(mb, labels, loss_weights, rows, temperature=temperature, entropy=entropy)
+        of_tokens = mb.temperature(temperature)
+        if isinstance(of_tokens, Tensor):
+            of_tokens = mb.in_model_order(of_tokens)
+        out, share = self._run(mb, labels, loss_weights, rows, temperature=of_tokens, entropy=entropy)
 
         def gather(x: Tensor) -> Tensor:
             return mb.in_pack_order(x if share is None else share.gather(x))
@@ -224,6 +227,8 @@ class MicroBatchRunner:
             labels = None if labels is None else share.take(labels, IGNORE_INDEX)
             loss_weights = None if loss_weights is None else share.take(loss_weights)
             rows = None if rows is None else share.rows(rows)
+            if isinstance(head.get("temperature"), Tensor):
+                head["temperature"] = share.take(head["temperature"], 1.0)
         elif mb.shared is not None:
             attention = PrefixAttention(mb.shared, self.tokens.attn_type)
             tokens, positions = (x.index_select(0, mb.shared.rows) for x in (tokens, positions))

@@ -42,7 +42,8 @@ def check_answer(response: ModelResponse) -> None:
 class TokenRecord:
     """The tokens of a trajectory so far: prompts, observations and the model's answers, turn by turn.
 
-    All lists have one entry per token. `turns` is the number of answers so far.
+    All lists have one entry per token. A temperature is 0 on tokens that were not sampled, and on answers whose
+    temperature is not known. `turns` is the number of answers so far.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -50,15 +51,16 @@ class TokenRecord:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
     turns: int = 0
     truncated: bool = False
 
     @classmethod
-    def of_answer(cls, response: ModelResponse) -> TokenRecord:
-        """Returns the record of a prompt and its answer."""
+    def of_answer(cls, response: ModelResponse, temperature: float = 0.0) -> TokenRecord:
+        """Returns the record of a prompt and its answer, sampled at `temperature` (0: not known)."""
         record = cls()
         record.observe(response.input_tokens)
-        record.answer(response)
+        record.answer(response, temperature)
         return record
 
     def observe(self, ids: Sequence[int]) -> None:
@@ -69,9 +71,10 @@ class TokenRecord:
         self.logprobs += [0.0] * n
         self.versions += [-1] * n
         self.turn_ids += [-1] * n
+        self.temperatures += [0.0] * n
 
-    def answer(self, response: ModelResponse) -> None:
-        """Append the model's next answer.
+    def answer(self, response: ModelResponse, temperature: float = 0.0) -> None:
+        """Append the model's next answer, sampled at `temperature` (0: not known).
 
         Raises UnusableAnswerError where its prompt is not this record's tokens: it would be trained on another context
         than it was sampled in.
@@ -88,5 +91,6 @@ class TokenRecord:
         self.logprobs += response.output_logprobs
         self.versions += response.output_versions
         self.turn_ids += [self.turns] * n
+        self.temperatures += [temperature] * n
         self.turns += 1
         self.truncated = response.stop_reason == "length"

@@ -84,6 +84,7 @@ class ModelRequest:
             from `apply_chat_template` by default.
         rid: names the request for `abort`; several requests may share one.
         on_token: called with each token and its logprob as soon as it is sampled, by engines that support it.
+        sampling_checked: whether a server has applied the trainer's policy to the sampling values already.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -93,6 +94,7 @@ class ModelRequest:
     image_data: list[Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     on_token: Callable[[int, float], None] | None = None
+    sampling_checked: bool = False
 
     def __post_init__(self) -> None:
         self.input_ids = integer_ids(self.input_ids)

@@ -1,29 +1,24 @@
-"""Parses sampled tokens into text and tool calls (Qwen / Hermes format) as they come, up to a stop string."""
+"""Parses sampled tokens into text, thinking and tool calls as they come, up to a stop string."""
 
 from __future__ import annotations
 
-import json
-import math
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from archon.generation.detokenizer import Detokenizer
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A function that the model calls. `arguments` is a JSON object, as text."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
-
-
-Part = str | ToolCall
+from archon.serve.tool_calls import (
+    HARMONY,
+    HERMES,
+    Part,
+    Reasoning,
+    ToolFormat,
+    joined,
+    partial_match,
+    schemas_of,
+    template_text,
+    tool_format,
+)
 
 
 @dataclass
@@ -34,23 +29,6 @@ class Delta:
     tokens: list[int]
     logprobs: list[float]
     index: int
-
-
-def load_json(text: str | bytes) -> Any:
-    """Parses JSON strictly: raises ValueError for NaN, Infinity, numbers that overflow, and too deep nesting."""
-
-    def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON")
-
-    def finite(number: str) -> float:
-        if math.isinf(value := float(number)):
-            raise ValueError(f"{number:.20} is too large a number")
-        return value
-
-    try:
-        return json.loads(text, parse_constant=refuse, parse_float=finite)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 class StopStringFilter:
@@ -69,7 +47,7 @@ class StopStringFilter:
         if matches:
             end, self.matched = min(matches)
         else:
-            end = len(text) - max((_partial_match(text, stop) for stop in self._stops), default=0)
+            end = len(text) - max((partial_match(text, stop) for stop in self._stops), default=0)
         self._buffer = text[end:]
         return text[:end]
 
@@ -78,71 +56,88 @@ class StopStringFilter:
         return self._buffer if self.matched is None else ""
 
 
-class ToolCallParser:
-    """Separates `<tool_call>{"name": …, "arguments": {…}}</tool_call>` from the text around it.
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model writes its answers.
 
-    White space around a call is dropped. An invalid call stays in the text unchanged.
+    Attributes:
+        tools: the format of its tool calls.
+        thinks: whether it thinks between `<think>` and `</think>`.
+        dropped: the special tokens that are left out of what is parsed, where `tools` is made of others; else empty.
     """
 
-    def __init__(self) -> None:
+    tools: ToolFormat = HERMES
+    thinks: bool = False
+    dropped: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, tokenizer: Any, tool_call_parser: str | None = None) -> AnswerFormat:
+        """Returns the format that the chat template implies, with the tool calls of the parser of that name if given.
+
+        Raises `ConfigError` for an unknown name.
+        """
+        tools = tool_format(tokenizer, tool_call_parser)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {number: token.content for number, token in added.items() if token.special}
+        dropped = frozenset(number for number, text in special.items() if text not in tools.marks)
+        thinks = THINK[1] in template_text(tokenizer) and tools is not HARMONY
+        return cls(tools, thinks, dropped if len(dropped) < len(special) else frozenset())
+
+
+THINK = ("<think>", "</think>")
+
+
+class ThinkingParser:
+    """Separates the thinking with which an answer begins from what it says, without the line breaks around either.
+
+    Args:
+        inside: the prompt ends with `<think>`, so that the answer begins inside.
+    """
+
+    def __init__(self, inside: bool) -> None:
         self._buffer = ""
-        self._space = ""  # before the call that is being read
-        self._inside = False
-        self._after_call = False
+        self._state = "inside" if inside else "before"
+        self._begun = False  # whether any text of the present state was returned
 
     def feed(self, text: str) -> list[Part]:
+        """Returns what is complete by now."""
         self._buffer += text
         parts: list[Part] = []
-        while True:
-            before, tag, after = self._buffer.partition(CLOSE if self._inside else OPEN)
-            if not tag:
-                break
-            self._buffer = after
-            if not self._inside:
-                text = before.rstrip()
-                self._space = before[len(text) :]
-                self._add_text(parts, text)
-            elif (call := parse_tool_call(before)) is not None:
-                parts.append(call)
-                self._after_call = True
+        if self._state == "before":
+            start = self._buffer.lstrip()
+            if not start or (THINK[0].startswith(start) and start != THINK[0]):
+                return []
+            if start.startswith(THINK[0]):
+                self._state, self._buffer = "inside", start[len(THINK[0]) :]
             else:
-                self._add_text(parts, self._space + OPEN + before + CLOSE)
-            self._inside = not self._inside
-        if not self._inside:
-            text = self._buffer[: len(self._buffer) - _partial_match(self._buffer, OPEN)].rstrip()
-            self._add_text(parts, text)
-            self._buffer = self._buffer[len(text) :]
+                self._state, self._begun = "after", True
+        if self._state == "inside":
+            thought, mark, rest = self._buffer.partition(THINK[1])
+            kept = "" if mark else thought[len(thought) - partial_match(thought, THINK[1]) :]
+            thought = thought[: len(thought) - len(kept)]
+            ready = thought.rstrip("\n")
+            self._buffer = rest if mark else thought[len(ready) :] + kept
+            ready = ready if self._begun else ready.lstrip("\n")
+            if ready:
+                self._begun = True
+                parts.append(Reasoning(ready))
+            if not mark:
+                return parts
+            self._state, self._begun = "after", False
+        said = self._buffer if self._begun else self._buffer.lstrip("\n")
+        self._buffer = ""
+        if said:
+            self._begun = True
+            parts.append(said)
         return parts
 
     def finish(self) -> list[Part]:
-        """Returns the rest of the text, when none follows."""
-        parts: list[Part] = []
-        self._add_text(parts, (self._space + OPEN if self._inside else "") + self._buffer)
-        return parts
-
-    def _add_text(self, parts: list[Part], text: str) -> None:
-        if self._after_call:
-            text = text.lstrip()
-        if text:
-            self._after_call = False
-            parts.append(text)
-
-
-def _partial_match(text: str, mark: str) -> int:
-    """Returns how many characters at the end of `text` may be the beginning of `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
-
-
-def parse_tool_call(body: str) -> ToolCall | None:
-    """Returns the call between the tags; None for invalid JSON, and without a name or an object of arguments."""
-    try:
-        call = load_json(body)
-        match call:
-            case {"name": str(name)} if isinstance(arguments := call.get("arguments", {}), dict):
-                return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-    except (ValueError, RecursionError):
-        pass
-    return None
+        """Returns the rest, when no text follows."""
+        rest, self._buffer = self._buffer, ""
+        if self._state == "inside":
+            rest = rest.strip("\n")
+            return [Reasoning(rest)] if rest else []
+        return [rest] if rest else []
 
 
 class AnswerParser:
@@ -151,13 +146,28 @@ class AnswerParser:
     Args:
         tokenizer: decodes.
         stops: strings that end the text.
-        tools: whether the answer may hold tool calls.
+        tools: the tools that the answer may call, as the chat template gets them.
         index: of the answer.
+        format: how the model writes; None: as plain text, without calls or thinking.
+        inside_thinking: the prompt ends with `<think>`.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], tools: bool, index: int = 0) -> None:
-        self._text, self._stop = Detokenizer(tokenizer, skip_special_tokens=True), StopStringFilter(stops)
-        self._tools = ToolCallParser() if tools else None
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str],
+        tools: Sequence[Mapping[str, Any]] = (),
+        index: int = 0,
+        format: AnswerFormat | None = None,
+        inside_thinking: bool = False,
+    ) -> None:
+        self._thinking = ThinkingParser(inside_thinking) if format is not None and format.thinks else None
+        self._tools = None
+        if format is not None and (tools or format.tools is HARMONY):
+            self._tools = format.tools.make(schemas_of(tools))
+        self._dropped = format.dropped if format is not None and self._tools is not None else frozenset()
+        self._text = Detokenizer(tokenizer, skip_special_tokens=not self._dropped)
+        self._stop = StopStringFilter(stops)
         self._tokens: list[int] = []  # since the last delta, as are their logprobs
         self._logprobs: list[float] = []
         self._n_read, self._index = 0, index
@@ -173,29 +183,37 @@ class AnswerParser:
         self._tokens.append(token)
         self._logprobs.append(logprob)
         self._n_read += 1
-        parts = self._parse(self._stop.feed(self._text.feed(token)))
+        parts = [] if token in self._dropped else self._parse(self._stop.feed(self._text.feed(token)))
         return self._delta(parts) if parts else None
 
     def finish(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Delta:
         """Returns the rest, given all tokens of the answer."""
         rest = tokens[self._n_read :]
-        text = "".join(map(self._text.feed, rest)) + self._text.finish() if self._n_read else self._text.decode(rest)
+        shown = [token for token in rest if token not in self._dropped]
+        text = "".join(map(self._text.feed, shown)) + self._text.finish() if self._n_read else self._text.decode(shown)
         self._tokens += rest
         self._logprobs += logprobs[self._n_read :]
         parts = self._parse(self._stop.feed(text)) + self._parse(self._stop.finish())
+        if self._thinking is not None:
+            parts += self._find_calls(self._thinking.finish())
         return self._delta(parts if self._tools is None else parts + self._tools.finish())
 
     def _parse(self, text: str) -> list[Part]:
-        if self._tools is not None:
-            return self._tools.feed(text)
-        return [text] if text else []
+        if not text:
+            return []
+        return self._find_calls([text] if self._thinking is None else self._thinking.feed(text))
+
+    def _find_calls(self, parts: Sequence[Part]) -> list[Part]:
+        """Returns the parts with the tool calls in their texts."""
+        if self._tools is None:
+            return list(parts)
+        found: list[Part] = []
+        for part in parts:
+            found += self._tools.feed(part) if isinstance(part, str) else [part]
+        return found
 
     def _delta(self, parts: list[Part]) -> Delta:
         delta = Delta(parts, self._tokens, self._logprobs, self._index)
         self._tokens, self._logprobs = [], []
-        for part in parts:
-            if isinstance(part, str) and self.parts and isinstance(self.parts[-1], str):
-                self.parts[-1] += part
-            else:
-                self.parts.append(part)
+        self.parts = list(joined([*self.parts, *parts]))
         return delta

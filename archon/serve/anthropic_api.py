@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from archon.serve import protocol
-from archon.serve.answer_text import Delta, Part, ToolCall
+from archon.serve.answer_text import Delta
+from archon.serve.tool_calls import Part, Reasoning, ToolCall
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -35,7 +36,15 @@ class ToolResultBlock(protocol.RequestModel):
     cache_control: dict[str, Any] | None = None
 
 
-Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+class ThinkingBlock(protocol.RequestModel):
+    """What the model thought, sent back."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class AnthropicMessage(protocol.RequestModel):
@@ -47,17 +56,21 @@ class AnthropicMessage(protocol.RequestModel):
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         messages: list[dict[str, Any]] = []
-        texts, calls = [], []
+        texts, calls, thoughts = [], [], []
         for block in self.content:
             if isinstance(block, TextBlock):
                 texts.append(block.text)
+            elif isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
             elif isinstance(block, ToolUseBlock):
                 calls.append(protocol.template_call(block.id, block.name, block.input, where))
             else:
                 result = {"content": protocol.text_of(block.content), "tool_call_id": block.tool_use_id}
                 messages.append({"role": "tool", **result})
-        if texts or calls:
-            message = {"role": self.role, "content": "".join(texts)}
+        if texts or calls or thoughts:
+            message: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
+            if thoughts:
+                message |= protocol.with_thinking_names({"reasoning_content": "".join(thoughts)})
             messages.append(message | {"tool_calls": calls} if calls else message)
         return messages
 
@@ -77,11 +90,13 @@ class AnthropicTool(protocol.RequestModel):
 
 class ToolChoice(protocol.RequestModel):
     type: Literal["auto", "none"] = Field(description="a tool call cannot be forced")
-    disable_parallel_tool_use: Literal[False] | None = None
+    disable_parallel_tool_use: bool | None = Field(None, description="without effect: the model decides")
 
 
-class NoThinking(protocol.RequestModel):
-    type: Literal["disabled"]
+class ThinkingOptions(protocol.RequestModel):
+    type: Literal["disabled", "enabled", "adaptive"]
+    budget_tokens: protocol.Positive | None = Field(None, description="without effect: max_tokens is the limit")
+    display: Literal["summarized"] | None = Field(None, description="the whole thinking is given")
 
 
 class CountBody(protocol.Conversation):
@@ -92,7 +107,7 @@ class CountBody(protocol.Conversation):
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: NoThinking | None = None
+    thinking: ThinkingOptions | None = None
     cache_control: dict[str, Any] | None = Field(None, description="without effect")
 
     @field_validator("messages")
@@ -101,6 +116,10 @@ class CountBody(protocol.Conversation):
         if messages[-1].role != "user":
             raise ValueError("the last message must be the user's; prefilling the assistant's answer is not supported")
         return messages
+
+    def wanted_thinking(self) -> protocol.Thinking | None:
+        kind = None if self.thinking is None else self.thinking.type
+        return {"disabled": False, "enabled": True}.get(kind or "")
 
     def template_messages(self) -> list[dict[str, Any]]:
         messages = [] if self.system is None else [{"role": "system", "content": protocol.text_of(self.system)}]
@@ -119,12 +138,19 @@ class MessagesBody(CountBody, protocol.Body):
 
     max_tokens: protocol.Positive
     stop_sequences: list[protocol.StopString] | None = None
-    service_tier: str | None = Field(None, description="without effect")
+    inference_geo: str | None = Field(None, description="without effect")
+    speed: str | None = Field(None, description="without effect")
 
 
 class TextAnswer(protocol.ResponseModel):
     type: Literal["text"] = "text"
     text: str
+
+
+class ThinkingAnswer(protocol.ResponseModel):
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
 
 
 class ToolUse(protocol.ResponseModel):
@@ -144,7 +170,7 @@ class Message(protocol.ResponseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextAnswer | ToolUse]
+    content: list[TextAnswer | ThinkingAnswer | ToolUse]
     stop_reason: Literal["end_turn", "max_tokens", "tool_use", "stop_sequence"] | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -155,7 +181,7 @@ class MessagesApi(protocol.ProtocolHandler):
 
     id_prefix = "msg_"
     _n_blocks = 0  # content blocks so far
-    _in_text = False
+    _open: type[TextAnswer | ThinkingAnswer] | None = None  # the kind of the block that the stream is adding to
 
     def response(self, choices: list[protocol.Choice]) -> Message:
         choice = choices[0]
@@ -172,34 +198,42 @@ class MessagesApi(protocol.ProtocolHandler):
     def on_delta(self, delta: Delta) -> Iterable[bytes]:
         for part in delta.parts:
             if isinstance(part, ToolCall):
-                yield from self._stop_text()
+                yield from self._stop_block()
                 yield self._start_block(ToolUse(id=part.id, name=part.name, input={}))
                 yield self._block_event("delta", delta={"type": "input_json_delta", "partial_json": part.arguments})
                 yield self._block_event("stop")
+            elif isinstance(part, Reasoning):
+                yield from self._continue_block(ThinkingAnswer(thinking=""))
+                yield self._block_event("delta", delta={"type": "thinking_delta", "thinking": part.text})
             else:
-                if not self._in_text:
-                    self._in_text = True
-                    yield self._start_block(TextAnswer(text=""))
+                yield from self._continue_block(TextAnswer(text=""))
                 yield self._block_event("delta", delta={"type": "text_delta", "text": part})
 
+    def _continue_block(self, block: TextAnswer | ThinkingAnswer) -> Iterable[bytes]:
+        """Begins a block, unless the last one is open and of its kind."""
+        if self._open is not type(block):
+            yield from self._stop_block()
+            self._open = type(block)
+            yield self._start_block(block)
+
     def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
-        yield from self._stop_text()
+        yield from self._stop_block()
         yield _event("message_delta", delta=_end(choice), usage={"output_tokens": choice.response.output_len})
         yield _event("message_stop")
 
     def on_error(self, error: dict[str, Any]) -> Iterable[bytes]:
         yield protocol.sse(error, "error")
 
-    def _start_block(self, block: TextAnswer | ToolUse) -> bytes:
+    def _start_block(self, block: TextAnswer | ThinkingAnswer | ToolUse) -> bytes:
         self._n_blocks += 1
         return self._block_event("start", content_block=block)
 
     def _block_event(self, name: str, **fields: Any) -> bytes:
         return _event(f"content_block_{name}", index=self._n_blocks - 1, **fields)
 
-    def _stop_text(self) -> Iterable[bytes]:
-        if self._in_text:
-            self._in_text = False
+    def _stop_block(self) -> Iterable[bytes]:
+        if self._open is not None:
+            self._open = None
             yield self._block_event("stop")
 
 
@@ -207,7 +241,9 @@ def _event(name: str, **fields: Any) -> bytes:
     return protocol.sse({"type": name, **fields}, name)
 
 
-def _block(part: Part) -> TextAnswer | ToolUse:
+def _block(part: Part) -> TextAnswer | ThinkingAnswer | ToolUse:
+    if isinstance(part, Reasoning):
+        return ThinkingAnswer(thinking=part.text)
     if isinstance(part, ToolCall):
         return ToolUse(id=part.id, name=part.name, input=json.loads(part.arguments))
     return TextAnswer(text=part)

@@ -18,8 +18,9 @@ from archon.generation.prompt_scores import PromptScores
 from archon.generation.types import GenerationHyperparameters, ModelResponse
 from archon.schema.errors import RolloutError
 from archon.serve import protocol
-from archon.serve.answer_text import Delta, Part, ToolCall
+from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.sessions import Caller
+from archon.serve.tool_calls import Part, Reasoning, ToolCall
 
 MAX_CHOICES = 128
 
@@ -27,16 +28,12 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-def optional(**constraints: Any) -> Any:
-    """Declares a field of a response that is left out if it is None."""
-    return Field(None, exclude_if=lambda value: value is None, **constraints)
-
-
 class StreamOptions(protocol.RequestModel):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="without effect")
 
 
-class OpenAISampling(protocol.Body):
+class OpenAISampling(protocol.Body, protocol.OpenAIHints):
     """Sampling fields of chat completions and completions, with vLLM's additions."""
 
     n: protocol.Integer | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -51,7 +48,6 @@ class OpenAISampling(protocol.Body):
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
-    user: str | None = Field(None, description="without effect")
 
 
 class CalledFunction(protocol.RequestModel):
@@ -80,6 +76,7 @@ class _Message(protocol.RequestModel):
 class AssistantMessage(_Message):
     role: Literal["assistant"]
     content: protocol.Content | None = None
+    reasoning_content: str | None = Field(None, description="what the model thought, for templates that show it")
     tool_calls: list[SentToolCall] | None = None
 
 
@@ -108,7 +105,8 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
             protocol.template_call(call.id, call.function.name, call.function.arguments, where)
             for call in message.tool_calls
         ]
-    return converted | message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+    kept = message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+    return converted | protocol.with_thinking_names(kept)
 
 
 class ChatTool(protocol.RequestModel):
@@ -125,10 +123,14 @@ class ChatBody(OpenAISampling, protocol.Conversation):
     top_logprobs: protocol.Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
     tools: list[ChatTool] | None = None
     tool_choice: Literal["auto", "none"] | None = Field(None, description="a tool call cannot be forced")
-    parallel_tool_calls: Literal[True] | None = None
     response_format: protocol.TextFormat | None = None
-    store: bool | None = Field(None, description="without effect")
-    service_tier: str | None = Field(None, description="without effect")
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = Field(None, description="without effect")
+    verbosity: Literal["medium"] | None = Field(None, description="the model has one")
+    reasoning_effort: protocol.Effort | None = None
+
+    def wanted_thinking(self) -> protocol.Thinking | None:
+        return self.reasoning_effort
 
     def template_messages(self) -> list[dict[str, Any]]:
         return [_template_message(message, f"messages.{i}") for i, message in enumerate(self.messages)]
@@ -164,8 +166,9 @@ class AnswerToolCall(protocol.ResponseModel):
 class AnswerMessage(protocol.ResponseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = protocol.optional()
     refusal: None = None
-    tool_calls: list[AnswerToolCall] | None = optional(min_length=1)
+    tool_calls: list[AnswerToolCall] | None = protocol.optional(min_length=1)
 
 
 class ChatChoice(protocol.ResponseModel):
@@ -173,7 +176,7 @@ class ChatChoice(protocol.ResponseModel):
     finish_reason: FinishReason
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    token_ids: list[protocol.Count] | None = optional()
+    token_ids: list[protocol.Count] | None = protocol.optional()
 
 
 class ChatCompletion(protocol.ResponseModel):
@@ -185,7 +188,7 @@ class ChatCompletion(protocol.ResponseModel):
     model: str
     choices: list[ChatChoice] = Field(min_length=1)
     usage: Usage
-    prompt_token_ids: list[protocol.Count] | None = optional()
+    prompt_token_ids: list[protocol.Count] | None = protocol.optional()
 
 
 class _Completions(protocol.ProtocolHandler):
@@ -194,8 +197,8 @@ class _Completions(protocol.ProtocolHandler):
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
-    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None:
-        super().__init__(body, caller, tokenizer, model)
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
+        super().__init__(body, caller, tokenizer, model, format)
         self._logprobs = body.logprobs is not None and body.logprobs is not False  # a completion's 0 asks for them
         self._created = int(time.time())
 
@@ -257,17 +260,20 @@ class ChatApi(_Completions):
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, caller: Caller, tokenizer: Any, model: str) -> None:
-        super().__init__(body, caller, tokenizer, model)
+    def __init__(self, body: ChatBody, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
+        super().__init__(body, caller, tokenizer, model, format)
         self._n_calls: Counter[int] = Counter()  # tool calls of each choice so far
 
     def _prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0]} if self.body.return_token_ids else {}
 
     def _content(self, choice: protocol.Choice) -> dict[str, Any]:
-        if not choice.calls:
-            return {"message": {"content": choice.text}}
-        return {"message": {"content": choice.text or None, "tool_calls": list(map(_tool_call, choice.calls))}}
+        message: dict[str, Any] = {"content": choice.text}
+        if choice.calls:
+            message = {"content": choice.text or None, "tool_calls": list(map(_tool_call, choice.calls))}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        return {"message": message}
 
     def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
         content = [
@@ -291,6 +297,8 @@ class ChatApi(_Completions):
             tokens, logprobs = [], []  # are in the first chunk only
 
     def _message(self, part: Part, index: int) -> dict[str, Any]:
+        if isinstance(part, Reasoning):
+            return {"reasoning_content": part.text}
         if not isinstance(part, ToolCall):
             return {"content": part}
         self._n_calls[index] += 1
@@ -360,8 +368,8 @@ class CompletionChoice(protocol.ResponseModel):
     finish_reason: FinishReason
     text: str
     logprobs: CompletionLogprobs | None
-    token_ids: list[protocol.Count] | None = optional()
-    prompt_token_ids: list[protocol.Count] | None = optional()
+    token_ids: list[protocol.Count] | None = protocol.optional()
+    prompt_token_ids: list[protocol.Count] | None = protocol.optional()
 
 
 class Completion(protocol.ResponseModel):
@@ -380,8 +388,8 @@ class CompletionApi(_Completions):
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionBody, caller: Caller, tokenizer: Any, model: str) -> None:
-        super().__init__(body, caller, tokenizer, model)
+    def __init__(self, body: CompletionBody, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
+        super().__init__(body, caller, tokenizer, model, format)
         self._offsets: Counter[int] = Counter()  # characters of each choice so far, special tokens included
         self._echoed: dict[int, PromptScores] = {}  # of prompt and answer
 

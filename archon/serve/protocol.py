@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -17,9 +18,10 @@ from archon.data.encoding import has_chat_template, render, tokenize
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from archon.schema.config import StrictModel
-from archon.schema.errors import ConfigError, RolloutError
-from archon.serve.answer_text import AnswerParser, Delta, Part, ToolCall, load_json
+from archon.schema.errors import ConfigError, DatasetError, RolloutError
+from archon.serve.answer_text import THINK, AnswerFormat, AnswerParser, Delta
 from archon.serve.sessions import Caller
+from archon.serve.tool_calls import Part, Reasoning, ToolCall, load_json, template_text
 
 # Names of `GenerationHyperparameters` for the protocols' fields; other sampling fields have the same name in both.
 ENGINE_NAMES = {
@@ -37,12 +39,23 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Thinking = bool | Effort
+"""Whether, or how much, a model is to think."""
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+"""What a chat template is given besides the variables of a request."""
+
 Integer = Annotated[int, BeforeValidator(_integral)]
 Positive = Annotated[Integer, Field(ge=1)]
 # The limits in these two schemas are checked by the engine, whose errors are clearer.
 TokenId = Annotated[Integer, WithJsonSchema({"type": "integer", "minimum": 0})]
 StopString = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
 Count = Annotated[int, Field(ge=0)]
+
+
+def optional(**constraints: Any) -> Any:
+    """Declares a field of a response that is left out if it is None."""
+    return Field(None, exclude_if=lambda value: value is None, **constraints)
 
 
 class ResponseModel(BaseModel):
@@ -66,6 +79,7 @@ class Body(RequestModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: Integer | None = Field(None, ge=1, lt=2**63)
     metadata: dict[str, Any] | None = Field(None, description="without effect")
+    service_tier: str | None = Field(None, description="without effect")
 
     def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
         """Returns `base` with what this body sets; raises `ConfigError` for a value that is out of range."""
@@ -80,8 +94,24 @@ class Body(RequestModel):
         return GenerationHyperparameters.parse({**base.model_dump(), "n_samples": 1, **given}, source="request")
 
 
+class OpenAIHints(RequestModel):
+    """Fields of OpenAI's protocols that do not change what is sampled."""
+
+    user: str | None = Field(None, description="without effect")
+    safety_identifier: str | None = Field(None, description="without effect")
+    store: bool | None = Field(None, description="without effect: nothing is stored")
+    parallel_tool_calls: bool | None = Field(None, description="without effect: the model decides how often it calls")
+    prompt_cache_key: str | None = Field(None, description="without effect")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="without effect")
+    prompt_cache_retention: str | None = Field(None, description="without effect")
+
+
 class Conversation(RequestModel):
     """A body whose prompt the model's chat template renders."""
+
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="variables of the model's chat template, such as enable_thinking, as vLLM has them"
+    )
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Returns the messages as chat templates expect them."""
@@ -91,21 +121,68 @@ class Conversation(RequestModel):
         """Returns the tools that the model may call, as chat templates expect them."""
         raise NotImplementedError
 
+    def wanted_thinking(self) -> Thinking | None:
+        """Returns whether, or how much, the model is to think; None leaves it to the template."""
+        return None
+
+    def template_options(self, tokenizer: Any) -> dict[str, Any]:
+        """Returns the variables that the request sets; raises `RolloutError` for one that the template does not use."""
+        template = template_text(tokenizer)
+        options = dict(self.chat_template_kwargs or {})
+        for name in options:
+            if not re.search(rf"\b{re.escape(name)}\b", template) or name in RESERVED:
+                raise RolloutError(f"chat_template_kwargs: the model's chat template has no variable {name!r:.80}")
+        thinking = self.wanted_thinking()
+        if thinking is None:
+            return options
+        if "reasoning_effort" in template and isinstance(thinking, str):
+            return {"reasoning_effort": thinking} | options
+        if "enable_thinking" in template:
+            return {"enable_thinking": thinking not in (False, "none")} | options
+        if thinking in (False, "none") and THINK[1] not in template:
+            return options  # the model never thinks
+        raise RolloutError("the model's chat template cannot switch thinking, or set how much; leave it to the model")
+
     def prompts(self, tokenizer: Any) -> list[list[int]]:
         """Returns the conversation with the generation prompt, in tokens.
 
-        Raises `RolloutError` if there is no template, or one that leaves tools out; `DatasetError` for a conversation
-        that the template rejects.
+        Raises `RolloutError` if there is no template, one that leaves tools out, or one without a variable that is
+        set; `DatasetError` for a conversation that the template rejects.
         """
         if not has_chat_template(tokenizer):
             raise RolloutError("the model's tokenizer has no chat template; send the whole prompt to /v1/completions")
         messages, tools = self.template_messages(), self.template_tools()
-        text = render(tokenizer, messages, "messages", add_generation_prompt=True)
+        options = {"add_generation_prompt": True, **self.template_options(tokenizer)}
+        text = _render_calls(tokenizer, messages, options)
         if tools:
-            without, text = text, render(tokenizer, messages, "messages", add_generation_prompt=True, tools=tools)
+            without, text = text, _render_calls(tokenizer, messages, {**options, "tools": tools})
             if text == without:
                 raise RolloutError("tools were given, and the model's chat template has no place for them")
         return [list(tokenize(tokenizer, text, "messages")["input_ids"])]
+
+
+def _render_calls(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """Returns the template's text, with the arguments of tool calls as objects, or where it fails as JSON."""
+    try:
+        return render(tokenizer, messages, "messages", **options)
+    except DatasetError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        try:
+            return render(tokenizer, list(map(_with_json_arguments, messages)), "messages", **options)
+        except DatasetError:
+            pass
+        raise  # the first failure, of the usual form
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 class TextPart(RequestModel):
@@ -159,6 +236,13 @@ def template_call(call_id: str, name: str, arguments: str | dict[str, Any], wher
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
+def with_thinking_names(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with its thinking also under the name that gpt-oss' template has for it."""
+    if "reasoning_content" not in message:
+        return message
+    return {**message, "thinking": message["reasoning_content"]}
+
+
 @dataclass
 class Choice:
     """A finished answer: its text and tool calls, and the engine's response."""
@@ -175,6 +259,10 @@ class Choice:
     @property
     def calls(self) -> list[ToolCall]:
         return [part for part in self.parts if isinstance(part, ToolCall)]
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
 
     @property
     def finish_reason(self) -> str:
@@ -197,16 +285,21 @@ class ProtocolHandler(ABC):
         caller: its sampling values are the defaults.
         tokenizer: renders prompts.
         model: the name to answer with.
+        format: how the model writes.
 
     Raises a `UserError` for a body that cannot be answered.
     """
 
     id_prefix: ClassVar[str]
 
-    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str) -> None:
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
         self.body, self._caller, self._tokenizer, self._model = body, caller, tokenizer, model
-        self.prompts, self.gconfig = body.prompts(tokenizer), body.gconfig(caller.gconfig)
-        self.tools = isinstance(body, Conversation) and bool(body.template_tools())
+        self.prompts, self.gconfig = body.prompts(tokenizer), caller.sampling(body.gconfig(caller.gconfig))
+        self.tools, self._format, self._inside_thinking = [], None, False
+        if isinstance(body, Conversation):
+            self.tools, self._format = body.template_tools(), format
+            end = str(tokenizer.decode(self.prompts[0][-8:], skip_special_tokens=False))
+            self._inside_thinking = end.rstrip().endswith(THINK[0])
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
 
     async def generate(self) -> AsyncGenerator[Delta | Choice, None]:
@@ -220,7 +313,7 @@ class ProtocolHandler(ABC):
 
         async def sample(index: int, request: ModelRequest) -> None:
             try:
-                parser = AnswerParser(self._tokenizer, one.stop, self.tools, index)
+                parser = AnswerParser(self._tokenizer, one.stop, self.tools, index, self._format, self._inside_thinking)
 
                 def on_token(token: int, logprob: float) -> None:
                     delta = parser.feed(token, logprob)
@@ -230,7 +323,7 @@ class ProtocolHandler(ABC):
                 if self.body.stream:
                     request.on_token = on_token
                 response = await self._caller.engine.agenerate(request)
-                self._caller.record(self.id, index, response)
+                self._caller.record(self.id, index, response, one)
                 rest = parser.finish(response.output_tokens, response.output_logprobs)
                 if self.body.stream:
                     items.put_nowait(rest)
@@ -246,7 +339,12 @@ class ProtocolHandler(ABC):
             seed = self._caller.next_seed()
             if one.seed is not None:  # the client's own; its further answers differ from the first
                 seed = derive_seed(one.seed, index) if index else one.seed
-            request = ModelRequest(prompt, one.model_copy(update={"seed": seed}), tokenizer=self._tokenizer)
+            request = ModelRequest(
+                prompt,
+                one.model_copy(update={"seed": seed}),
+                tokenizer=self._tokenizer,
+                sampling_checked=self._caller.policy is not None,
+            )
             tasks.append(asyncio.create_task(sample(index, request), name=f"archon-{self.id}-{index}"))
         self._caller.unfinished += len(tasks)
         failed = False

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from archon.serve import protocol
-from archon.serve.answer_text import Delta, Part, ToolCall
+from archon.serve.answer_text import AnswerFormat, Delta
 from archon.serve.sessions import Caller
+from archon.serve.tool_calls import Part, Reasoning, ToolCall
 
 
 class _Item(protocol.RequestModel):
@@ -39,6 +40,20 @@ class CallOutputItem(_Item):
     output: protocol.Content
 
 
+class ReasoningText(protocol.RequestModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningInput(_Item):
+    """What the model thought, sent back."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] = []  # noqa: RUF012 (pydantic copies it)
+    content: list[ReasoningText] | None = None
+    encrypted_content: None = None
+
+
 def _item_type(item: Any) -> str:
     return str(item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message"))
 
@@ -46,9 +61,16 @@ def _item_type(item: Any) -> str:
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")],
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningInput, Tag("reasoning")],
     Discriminator(_item_type),
 ]
+
+
+class ReasoningOptions(protocol.RequestModel):
+    effort: protocol.Effort | None = None
+    summary: Literal["auto"] | None = Field(None, description="the whole reasoning is given")
+    generate_summary: Literal["auto"] | None = None
 
 
 class ResponseTool(protocol.FunctionSpec):
@@ -57,9 +79,14 @@ class ResponseTool(protocol.FunctionSpec):
 
 class TextOptions(protocol.RequestModel):
     format: protocol.TextFormat | None = None
+    verbosity: Literal["medium"] | None = protocol.optional(description="the model has one")
 
 
-class ResponsesBody(protocol.Body, protocol.Conversation):
+class ResponseStreamOptions(protocol.RequestModel):
+    include_obfuscation: bool | None = Field(None, description="without effect")
+
+
+class ResponsesBody(protocol.Body, protocol.OpenAIHints, protocol.Conversation):
     """`POST /v1/responses`."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -67,12 +94,19 @@ class ResponsesBody(protocol.Body, protocol.Conversation):
     max_output_tokens: protocol.Positive | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = Field(None, description="there is nothing of it")
+    reasoning: ReasoningOptions | None = None
+    background: Literal[False] | None = None
+    max_tool_calls: protocol.Positive | None = Field(None, description="without effect: of built-in tools")
+    stream_options: ResponseStreamOptions | None = None
+    top_logprobs: protocol.Integer | None = Field(None, ge=0, le=0, description="only sampled tokens have a logprob")
+    conversation: None = Field(None, description="nothing is stored; send the conversation")
     previous_response_id: None = Field(None, description="nothing is stored; send the conversation")
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
-    store: bool | None = Field(None, description="without effect: nothing is stored")
-    user: str | None = Field(None, description="without effect")
+
+    def wanted_thinking(self) -> protocol.Thinking | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Returns the messages as chat templates expect them; tool calls join the assistant message before them."""
@@ -81,8 +115,13 @@ class ResponsesBody(protocol.Body, protocol.Conversation):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
+        thought: dict[str, Any] = {}  # belongs to the answer that follows it
         for number, item in enumerate(self.input):
-            if isinstance(item, CallItem):
+            if isinstance(item, ReasoningInput):
+                texts = item.content or item.summary
+                thought = protocol.with_thinking_names({"reasoning_content": "".join(text.text for text in texts)})
+                messages.append({"role": "assistant", "content": "", **thought})
+            elif isinstance(item, CallItem):
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 call = protocol.template_call(item.call_id, item.name, item.arguments, f"input.{number}")
@@ -91,6 +130,10 @@ class ResponsesBody(protocol.Body, protocol.Conversation):
                 messages.append(
                     {"role": "tool", "content": protocol.text_of(item.output), "tool_call_id": item.call_id}
                 )
+            elif (
+                item.role == "assistant" and thought and messages[-1] == {"role": "assistant", "content": "", **thought}
+            ):
+                messages[-1]["content"] = protocol.text_of(item.content)
             else:
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": protocol.text_of(item.content)})
@@ -113,6 +156,19 @@ class OutputMessage(protocol.ResponseModel):
     role: Literal["assistant"] = "assistant"
     status: Literal["in_progress", "completed"] = "completed"
     content: list[OutputText]
+
+
+class OutputReasoningText(protocol.ResponseModel):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(protocol.ResponseModel):
+    type: Literal["reasoning"] = "reasoning"
+    id: str = Field(default_factory=lambda: f"rs_{uuid.uuid4().hex}")
+    summary: list[Any] = Field([], max_length=0)
+    content: list[OutputReasoningText]
+    status: Literal["in_progress", "completed"] = "completed"
 
 
 class OutputCall(protocol.ResponseModel):
@@ -143,8 +199,8 @@ class OpenAIResponse(protocol.ResponseModel):
     instructions: str | None
     max_output_tokens: protocol.Count | None
     metadata: dict[str, Any]
-    output: list[OutputMessage | OutputCall] = []  # noqa: RUF012 (pydantic copies it)
-    parallel_tool_calls: Literal[True] = True
+    output: list[OutputMessage | OutputReasoning | OutputCall] = []  # noqa: RUF012 (pydantic copies it)
+    parallel_tool_calls: bool = True
     previous_response_id: None = None
     temperature: float
     text: TextOptions = TextOptions(format=protocol.TextFormat(type="text"))
@@ -161,9 +217,10 @@ class ResponsesApi(protocol.ProtocolHandler):
     id_prefix = "resp_"
     _n_events = 0
     _message: OutputMessage | None = None  # the one that the stream is adding text to
+    _thought: OutputReasoning | None = None  # the same, of thinking
 
-    def __init__(self, body: ResponsesBody, caller: Caller, tokenizer: Any, model: str) -> None:
-        super().__init__(body, caller, tokenizer, model)
+    def __init__(self, body: ResponsesBody, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
+        super().__init__(body, caller, tokenizer, model, format)
         gconfig = self.gconfig
         self._response = OpenAIResponse(
             id=self.id,
@@ -171,6 +228,7 @@ class ResponsesApi(protocol.ProtocolHandler):
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=0.0 if gconfig.greedy else gconfig.temperature,
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
@@ -195,6 +253,11 @@ class ResponsesApi(protocol.ProtocolHandler):
 
     def on_delta(self, delta: Delta) -> Iterable[bytes]:
         for part in delta.parts:
+            if isinstance(part, Reasoning):
+                yield from self._close_message()
+                yield from self._add_reasoning(part.text)
+                continue
+            yield from self._close_reasoning()
             if isinstance(part, ToolCall):
                 yield from self._close_message()
                 yield from self._add_call(part)
@@ -202,6 +265,7 @@ class ResponsesApi(protocol.ProtocolHandler):
                 yield from self._add_text(part)
 
     def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
+        yield from self._close_reasoning()
         if not self._response.output:
             yield from self._add_text("")
         yield from self._close_message()
@@ -245,8 +309,27 @@ class ResponsesApi(protocol.ProtocolHandler):
         yield self._text_event("content_part.done", message, part=part)
         yield self._item_event("output_item.done", item=message)
 
+    def _add_reasoning(self, text: str) -> Iterable[bytes]:
+        thought = self._thought
+        if thought is None:
+            self._thought = thought = OutputReasoning(status="in_progress", content=[])
+            self._response.output.append(thought)
+            yield self._item_event("output_item.added", item=thought)
+            thought.content = [OutputReasoningText(text="")]
+        thought.content[0].text += text
+        yield self._item_event("reasoning_text.delta", item_id=thought.id, content_index=0, delta=text)
+
+    def _close_reasoning(self) -> Iterable[bytes]:
+        thought, self._thought = self._thought, None
+        if thought is None:
+            return
+        thought.status = "completed"
+        whole = thought.content[0].text
+        yield self._item_event("reasoning_text.done", item_id=thought.id, content_index=0, text=whole)
+        yield self._item_event("output_item.done", item=thought)
+
     def _add_call(self, call: ToolCall) -> Iterable[bytes]:
-        item = _item(call)
+        item = OutputCall(call_id=call.id, name=call.name, arguments=call.arguments)
         self._response.output.append(item)
         begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
         yield self._item_event("output_item.added", item=begun)
@@ -256,7 +339,9 @@ class ResponsesApi(protocol.ProtocolHandler):
         yield self._item_event("output_item.done", item=item)
 
 
-def _item(part: Part) -> OutputMessage | OutputCall:
+def _item(part: Part) -> OutputMessage | OutputReasoning | OutputCall:
+    if isinstance(part, Reasoning):
+        return OutputReasoning(content=[OutputReasoningText(text=part.text)])
     if isinstance(part, ToolCall):
         return OutputCall(call_id=part.id, name=part.name, arguments=part.arguments)
     return OutputMessage(content=[OutputText(text=part)])

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from archon.schema.config import StrictModel
 from archon.schema.errors import UserError
-from archon.serve.answer_text import Delta, load_json
+from archon.serve.answer_text import Delta
 from archon.serve.anthropic_api import CountBody, Message, MessagesApi, MessagesBody
 from archon.serve.error_responses import AnthropicError, OpenAIError, error_body, error_response
 from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion, Completion, CompletionApi, CompletionBody
@@ -26,6 +26,7 @@ from archon.serve.protocol import Choice, Count, Integer, ProtocolHandler, Reque
 from archon.serve.responses_api import OpenAIResponse, ResponsesApi, ResponsesBody
 from archon.serve.service import Service
 from archon.serve.sessions import Caller, ExportStyle, Session
+from archon.serve.tool_calls import load_json
 
 T = TypeVar("T")
 
@@ -154,7 +155,7 @@ Stack = Annotated[AsyncExitStack, Depends(_exit_stack)]
 
 async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any, stack: AsyncExitStack) -> Any:
     service = await _service(request)
-    api = api_class(body, request.state.caller, service.tokenizer, service.model)
+    api = api_class(body, request.state.caller, service.tokenizer, service.model, service.format)
     items = await stack.enter_async_context(aclosing(api.generate()))
     if body.stream:  # a failure before the first token still gets its own status
         first = await _while_connected(request.receive, anext(items))
@@ -288,11 +289,17 @@ class OpenedSession(ResponseModel):
 
 
 class RewardBody(RequestModel):
-    """`POST /v1/sessions/{session}/reward`: rewards the last answer, or the one named."""
+    """`POST /v1/sessions/{session}/reward`: rewards the last answer, or the one named.
+
+    Where sessions are trained, a reward without a completion is that of the whole session, which ends with it.
+    """
 
     reward: float
     completion_id: str | None = Field(None, description="id of a response; null: the last answer")
     choice: Integer = Field(0, ge=0, description="index among its n answers")
+    finished: bool | None = Field(
+        None, description="whether a session that is trained ends; null: unless a completion is named"
+    )
 
 
 class ExportQuery(StrictModel):
@@ -313,6 +320,7 @@ class ExportedTrajectory(ResponseModel):
     logprobs: list[float]
     versions: list[Annotated[int, Field(ge=-1)]]
     turn_ids: list[Annotated[int, Field(ge=-1)]]
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(description="of the sampling; 0 where nothing was")
     truncated: bool
     reward: float
     answers: list[AnswerPlace] = Field(min_length=1)
@@ -332,13 +340,20 @@ _ID_LINK = {"parameters": {"session": "$response.body#/id"}}
 SESSION_LINKS = {name: {"operationId": name, **_ID_LINK} for name in ("reward", "export", "close_session")}
 
 
-@router.post("/sessions", status_code=201, responses=_errors(429) | {201: {"links": SESSION_LINKS}})
-async def open_session(request: Request, service: ServiceOf) -> OpenedSession:
-    """Open a session: requests with its key are recorded."""
+@router.post("/sessions", status_code=201, responses=_errors(400, 429) | {201: {"links": SESSION_LINKS}})
+async def open_session(
+    request: Request, service: ServiceOf, group: Annotated[str | None, Query(min_length=1, max_length=200)] = None
+) -> OpenedSession:
+    """Open a session: requests with its key are recorded. Sessions of one `group` are compared in training."""
     caller: Caller | None = request.state.caller
     if caller is None or isinstance(caller, Session):
         raise HTTPException(403, "only the server's token opens sessions")
-    session = service.sessions.open(caller.engine, caller.gconfig)
+    training = service.training
+    if training is not None and training.needs_group and group is None:
+        raise HTTPException(400, "the run compares sessions of a group: open this one with ?group=NAME of its task")
+    policy = None if training is None else training.policy
+    session = service.sessions.open(caller.engine, caller.gconfig, policy=policy)
+    session.group = group
     return OpenedSession(id=session.id, api_key=session.key)
 
 
@@ -351,9 +366,18 @@ def _session(request: Request, session_id: str) -> Session:
 
 
 @router.post("/sessions/{session}/reward", responses=_errors(*BODY, 404))
-async def reward(request: Request, session_id: SessionId, body: RewardBody) -> dict[Literal["reward"], float]:
-    """Reward an answer."""
-    _session(request, session_id).set_reward(body.reward, body.completion_id, body.choice)
+async def reward(
+    request: Request, service: ServiceOf, session_id: SessionId, body: RewardBody
+) -> dict[Literal["reward"], float]:
+    """Reward an answer; where sessions are trained, also the whole session."""
+    session = _session(request, session_id)
+    finished = body.completion_id is None if body.finished is None else body.finished
+    if service.training is None or body.completion_id is not None or not finished:
+        session.set_reward(body.reward, body.completion_id, body.choice)
+    else:
+        session.reward_every_branch(body.reward)
+    if service.training is not None and finished:
+        service.finish(session)
     return {"reward": body.reward}
 
 

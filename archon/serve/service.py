@@ -20,7 +20,8 @@ except ImportError:
         "serving needs the package fastapi, which is not installed; "
         "install archon's extra `rl`: pip install 'archon-engine[rl]'"
     ) from None
-from archon.serve.sessions import Caller, LimitError, Session, Sessions
+from archon.serve.answer_text import AnswerFormat
+from archon.serve.sessions import Caller, LimitError, Session, Sessions, Training
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Service:
         model: name of the model for clients.
         token: the bearer token that grants full access; None asks for none, which is allowed on loopback only.
         limits: of a request and of the server.
+        tool_call_parser: name of the format of tool calls; None: that of the chat template.
+        training: takes rated sessions; None keeps them for `export`.
     """
 
     def __init__(
@@ -61,8 +64,12 @@ class Service:
         model: str = "archon",
         token: str | None = None,
         limits: Limits | None = None,
+        tool_call_parser: str | None = None,
+        training: Training | None = None,
     ) -> None:
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
+        self.training = training
+        self.format = AnswerFormat.of(tokenizer, tool_call_parser)
         self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._default = None if engine is None else Caller(engine, gconfig or GenerationHyperparameters())
         self._token = token
@@ -91,6 +98,12 @@ class Service:
         elif not hmac.compare_digest(key.encode("utf-8", "replace"), self._token.encode()):
             raise HTTPException(401, "the API key is neither a session's nor the server's token")
         return self._default
+
+    def finish(self, session: Session) -> None:
+        """Closes a rated session, and hands it to the trainer if there is one."""
+        self.sessions.close(session)
+        if self.training is not None:
+            self.training.finish(session)
 
     @contextmanager
     def count_request(self, caller: Caller) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -17,6 +17,8 @@ from archon.generation.types import GenerationHyperparameters, InferenceEngine, 
 from archon.schema.errors import ConfigError, RewardError, RolloutError
 
 ExportStyle = Literal["individual", "concat"]
+SamplingPolicy = Callable[[GenerationHyperparameters], GenerationHyperparameters]
+"""Returns the sampling values that a request gets for those that it asks for; raises `ConfigError` to refuse it."""
 
 
 class InvalidRewardError(RewardError):
@@ -30,10 +32,25 @@ class LimitError(RolloutError):
 class Caller:
     """Whoever sends requests: the generator that answers and its default sampling values. Keeps no record."""
 
-    def __init__(self, engine: InferenceEngine, gconfig: GenerationHyperparameters) -> None:
-        self.engine, self.gconfig = engine, gconfig
+    def __init__(
+        self, engine: InferenceEngine, gconfig: GenerationHyperparameters, policy: SamplingPolicy | None = None
+    ) -> None:
+        self.engine, self.gconfig, self.policy = engine, gconfig, policy
+        self.overridden = 0  # answers requested whose sampling values the policy changed
         self.refusal: ConfigError | None = None  # the first request whose sampling values the trainer cannot replay
         self.unfinished = 0  # answers requested that neither finished nor failed, including canceled ones
+
+    def sampling(self, asked: GenerationHyperparameters) -> GenerationHyperparameters:
+        """Returns the values to sample with, by the policy if there is one; raises `ConfigError` where it refuses."""
+        if self.policy is None:
+            return asked
+        try:
+            granted = self.policy(asked)
+        except ConfigError as error:
+            self.refusal = self.refusal or error
+            raise
+        self.overridden += asked.n_samples * (granted != asked)
+        return granted
 
     def next_seed(self) -> int | None:
         """Returns the seed of the next answer; None leaves it to the engine."""
@@ -42,8 +59,15 @@ class Caller:
     def admit(self, answers: int) -> None:
         """Raises `LimitError` where this many further answers are not allowed."""
 
-    def record(self, completion: str, choice: int, response: ModelResponse) -> None:
-        """Records an answer; raises `UnusableAnswerError` for one that cannot be trained on."""
+    def record(
+        self,
+        completion: str,
+        choice: int,
+        response: ModelResponse,
+        gconfig: GenerationHyperparameters | None = None,
+    ) -> None:
+        """Records an answer sampled with `gconfig` (None: the caller's); raises `UnusableAnswerError` for one that
+        cannot be trained on."""
         check_answer(response)
 
 
@@ -57,6 +81,7 @@ class Interaction:
     completion: str  # the response's id
     choice: int  # index among its n answers
     response: ModelResponse = field(repr=False)
+    gconfig: GenerationHyperparameters = field(repr=False)  # with which it was sampled
     parent: Interaction | None = field(default=None, repr=False)
     children: list[Interaction] = field(default_factory=list, repr=False)
     reward: float | None = None
@@ -72,6 +97,21 @@ class Interaction:
             path.append(node)
             node = node.parent
         return path[::-1]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a server does whose sessions are trained.
+
+    Attributes:
+        finish: takes a session that is rated and over.
+        policy: decides on the sampling values of the sessions' requests.
+        needs_group: whether a session must be opened with a group.
+    """
+
+    finish: Callable[[Session], None]
+    policy: SamplingPolicy | None = None
+    needs_group: bool = False
 
 
 @dataclass
@@ -93,6 +133,7 @@ class Session(Caller):
     Args:
         seed: every answer's random stream derives from it and the answer's number; None leaves them to the engine.
         max_calls: answers recorded, at most.
+        policy: decides on the sampling values of requests; None grants all.
     """
 
     def __init__(
@@ -102,10 +143,12 @@ class Session(Caller):
         *,
         seed: int | None = None,
         max_calls: int = 1000,
+        policy: SamplingPolicy | None = None,
     ) -> None:
-        super().__init__(engine, gconfig)
+        super().__init__(engine, gconfig, policy)
         self.id = f"session-{secrets.token_hex(12)}"
         self.key = f"sk-{secrets.token_urlsafe(24)}"
+        self.group: str | None = None  # sessions of one group are compared with each other
         self.interactions: list[Interaction] = []
         self.active_requests, self.last_used = 0, time.monotonic()
         self._seed, self._n_seeds, self._max_calls = seed, 0, max_calls
@@ -121,12 +164,18 @@ class Session(Caller):
                 "are too many; export it and open another"
             )
 
-    def record(self, completion: str, choice: int, response: ModelResponse) -> None:
-        super().record(completion, choice, response)
+    def record(
+        self,
+        completion: str,
+        choice: int,
+        response: ModelResponse,
+        gconfig: GenerationHyperparameters | None = None,
+    ) -> None:
+        super().record(completion, choice, response, gconfig)
         self.admit(1)  # again: concurrent requests may have been recorded since this one was admitted
         prefixes = [node for node in self.interactions if response.input_tokens[: len(node.tokens)] == node.tokens]
         parent = max(reversed(prefixes), key=lambda node: len(node.tokens), default=None)
-        interaction = Interaction(completion, choice, response, parent)
+        interaction = Interaction(completion, choice, response, gconfig or self.gconfig, parent)
         if parent is not None:
             parent.children.append(interaction)
         self.interactions.append(interaction)
@@ -195,7 +244,9 @@ class Session(Caller):
                 credit[node] = (node.reward or 0.0) + (discount * sum(later) / len(later) if later else 0.0)
         for node in self.interactions:
             if node in credit:
-                yield Trajectory(TokenRecord.of_answer(node.response), credit[node], [node.place])
+                yield Trajectory(
+                    TokenRecord.of_answer(node.response, node.gconfig.temperature), credit[node], [node.place]
+                )
 
     def _branch_rows(self, discount: float) -> Iterator[Trajectory]:
         for branch in self._branches():
@@ -215,7 +266,7 @@ def _record_of(branch: list[Interaction]) -> TokenRecord:
     record = TokenRecord()
     for node in branch:
         record.observe(node.response.input_tokens[len(record.input_ids) :])
-        record.answer(node.response)
+        record.answer(node.response, node.gconfig.temperature)
     return record
 
 
@@ -247,12 +298,18 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def open(self, engine: InferenceEngine, gconfig: GenerationHyperparameters, seed: int | None = None) -> Session:
+    def open(
+        self,
+        engine: InferenceEngine,
+        gconfig: GenerationHyperparameters,
+        seed: int | None = None,
+        policy: SamplingPolicy | None = None,
+    ) -> Session:
         """Returns a new session; raises `LimitError` at the limit of open sessions."""
         self._close_idle()
         if len(self) >= self._max_open:
             raise LimitError(f"{self._max_open} sessions are open, as many as this server allows; close some")
-        session = Session(engine, gconfig, seed=seed, max_calls=self._max_calls)
+        session = Session(engine, gconfig, seed=seed, max_calls=self._max_calls, policy=policy)
         self._by_id[session.id] = self._by_key[session.key] = session
         return session
 

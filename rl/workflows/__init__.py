@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "agent": ("AgentWorkflow", "ProcessAgent", "resolve_agent"),
         "base": ("RolloutWorkflow",),
         "multi_turn": ("MultiTurnWorkflow",),
+        "online": ("OnlineWorkflow",),
         "resolve": ("WorkflowLike", "reads_raw_rows", "register_workflow", "resolve_workflow"),
         "rlvr": ("RLVRWorkflow",),
     },

@@ -16,15 +16,18 @@ from torch import Tensor
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
+from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.clients import http_client, require_package
-from archon.rl.episode_context import workflow_context
+from archon.rl.episode_context import EpisodeEngine, workflow_context
+from archon.rl.logprob_check import cut_fields
 from archon.rl.rewards.result import RewardFailure, RewardInvalid
-from archon.rl.trajectories import trajectory_tensors
+from archon.rl.trajectories import trajectory_tensors, with_temperatures
 from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.base import SamplingWorkflow
 from archon.schema.errors import ConfigError, RolloutError
 from archon.schema.lazy import import_dotted
 from archon.serve.sessions import ExportStyle, InvalidRewardError, Session, Trajectory
+from archon.serve.tool_calls import tool_format
 
 if TYPE_CHECKING:
     from archon.serve.server import AgentServer
@@ -81,7 +84,8 @@ class AgentWorkflow(SamplingWorkflow):
     The agent's `run` gets the row, `base_url` and `api_key` of a local server with OpenAI's protocols (Anthropic's
     clients need the URL without its /v1), and `http_client`, an `httpx.AsyncClient` for `AsyncOpenAI`. It runs on the
     trainer's event loop, which a blocking call would stop, generation included: use asynchronous clients, or
-    `ProcessAgent`. Sampling parameters that a request does not set are those of `gconfig`.
+    `ProcessAgent`. Sampling parameters that a request does not set are those of `gconfig`; those that it sets are
+    subject to `rollout.agent_sampling`, except in an evaluation.
 
     A number is the episode's reward, for each of its branches; a dictionary rewards the completions that it names. An
     agent that raises, times out or returns no finite number costs that sample, and is counted by kind. Answers that it
@@ -94,6 +98,8 @@ class AgentWorkflow(SamplingWorkflow):
         style: `concat` trains a conversation as one row, `individual` each answer as its own row.
         turn_discount: factor of the reward for each later answer, in (0, 1]; see `Session.export`.
         timeout_seconds: limit of one run of the agent.
+        tool_call_parser: name of the format in which the model calls tools, such as `hermes`; None: that of its chat
+            template.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class AgentWorkflow(SamplingWorkflow):
         style: ExportStyle = "concat",
         turn_discount: float = 1.0,
         timeout_seconds: float = 600.0,
+        tool_call_parser: str | None = None,
     ) -> None:
         if style not in ("individual", "concat") or not 0 < turn_discount <= 1 or not timeout_seconds > 0:
             raise ConfigError(
@@ -115,7 +122,8 @@ class AgentWorkflow(SamplingWorkflow):
         self.style: ExportStyle = style
         self.turn_discount = turn_discount
         self.timeout_seconds = timeout_seconds
-        self._serving = Serving(tokenizer)
+        tool_format(tokenizer, tool_call_parser)  # refuses an unknown name before the run starts
+        self._serving = Serving(tokenizer, tool_call_parser)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Returns one group of trajectory tensors, one or more rows per run. Runs that fail are dropped and counted.
@@ -134,7 +142,8 @@ class AgentWorkflow(SamplingWorkflow):
             runs_of_rows += [index] * len(outcome)
         if not rows:
             raise next(iter(workflow_context.get().first_errors.values()))
-        return trajectory_tensors([row.record for row in rows], [row.reward for row in rows], runs_of_rows)
+        group = trajectory_tensors([row.record for row in rows], [row.reward for row in rows], runs_of_rows)
+        return with_temperatures(group, [row.record for row in rows], self.gconfig.temperature)
 
     async def _run_one(
         self, engine: InferenceEngine, data: dict[str, Any], index: int, server: AgentServer, base_url: str
@@ -142,7 +151,8 @@ class AgentWorkflow(SamplingWorkflow):
         """Returns the trajectories of one run of the agent; a run that failed is counted and returns none."""
         workflow_context.enter_sample(index)
         one = self.gconfig.model_copy(update={"n_samples": 1})
-        session = server.sessions.open(engine, one, derive_seed(workflow_context.get().seed, index))
+        policy = engine.agent_sampling if isinstance(engine, EpisodeEngine) else None
+        session = server.sessions.open(engine, one, derive_seed(workflow_context.get().seed, index), policy)
         limit = asyncio.timeout(self.timeout_seconds)
         try:
             # The cost of a connection pool grows with the square of its connections, so each run has its own.
@@ -165,14 +175,24 @@ class AgentWorkflow(SamplingWorkflow):
             return []
         finally:
             server.sessions.close(session)
-        answered = len(session.interactions)
-        unrewarded = answered - len({place for row in rows for place in row.answers})
-        workflow_context.record(
-            agent_answers=answered,
-            agent_answers_unrewarded=unrewarded,
-            agent_answers_broken_off=session.unfinished,
-        )
+        record_session(session, rows)
         return rows
+
+
+def record_session(session: Session, rows: Sequence[Trajectory]) -> None:
+    """Records how many answers a session has, and how many of them were not trained or not as asked."""
+    answered = len(session.interactions)
+    counts = {
+        "answers": answered,
+        "answers_unrewarded": answered - len({place for row in rows for place in row.answers}),
+        "answers_broken_off": session.unfinished,
+    }
+    policy = session.policy
+    if isinstance(policy, SamplingPolicy) and policy.mode == "override":
+        counts["answers_overridden"] = session.overridden
+    elif isinstance(policy, SamplingPolicy) and policy.mode == "allow":
+        counts["answers_uncorrected"] = sum(bool(cut_fields(node.gconfig)) for node in session.interactions)
+    workflow_context.record(**{f"agent_{name}": count for name, count in counts.items()})
 
 
 def _kind(error: Exception) -> str:
@@ -209,8 +229,8 @@ def resolve_agent(agent: Agent | type[Agent] | str) -> Agent:
 class Serving:
     """A server that all running episodes share; it is closed when the last of them ends."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, tool_call_parser: str | None = None) -> None:
+        self._tokenizer, self._tool_call_parser = tokenizer, tool_call_parser
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
         self._users = 0
@@ -242,5 +262,6 @@ class Serving:
         # The requests are the trainer's own, so the limits are practically off.
         n = 1_000_000
         limits = Limits(body_bytes=1 << 30, sessions=n, calls_per_session=n, requests=n, session_idle_seconds=math.inf)
-        server = AgentServer(self._tokenizer, token=secrets.token_urlsafe(), limits=limits)
+        token, parser = secrets.token_urlsafe(), self._tool_call_parser
+        server = AgentServer(self._tokenizer, token=token, limits=limits, tool_call_parser=parser)
         return server, await server.start()

@@ -57,6 +57,9 @@ class RolloutWorkflow(ABC):
             by id, the parts of one trajectory (one trajectory each where `returns_group` is True).
         """
 
+    async def aclose(self) -> None:  # noqa: B027 (most hold nothing)
+        """Releases what the workflow holds; a run awaits it at its end, on the event loop of the episodes."""
+
     def with_gconfig(self, gconfig: GenerationHyperparameters) -> RolloutWorkflow:
         """Returns a copy that samples with `gconfig`. Raises `ConfigError` where the workflow has no such attribute."""
         if not hasattr(self, "gconfig"):

@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 
-from archon.serve.answer_text import (
-    AnswerParser,
-    Part,
-    StopStringFilter,
-    ToolCall,
-    ToolCallParser,
-    load_json,
-    parse_tool_call,
-)
+from archon.serve.answer_text import AnswerFormat, AnswerParser, StopStringFilter
+from archon.serve.tool_calls import HERMES, Part, ToolCall, hermes_calls, joined, load_json, valid_calls
 from tests.data.toy_tokenizers import toy_tokenizer
-from tests.serve.scripted import ASKS_WEATHER
+from tests.serve.scripted import ASKS_WEATHER, WEATHER
+
+TOOL: Any = {"type": "function", "function": WEATHER}
 
 
 def in_pieces(text: str, seed: int) -> list[str]:
@@ -27,15 +22,8 @@ def in_pieces(text: str, seed: int) -> list[str]:
 
 
 def read_tools(pieces: list[str]) -> list[Part]:
-    reader = ToolCallParser()
-    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
-    joined: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] = joined[-1] + part
-        else:
-            joined.append(part)
-    return joined
+    reader = HERMES.make({})
+    return list(joined([part for piece in pieces for part in reader.feed(piece)] + reader.finish()))
 
 
 ROME = ToolCall("weather", '{"place": "Rome", "days": 2}')
@@ -72,7 +60,7 @@ def test_tool_calls_are_the_same_in_whatever_pieces_they_come(text: str) -> None
 
 
 def test_text_is_given_as_soon_as_it_cannot_be_a_call() -> None:
-    reader = ToolCallParser()
+    reader = HERMES.make({})
     assert reader.feed("1 <") == ["1"]
     assert reader.feed(" 2") == [" < 2"]
     assert reader.feed("<tool_") == []
@@ -81,7 +69,7 @@ def test_text_is_given_as_soon_as_it_cannot_be_a_call() -> None:
 
 @pytest.mark.parametrize("body", ["[" * 100_000, "1e999", '{"name": "f", "arguments": {"x": 1e999}}', "null", "[]"])
 def test_what_is_no_call_is_none(body: str) -> None:
-    assert parse_tool_call(body) is None
+    assert valid_calls(hermes_calls, body, {}) == []
 
 
 def test_json_is_that_of_the_standard() -> None:
@@ -117,9 +105,10 @@ def test_a_stream_of_tokens_reads_as_the_whole_does(text: str) -> None:
     assert text.isascii() or any("\ufffd" in tokenizer.decode([token]) for token in tokens)
     logprobs = [-float(i) for i in range(len(tokens))]
     for tools in (False, True):
-        whole = AnswerParser(tokenizer, [], tools)
+        format = AnswerFormat() if tools else None
+        whole = AnswerParser(tokenizer, [], [TOOL], format=format)
         whole.finish(tokens, logprobs)
-        streamed = AnswerParser(tokenizer, [], tools)
+        streamed = AnswerParser(tokenizer, [], [TOOL], format=format)
         pieces = [piece for token, lp in zip(tokens, logprobs, strict=True) if (piece := streamed.feed(token, lp))]
         pieces.append(streamed.finish(tokens, logprobs))
         assert streamed.parts == whole.parts
@@ -133,13 +122,12 @@ def test_bytes_of_no_text_do_not_hold_a_stream_back() -> None:
     tokenizer = toy_tokenizer()
     token = tokenizer.convert_tokens_to_ids("Ġ")  # a space
     lone = next(i for i in range(len(tokenizer)) if tokenizer.decode([i]) == "\ufffd")
-    reader = AnswerParser(tokenizer, [], tools=False)
+    reader = AnswerParser(tokenizer, [])
     pieces = [reader.feed(lone, 0.0) for _ in range(40)]
     assert sum(piece is not None for piece in pieces) == 2
     assert reader.feed(token, 0.0) is not None
 
 
 def test_arguments_survive_json(tokenizer: Any) -> None:
-    call = parse_tool_call(json.dumps({"name": "f", "arguments": {"text": 'ö\n"', "n": [1, {"m": None}]}}))
-    assert call is not None
+    (call,) = hermes_calls(json.dumps({"name": "f", "arguments": {"text": 'ö\n"', "n": [1, {"m": None}]}}), {})
     assert json.loads(call.arguments) == {"text": 'ö\n"', "n": [1, {"m": None}]}

@@ -52,6 +52,64 @@ async def test_every_endpoint_answers(serve: Start, client: httpx.AsyncClient, p
     assert response.status_code == 200, response.text
 
 
+# What the newest SDKs may send besides, and what changes nothing of an answer.
+HINTS: dict[str, dict[str, Any]] = {
+    "/chat/completions": {
+        "user": "me",
+        "safety_identifier": "me",
+        "store": True,
+        "metadata": {"run": "1"},
+        "service_tier": "flex",
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "verbosity": None,
+        "modalities": ["text"],
+        "prediction": {"type": "content", "content": "2"},
+        "reasoning_effort": "none",
+        "logit_bias": {},
+        "chat_template_kwargs": {},
+    },
+    "/responses": {
+        "include": [],
+        "background": False,
+        "max_tool_calls": 3,
+        "top_logprobs": 0,
+        "conversation": None,
+        "parallel_tool_calls": False,
+        "store": False,
+        "metadata": {},
+        "user": "me",
+        "prompt_cache_key": "k",
+        "reasoning": {"effort": "none"},
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "truncation": "disabled",
+        "service_tier": "auto",
+    },
+    "/messages": {
+        "metadata": {"user_id": "me"},
+        "service_tier": "auto",
+        "thinking": {"type": "disabled"},
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    },
+}
+
+
+@pytest.mark.parametrize("path", HINTS)
+async def test_what_cannot_change_an_answer_is_accepted(
+    serve: Start, client: httpx.AsyncClient, tokenizer: Any, path: str
+) -> None:
+    answers = []
+    for hints in ({}, HINTS[path]):
+        scripted = Scripted(tokenizer, ["2"])
+        _, url = await serve(over=scripted)
+        response = await client.post(url + path, json=GOOD[path] | hints)
+        assert response.status_code == 200, response.text
+        (request,) = scripted.requests
+        answers.append((request.input_ids, request.gconfig))
+    assert answers[0] == answers[1]
+
+
 async def test_an_answer_is_the_generators_own(
     serve: Start, client: httpx.AsyncClient, engine: InProcessEngine, tokenizer: Any
 ) -> None:
@@ -186,7 +244,13 @@ BAD_BODIES: list[tuple[str, Any, str]] = [
     ("/completions", {"prompt": ["1"] * 100, "n": 100}, "are 10000 answers"),
     ("/completions", {"prompt": "1", "echo": True, "stream": True}, "echo is not streamed"),
     ("/completions", {"prompt": "1", "max_tokens": 0}, "max_tokens: got 0"),
-    ("/responses", {"input": [{"type": "reasoning"}]}, "reasoning"),
+    ("/chat/completions", CHAT | {"verbosity": "low"}, "verbosity: got 'low'"),
+    ("/chat/completions", CHAT | {"reasoning_effort": "high"}, "cannot switch thinking"),
+    ("/chat/completions", CHAT | {"chat_template_kwargs": {"enable_thinking": False}}, "no variable 'enable_thinking'"),
+    ("/chat/completions", CHAT | {"chat_template_kwargs": {"messages": []}}, "no variable 'messages'"),
+    ("/responses", {"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "encrypted_content"),
+    ("/responses", {"input": "1", "include": ["message.output_text.logprobs"]}, "include.0"),
+    ("/responses", {"input": "1", "background": True}, "background"),
     ("/responses", {"input": "1", "previous_response_id": "resp_1"}, "previous_response_id"),
     ("/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]}, "not JSON"),
     ("/messages", {"messages": USER}, "max_tokens: field required"),

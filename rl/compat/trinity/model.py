@@ -18,7 +18,7 @@ from archon.generation.record import TokenRecord, UnusableAnswerError, check_ans
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
 from archon.rl.compat.trinity.experience import Experience
-from archon.rl.episode_context import workflow_context
+from archon.rl.episode_context import EpisodeEngine, workflow_context
 from archon.schema.config import nearest
 from archon.schema.errors import ConfigError, RolloutError
 
@@ -73,7 +73,10 @@ class ModelWrapper:
         self._session: Session | None = None
         if endpoint is not None:
             one = gconfig.model_copy(update={"n_samples": 1})
-            self._session = endpoint[0].sessions.open(engine, one, derive_seed(self._seed, 0))
+            policy = engine.agent_sampling if isinstance(engine, EpisodeEngine) else None
+            if policy is not None and policy.mode == "allow":
+                policy = None  # experiences have no temperatures, so the trainer's check refuses other ones
+            self._session = endpoint[0].sessions.open(engine, one, derive_seed(self._seed, 0), policy)
             for client in self._clients:  # of a workflow that is used again
                 client.base_url, client.api_key = endpoint[1], self._session.key
         self._loop = asyncio.get_running_loop()

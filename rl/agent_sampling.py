@@ -1,0 +1,56 @@
+"""What training does with the sampling values that an agent asks for over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from archon.generation.types import GenerationHyperparameters
+from archon.rl.logprob_check import check_recomputable, cut_fields
+
+AgentSampling = Literal["override", "refuse", "allow"]
+
+
+class SamplingPolicy:
+    """Decides with which values an agent's requests are sampled in training; evaluations have no policy.
+
+    `override` samples with the trainer's values instead. `refuse` raises `ConfigError`, which ends the run. `allow`
+    samples as asked: the trainer computes its log-probabilities at the temperature of each answer, but it cannot
+    repeat top_p, top_k, greedy choices and min_tokens, whose answers are counted as uncorrected. A field that is
+    overridden or uncorrected is logged once.
+
+    Args:
+        mode: one of the three.
+        trained: the trainer's values.
+        log: is called with each line.
+    """
+
+    def __init__(self, mode: AgentSampling, trained: GenerationHyperparameters, log: Callable[[str], None]) -> None:
+        self.mode, self._trained, self._log = mode, trained, log
+        self._logged: set[str] = set()
+
+    def __call__(self, asked: GenerationHyperparameters) -> GenerationHyperparameters:
+        """Returns the values to sample with; raises `ConfigError` for those that are refused."""
+        trained = self._trained
+        if self.mode == "refuse":
+            check_recomputable(asked, trained.temperature)
+            return asked
+        cut = cut_fields(asked)
+        if self.mode == "allow":
+            for name in cut:
+                self._log_once(name, asked, "the logprobs of such answers cannot be corrected for it")
+            return asked
+        if asked.temperature != trained.temperature:
+            cut = ["temperature", *cut]
+        changes: dict[str, Any] = {name: getattr(trained, name) for name in cut}
+        for name, value in changes.items():
+            self._log_once(name, asked, f"training samples with {value}")
+        return asked.model_copy(update=changes) if changes else asked
+
+    def _log_once(self, name: str, asked: GenerationHyperparameters, effect: str) -> None:
+        if name not in self._logged:
+            self._logged.add(name)
+            self._log(
+                f"an agent asked for {name}={getattr(asked, name)}; {effect} (rollout.agent_sampling={self.mode}, out "
+                "of override, refuse and allow)"
+            )
