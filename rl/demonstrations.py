@@ -62,7 +62,7 @@ def with_demonstrations(
         added["prox_logprobs"] = added["logprobs"]
     if "ref_logprobs" in batch:
         added["ref_logprobs"] = score("ref_logprobs", added)
-    for name, value in {"advantages": 0.0, "policy_weights": 1.0}.items():
+    for name, value in {"advantages": 0.0, "policy_weights": 1.0, "temperatures": 0.0}.items():
         if name in batch:
             added[name] = torch.full(rows["input_ids"].shape, value, dtype=batch[name].dtype)
     both = [{**batch, "demonstrations": torch.zeros_like(batch["loss_mask"])}]

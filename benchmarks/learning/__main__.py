@@ -44,14 +44,16 @@ MEASURING = Lock()
 class Task:
     """One run: a configuration, and changes to it.
 
-    `measure`, where it is given, finds the held-out rewards of a run directory that has none in its metrics. `teacher`
-    makes the checkpoint `teacher` next to the run directory before the run, and one of random weights, `untaught`.
+    `module` has the command. `measure`, where it is given, finds the held-out rewards of a run directory that has none
+    in its metrics. `teacher` makes the checkpoint `teacher` next to the run directory before the run, and one of random
+    weights, `untaught`.
     """
 
     config: Path
     changes: tuple[str, ...] = ()
     control: tuple[str, ...] = SHUFFLED
     command: str = "rl"
+    module: str = "archon"
     measure: Callable[[Path], list[float]] | None = None
     teacher: Path | None = None
 
@@ -121,6 +123,7 @@ TASKS = {
         control=("teacher.path=${run_dir}/../untaught",),
         teacher=HERE / "teacher_bootstrap.yaml",
     ),
+    "online": Task(HERE / "online.yaml", module="benchmarks.learning.online"),
     "dpo": Task(
         HERE / "preferences.yaml",
         control=("train_data.split=shuffled",),
@@ -135,15 +138,15 @@ def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bo
     run_dir = folder / "run"
     started = time.monotonic()
 
-    def archon(command: str, config: Path, *changes: str) -> int:
-        call = [sys.executable, "-m", "archon", command, "--config", str(config), *changes]
+    def archon(command: str, config: Path, *changes: str, module: str = "archon") -> int:
+        call = [sys.executable, "-m", module, command, "--config", str(config), *changes]
         return subprocess.run(call, env={"OMP_NUM_THREADS": "1"} | os.environ, cwd=ROOT, check=False).returncode
 
     if task.teacher is not None and control:
         archon("bootstrap", task.teacher, f"path={folder / 'untaught'}", "warmup=null")
     elif task.teacher is not None:
         archon("bootstrap", task.teacher, f"path={folder / 'teacher'}")
-    code = archon(task.command, task.config, f"run_dir={run_dir}", *changes)
+    code = archon(task.command, task.config, f"run_dir={run_dir}", *changes, module=task.module)
     found = {"task": name, "control": control, "code": code, "seconds": round(time.monotonic() - started, 1)}
     if code != 0:
         return found | {"reached": False}
