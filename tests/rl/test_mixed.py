@@ -105,6 +105,7 @@ def experts(tmp_path: Path) -> dict[str, object]:
     return {"data": {"path": str(path)}, "per_step": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mix", "chord"])
 def test_a_run_learns_what_is_demonstrated(rl_config: MakeConfig, experts: dict[str, object], kind: str) -> None:
     """With μ = 1, rewards do not matter: the demonstrations' likelihood rises; a resumed run takes the next rows."""

@@ -117,6 +117,7 @@ def alone(rl_config: MakeConfig, tmp_path: Path) -> Callable[..., RLConfig]:
     return make
 
 
+@pytest.mark.slow
 def test_what_is_explored_is_trained_on_once_in_order_as_in_one_process(alone: Any, rl_config: Any, tmp_path) -> None:
     make_trainer(alone("explore")).train()
     buffer = ExperienceBuffer(tmp_path / "buffer.db")

@@ -217,6 +217,10 @@ class ModelWrapper:
         experience.response_text, experience.messages = messages[-1]["content"], list(messages)
         return experience
 
+    async def convert_messages_to_experience_async(self, messages: Sequence[dict[str, Any]]) -> Experience:
+        """Does the same as `convert_messages_to_experience`, awaited."""
+        return self.convert_messages_to_experience(messages)
+
     def _experience(self, record: TokenRecord, prompt_length: int) -> Experience:
         """Returns the experience of a record, and remembers the record by its tokens."""
         self._records[tuple(record.input_ids)] = record

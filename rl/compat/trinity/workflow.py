@@ -140,14 +140,29 @@ class Workflow:
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def process_messages_to_experience(
-        self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        reward: float,
+        info: dict[str, Any] | None = None,
+        truncate_status: str | None = None,
     ) -> Experience:
         """Returns a conversation with this run's model as one experience; the numbers of `info` are logged."""
         experience = self.model.convert_messages_to_experience(messages)
+        experience.truncate_status = experience.truncate_status or truncate_status
         experience.reward, experience.info = reward, info or {}
         numbers = {name: float(value) for name, value in experience.info.items() if isinstance(value, int | float)}
         experience.metrics.update(numbers)
         return experience
+
+    async def process_messages_to_experience_async(
+        self,
+        messages: list[dict[str, Any]],
+        reward: float,
+        info: dict[str, Any] | None = None,
+        truncate_status: str | None = None,
+    ) -> Experience:
+        """Does the same as `process_messages_to_experience`, awaited."""
+        return self.process_messages_to_experience(messages, reward, info, truncate_status)
 
 
 def is_awaited(kind: type[Workflow]) -> bool:
