@@ -26,6 +26,7 @@ from archon.rl.compat.trinity.config_keys import (
     TRAIN,
     WHOLE,
 )
+from archon.rl.compat.trinity.plugins import import_plugins
 from archon.rl.compat.trinity.workflow import REWARD_FUNCTIONS, WORKFLOWS
 from archon.rl.rewards import get_reward_fn
 from archon.schema.config import merge_sections, nearest
@@ -90,6 +91,7 @@ def translate(data: dict[str, Any], source: str = "config") -> dict[str, Any]:
     """
     if not {"buffer", "explorer"} & data.keys():
         return data
+    import_plugins()
     given = dict(_flatten({key: value for key, value in data.items() if key != "archon"}, "", source))
     known = [*SETTINGS, *OTHERS, *ONLY, *NO_EFFECT]
     config: dict[str, Any] = {}

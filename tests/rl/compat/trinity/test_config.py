@@ -367,6 +367,25 @@ def test_a_registered_name_alone_is_enough_in_python(rl_config: Any, tasks: Path
         assert len(batch.trajectories["rewards"].unique()) > 1
 
 
+def test_a_registered_name_alone_is_enough_in_a_file(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    lines = ("from archon.rl import WORKFLOWS, Workflow", '@WORKFLOWS.register_module("of_a_plugin")')
+    (plugins / "mine.py").write_text("\n".join((*lines, "class Mine(Workflow):", "    def run(self):", "        ...")))
+    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", str(plugins))
+    for _ in range(2):
+        config = translate(put(small, T + "default_workflow_type", "of_a_plugin"))
+        assert config["workflow_args"]["workflow"] == "of_a_plugin"
+    (plugins / "wrong.py").write_text("import nowhere_at_all")
+    with pytest.raises(ConfigError, match=r"wrong.py cannot be imported: ModuleNotFoundError"):
+        translate(small)
+    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", str(plugins / "nowhere"))
+    with pytest.raises(ConfigError, match="nowhere', which is no folder"):
+        translate(small)
+
+
 def test_archon_rl_refuses_an_unknown_key_in_one_line(trainable: dict[str, Any], run_rl: Any) -> None:
     code, errors = run_rl(trainable, "buffer.batchsize=3")
     assert code == 2 and "unknown key 'buffer.batchsize', did you mean 'buffer.batch_size'" in errors
