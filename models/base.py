@@ -221,7 +221,7 @@ class BaseArchonModel(nn.Module):
                 if getattr(module, name) is not None:
                     yield f"{prefix}.{name}", getattr(module, "parameter_initializers", {}).get(name, normal)
             if isinstance(module, GroupedExperts):
-                for name, _ in module.named_parameters():
+                for name, _ in module.named_parameters(recurse=False):
                     yield f"{prefix}.{name}", normal if name.startswith("w") else nn.init.zeros_
 
     def init_buffers(self, device: torch.device | str) -> None:

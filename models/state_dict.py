@@ -257,6 +257,10 @@ class BaseStateDictAdapter:
                 names[target.name].append(hf)
         return names
 
+    def hf_names(self, name: str) -> list[str]:
+        """Returns the Hugging Face names of the tensors that hold a parameter: a stacked one may lie in many."""
+        return self._hf_names[name]
+
     def convert_single_to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Returns (name, view) of a parameter's Hugging Face tensors; none for the head of a tied model.
 

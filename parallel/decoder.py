@@ -75,8 +75,8 @@ def parallelize_decoder(
     if compiled:
         apply_compile(decoder.layers, memory_budget=budget)
     decoder.tie_weights()
-    built_dtype = next(model.parameters()).dtype
-    if dims.world_size > 1 or param_dtype != built_dtype:
+    built_dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dims.world_size > 1 or built_dtypes != {param_dtype}:
         apply_fsdp(
             model,
             decoder.layers,
@@ -89,5 +89,5 @@ def parallelize_decoder(
             keep_gathered=dims.pp_enabled,
         )
     decoder.tie_weights()
-    logger.info("parallelized: compute %s, masters %s, compile %s", param_dtype, built_dtype, compiled)
+    logger.info("parallelized: compute %s, masters %s, compile %s", param_dtype, built_dtypes, compiled)
     return model

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from archon.parallel.comm import Group, all_to_all
@@ -84,3 +84,11 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh
                     )
                 placements.append(Shard(dim))
             shard_parameter(experts, weight, mesh, tuple(placements))
+        for matrix, adapter in (getattr(experts, "lora", None) or {}).items():
+            # a [E, r, in] is split with the columns of its matrix, b [E, out, r] with its rows.
+            split = "a" if matrix == "w2" else "b"
+            for part in ("a", "b"):
+                placements = [] if ep_mesh is None else [Shard(0)]
+                if etp_mesh is not None:
+                    placements.append(Replicate() if part != split else Shard(2 if part == "a" else 1))
+                shard_parameter(adapter, part, mesh, tuple(placements))

@@ -80,6 +80,10 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, treatment: Tr
         shard_parameter(module, "weight", mesh, (placement,))
     if bias is not None:
         shard_parameter(module, "bias", mesh, (placement if placement == Shard(0) else Replicate(),))
+    adapter = getattr(module, "lora", None)
+    if adapter is not None:  # a [r, in] is split with the columns of the weight, b [out, r] with its rows
+        shard_parameter(adapter, "a", mesh, (placement if placement == Shard(1) else Replicate(),))
+        shard_parameter(adapter, "b", mesh, (placement if placement == Shard(0) else Replicate(),))
 
 
 def _split_parameter(name: str, module: nn.Module, mesh: DeviceMesh, treatment: Treatment) -> None:

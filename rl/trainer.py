@@ -207,10 +207,11 @@ class RLTrainer(BaseTrainer):
                 self.runner.log(line)
 
     def export(self) -> None:
-        """Writes the policy as a Hugging Face checkpoint; with `verify_export`, compares its logits in transformers."""
+        """Writes the policy as a Hugging Face checkpoint, or its adapters as PEFT does; with `verify_export`, compares
+        its logits in transformers."""
         assert self.runner is not None
         path = self.runner.directory.export
-        self.engine.save(path)
+        self.engine.save(path, format=self.engine.export_format)
         if not self.config.verify_export:
             return
         documents = [encode_prompt(self.tokenizer, row) for row in self.prompts.rows[:8]]

@@ -111,15 +111,26 @@ def _copy_weights(model: BaseArchonModel, adapter: BaseStateDictAdapter, source:
             tensor.copy_(native[name])
 
 
-def checkpoint_digest(path: str | os.PathLike[str]) -> str:
-    """Returns a hash of a checkpoint's config and of its files' headers, as 16 hexadecimal digits.
+DIGEST_BYTES = 256
+"""Bytes of each tensor that `checkpoint_digest` reads."""
 
-    It distinguishes checkpoints of different models or layouts of files without reading their weights.
+
+def checkpoint_digest(path: str | os.PathLike[str]) -> str:
+    """Returns a hash of a checkpoint's config, its files' headers and the first bytes of each tensor, as 16 hexadecimal
+    digits.
+
+    It distinguishes checkpoints of different models, of different weights and of different layouts of files without
+    reading all of them.
     """
     with HFCheckpoint(path) as checkpoint:
         entries = sorted((key, str(e.dtype), e.shape, e.start, e.end) for key, e in checkpoint.entries.items())
-    config = json.dumps(read_hf_config(path), sort_keys=True)
-    return hashlib.sha256(f"{config} {entries}".encode()).hexdigest()[:16]
+        config = json.dumps(read_hf_config(path), sort_keys=True)
+        digest = hashlib.sha256(f"{config} {entries}".encode())
+        for key, *_, start, end in entries:
+            head = bytearray(min(end - start, DIGEST_BYTES))
+            checkpoint.files[key].read_into(memoryview(head), start, f"key {key!r}")
+            digest.update(head)
+    return digest.hexdigest()[:16]
 
 
 def materialize(model: nn.Module, device: str | torch.device) -> None:

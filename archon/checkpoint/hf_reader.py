@@ -29,6 +29,7 @@ from archon.checkpoint.safetensors_file import (
     fail,
 )
 from archon.checkpoint.tensor_reader import JobReader, RowDecoder, read_jobs
+from archon.models.lora import is_adapter
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.schema.errors import CheckpointError
@@ -238,7 +239,8 @@ def match_parameters(checkpoint: HFCheckpoint, model: nn.Module, adapter: BaseSt
 def loadable_tensors(model: nn.Module, adapter: BaseStateDictAdapter) -> dict[str, Tensor]:
     """Returns what a checkpoint fills of a model, by name: parameters, and the buffers that the adapter's map names."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in adapter.buffer_shapes}
-    return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
+    parameters = model.named_parameters()
+    return {name: parameter.detach() for name, parameter in parameters if not is_adapter(name)} | buffers
 
 
 def _check_stored(key: str, stored: StoredTensor, target: NativeTarget, expected: tuple[int, ...]) -> None:

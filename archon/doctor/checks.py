@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from archon.engine.engine import ArchonEngine
+from archon.models.lora import adapter_names
 from archon.parallel.collectives import layout_groups
 from archon.parallel.comm import Group, all_gather_replicated, all_reduce, all_to_all, reduce_scatter
 from archon.parallel.control_plane import ControlPlane
@@ -89,7 +90,7 @@ def self_test(dims: ArchonParallelDims, device: torch.device) -> list[str]:
 
 
 def inconsistencies(engine: ArchonEngine) -> list[str]:
-    """Returns a line for each region of a parameter or balancing bias whose replicas are not bitwise equal.
+    """Returns a line for each region of a parameter, adapter or balancing bias whose replicas are not bitwise equal.
 
     Replicas are ranks that hold the same region of the same parameter: data-parallel replicas, tensor-parallel ranks of
     an unsharded parameter, or the first and last stages of a pipeline with a tied matrix. A line names the ranks that
@@ -97,6 +98,7 @@ def inconsistencies(engine: ArchonEngine) -> list[str]:
     """
     names = sorted(engine.adapter.native_shapes)
     names += [f"layers.{layer}.moe.router.expert_bias" for layer in range(engine.args.n_layers)]
+    names += [part for matrix in engine.lora for part in adapter_names(matrix)]
     index = {name: number for number, name in enumerate(names)}
     if engine.adapter.is_tied:
         index["output.weight"] = index["tok_embeddings.weight"]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from archon.checkpoint.hf_io import materialize
 from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
+from archon.checkpoint.peft_adapter import require_peft_name
 from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
+from archon.models.lora import AdapterSize, Fill, adapter_sizes, add_adapters, initializers
 from archon.models.spec import ModelSpec, get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.fsdp import local_tensor, own_part
@@ -35,6 +37,7 @@ class Build:
     args: BaseModelArgs
     layout: ResolvedLayout
     device: torch.device
+    adapters: Mapping[str, AdapterSize] = field(default_factory=dict)
 
     @property
     def compute(self) -> torch.dtype:
@@ -44,13 +47,21 @@ class Build:
     @property
     def masters(self) -> torch.dtype:
         """The dtype of the weights: float32 or wider for training, else the computation's."""
-        return torch.promote_types(self.compute, torch.float32) if self.config.optimizer else self.compute
+        trained = self.config.optimizer and not self.adapters
+        return torch.promote_types(self.compute, torch.float32) if trained else self.compute
+
+    def whole_model(self) -> BaseArchonModel:
+        """Returns the model with all layers, unparallelized, on the meta device: weights frozen if it has adapters."""
+        with torch.device("meta"):
+            model = self.spec.model_class(self.args).to(self.masters)
+            if self.adapters:
+                add_adapters(model, self.adapters, torch.promote_types(self.compute, torch.float32))
+        return model
 
     def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
         """Returns the materialized model with undefined weights; `remove` deletes what this rank does not hold."""
         config = self.config
-        with torch.device("meta"):
-            model = self.spec.model_class(self.args).to(self.masters)
+        model = self.whole_model()
         remove(model)
         self.spec.parallelize_fn(
             model,
@@ -78,25 +89,27 @@ class Build:
 
     def load_weights(self, model: BaseArchonModel | StagedModel, adapter: BaseStateDictAdapter) -> None:
         """Initialize the weights that the config wants fresh, all or a new score head; load the others."""
+        gpus = [self.device] if self.device.type == "cuda" else []
         if self.config.init_from_scratch or adapter.init_score:
-            gpus = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
                 # DTensor warns that random numbers on CPU meshes may differ between ranks; each rank draws all of them.
                 warnings.filterwarnings("ignore", message="DTensor random operators")
                 torch.manual_seed(self.config.seed)
-                self._init_weights(model, adapter.is_tied)
+                self._init_weights(model, self.whole_model().initializers(), adapter.is_tied)
         if not self.config.init_from_scratch:
             load_hf_weights(model, adapter, self.config.path)
+        if self.config.lora is not None:
+            with torch.random.fork_rng(devices=gpus):
+                torch.manual_seed(self.config.lora.seed)
+                self._init_weights(model, initializers(self.whole_model(), self.config.lora.init), tied=False)
 
     @torch.no_grad()
-    def _init_weights(self, model: BaseArchonModel | StagedModel, tied: bool) -> None:
+    def _init_weights(self, model: BaseArchonModel | StagedModel, fills: Iterable[Fill], tied: bool) -> None:
         """Initialize weights independently of the layout: every rank draws all of them and keeps its parts."""
-        with torch.device("meta"):
-            whole = self.spec.model_class(self.args)
-        shapes = dict(whole.named_parameters(remove_duplicate=False))
+        shapes = dict(self.whole_model().named_parameters(remove_duplicate=False))
         own = dict(model.named_parameters())
-        for name, fill in whole.initializers():
-            drawn = torch.empty(shapes[name].shape, dtype=next(iter(own.values())).dtype)
+        for name, fill in fills:
+            drawn = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
             fill(drawn)
             aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and tied else {name}
             for parameter in (own[alias].detach() for alias in aliases & own.keys()):
@@ -125,18 +138,21 @@ def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) 
 
 
 def require_exportable(config: EngineConfig, name: str) -> None:
-    """Raise ConfigError for a model whose export, at the end of a run, would lack balancing biases.
+    """Raise ConfigError for a model whose export, at the end of a run, would lack balancing biases or adapters.
 
     A family whose checkpoints store a bias for each router exports those that `router_bias_update_rate` has moved.
 
     Args:
         name: the section of the run's configuration that holds `config`.
     """
-    if not config.router_bias_update_rate:
-        return
     hf_config = read_hf_config(config.path)
     spec = get_model_spec(hf_config["model_type"])
     adapter = spec.state_dict_adapter_class(hf_config, str(config.path), is_critic=config.is_critic)
+    if config.lora is not None and config.lora.path is None:
+        for matrix in adapter_sizes(adapter, config.lora):
+            require_peft_name(adapter, matrix)
+    if not config.router_bias_update_rate:
+        return
     with torch.device("meta"):
         moved = expert_biases(spec.model_class(replace(adapter.args, balance_by_bias=True)))
     if moved.keys() - adapter.buffer_shapes.keys():

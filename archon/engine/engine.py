@@ -15,6 +15,7 @@ from archon.checkpoint.hf_export import require_zero_expert_biases, save_hf_dist
 from archon.checkpoint.hf_io import checkpoint_digest
 from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state
+from archon.checkpoint.peft_adapter import load_adapter, read_sizes, save_adapter
 from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
 from archon.engine import heap
@@ -39,6 +40,7 @@ from archon.models.args import BaseModelArgs
 from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
+from archon.models.lora import AdapterSize, adapter_sizes, is_adapter, with_adapters
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
@@ -53,7 +55,7 @@ from archon.parallel.resolve import ResolvedLayout, resolve_layout
 from archon.schema.config import EngineConfig, OptimizerConfig
 from archon.schema.errors import CheckpointError, ConfigError
 
-SaveFormat = Literal["hf", "native"]
+SaveFormat = Literal["hf", "native", "peft"]
 
 
 class ArchonEngine:
@@ -76,6 +78,7 @@ class ArchonEngine:
     device: torch.device
     layout: ResolvedLayout
     ranks: Ranks
+    lora: dict[str, AdapterSize]
     optimizer: Optimizer | None
     scheduler: LRSchedule | None
 
@@ -121,16 +124,17 @@ class ArchonEngine:
             config, args.sizes, self.device.type, supports_gathered=supports_gathered(config.attn_type)
         )
         dims = self.parallel_dims
-        build = Build(config, spec, args, self.layout, self.device)
+        self.adapter = spec.state_dict_adapter_class(
+            hf_config, str(config.path), is_critic=config.is_critic, init_score=bool(config.init_score)
+        )
+        self.lora = self._adapter_sizes()
+        build = self._build = Build(config, spec, args, self.layout, self.device, self.lora)
         backend = resolve_backend(config.attn_type, self.device, build.compute)
         if config.optimizer:
             check_schedule(config.scheduler, total_steps)
         join_process_group(dims.world_size, self.device.type, config.timeout_s)
         if config.deterministic:
             use_deterministic_algorithms(self.device)
-        self.adapter = spec.state_dict_adapter_class(
-            hf_config, str(config.path), is_critic=config.is_critic, init_score=bool(config.init_score)
-        )
         self.ranks = Ranks.of(dims)
         tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type)
         self.spec, self.args = spec, args
@@ -157,10 +161,18 @@ class ArchonEngine:
         self.stall_watch = StallWatch(config.stall_s)
         weakref.finalize(self, self.stall_watch.end)
         build.load_weights(self.model, self.adapter)
+        if config.lora is not None and config.lora.path is not None:
+            load_adapter(config.lora.path, self.model, self.adapter, self.lora)
         self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
         if self.optimizer is not None and config.optimizer is not None:
             self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
+
+    def _adapter_sizes(self) -> dict[str, AdapterSize]:
+        lora = self.config.lora
+        if lora is None:
+            return {}
+        return adapter_sizes(self.adapter, lora) if lora.path is None else read_sizes(lora.path, self.adapter)
 
     @property
     def parallel_dims(self) -> ArchonParallelDims:
@@ -266,14 +278,31 @@ class ArchonEngine:
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yields (native name, whole tensor) of every parameter, tied ones once, in the masters' dtype, and of every
-        balancing bias; sharded ones are gathered in buckets of `bucket_bytes`, at least one tensor each."""
-        own, biases = dict(self.model.named_parameters()), expert_biases(self.model)
+        balancing bias; sharded ones are gathered in buckets of `bucket_bytes`, at least one tensor each.
+
+        Adapters are added to the copies of their matrices that are yielded.
+        """
+        weights = self._base_weights(bucket_bytes)
+        yield from with_adapters(weights, dict(self.adapter_weights()), self.lora) if self.lora else weights
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (native name, whole tensor) of every adapter's a and b; none for a model without adapters."""
+        own = {name: parameter for name, parameter in self.model.named_parameters() if is_adapter(name)}
+        if not isinstance(self.model, StagedModel):
+            yield from whole_tensors(own.items())
+        elif self.lora:
+            whole = {name: p for name, p in self._build.whole_model().named_parameters() if is_adapter(name)}
+            shapes, dtype = {name: tuple(p.shape) for name, p in whole.items()}, next(iter(whole.values())).dtype
+            yield from staged_tensors(own, shapes, self.ranks.pp, dtype, self.device)
+
+    def _base_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        own = {name: parameter for name, parameter in self.model.named_parameters() if not is_adapter(name)}
+        biases = expert_biases(self.model)
         if not isinstance(self.model, StagedModel):
             yield from whole_tensors(own.items(), bucket_bytes)
             yield from biases.items()
             return
-        with torch.device("meta"):
-            all_biases = expert_biases(self.spec.model_class(self.args))
+        all_biases = expert_biases(self._build.whole_model())
         # A tied head is not among the adapter's shapes; it is the embedding.
         shapes, dtype = self.adapter.native_shapes, next(iter(own.values())).dtype
         yield from staged_tensors(own, shapes, self.ranks.pp, dtype, self.device, bucket_bytes)
@@ -289,6 +318,23 @@ class ArchonEngine:
         stored = self.adapter.stored_shapes
         yield from self.adapter.export((name, x) for name, x in self.weights(bucket_bytes=0) if name in stored)
 
+    @property
+    def export_format(self) -> SaveFormat:
+        """What a run leaves at its end: `peft` for a model with adapters, else `hf`."""
+        return "peft" if self.lora else "hf"
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal where a native checkpoint is loaded: `model_fingerprint`; with adapters also their sizes
+        and a hash of the base's files."""
+        model = model_fingerprint(self.args)
+        if not self.lora:
+            return model
+        sizes = {name: [size.rank, size.alpha, size.rslora] for name, size in self.lora.items()}
+        fresh = self.config.init_from_scratch
+        base = f"fresh weights of seed {self.config.seed}" if fresh else checkpoint_digest(self.config.path)
+        return {**model, "adapters": sizes, "base": base}
+
     def save(
         self,
         path: str | os.PathLike[str],
@@ -300,8 +346,9 @@ class ArchonEngine:
 
         Args:
             format: `hf` exports a Hugging Face checkpoint from any layout: shards, index, config and tokenizer, written
-                by rank 0 alone, one shard in memory at a time. `native` saves this engine's state below `path` (see
-                `archon.checkpoint.native`): each rank writes its part, and any layout can load it.
+                by rank 0 alone, one shard in memory at a time, with adapters merged. `peft` exports the adapters alone
+                in PEFT's format. `native` saves this engine's state below `path` (see `archon.checkpoint.native`):
+                each rank writes its part, and any layout can load it.
             asynchronous: for `native`: copy to the CPU, and write in the background. Errors are raised by the next save
                 or by `wait_for_saves`.
             dtype: of an `hf` export, by default the masters'.
@@ -310,12 +357,15 @@ class ArchonEngine:
             if dtype is not None:
                 raise ConfigError(f"format='native' keeps every dtype; dtype={dtype} belongs to format='hf'")
             state = {"engine": self.state_dict()}
-            self.saver.save(path, self.step, state, None, model_fingerprint(self.args), asynchronous=asynchronous)
+            self.saver.save(path, self.step, state, None, self.fingerprint, asynchronous=asynchronous)
             return
-        if format != "hf":
-            raise ConfigError(f"format must be 'hf' or 'native', got {format!r} (what was 'dcp' is 'native')")
+        if format not in ("hf", "peft"):
+            raise ConfigError(f"format must be 'hf', 'peft' or 'native', got {format!r} (what was 'dcp' is 'native')")
         if asynchronous:
             raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
+        if format == "peft":
+            save_adapter(path, self.adapter, self.lora, dict(self.adapter_weights()), base=self.config.path)
+            return
         carry = False if self._loaded_from is None else self._loaded_from
         save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype, carry=carry)
 
@@ -337,7 +387,7 @@ class ArchonEngine:
                 if name not in self.adapter.buffer_shapes:
                     bias.zero_()
             return
-        with open_state(folder, model_fingerprint(self.args)) as (_, state):
+        with open_state(folder, self.fingerprint) as (_, state):
             load_model_state(self.model, state["engine"]["model"], self._known_names(), any_dtype=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,8 +438,7 @@ class ArchonEngine:
         """Returns the names in a state of the whole model; none where this rank holds all layers."""
         if isinstance(self.model, BaseArchonModel):
             return []
-        with torch.device("meta"):
-            return list(model_state(self.spec.model_class(self.args)))
+        return list(model_state(self._build.whole_model()))
 
     def offload(self) -> None:
         """Free the device: drop gradients, move parameters and optimizer state to the CPU.

@@ -136,9 +136,9 @@ class PipelineRunner:
             return
         named = dict(self.model.named_parameters())
         own = [named[name] for name in ("tok_embeddings.weight", "output.weight") if name in named]
-        if not own:
-            return
         grads = [local_tensor(p.grad) for p in own if p.grad is not None]
+        if not grads:  # of another stage, or frozen
+            return
         total = torch.stack(grads).sum(0)
         if self._tied_ranks.size > 1:
             dist.all_reduce(total, group=self._tied_ranks.process_group)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from archon.checkpoint.safetensors_file import LazyTensor, full_region
 from archon.checkpoint.state_tree import Shard, select_region
 from archon.models.layers.moe import expert_biases
+from archon.models.lora import is_adapter
 from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.pipeline import StagedModel
 from archon.schema.errors import CheckpointError
@@ -104,8 +105,10 @@ def load_optimizer_state(
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of a model's state by name."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()} | expert_biases(model)
+    """Returns the tensors of a model's state by name: of a model with adapters theirs alone."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    adapters = {name: tensor for name, tensor in parameters.items() if is_adapter(name)}
+    return adapters or parameters | expert_biases(model)
 
 
 def _source(model: nn.Module, name: str) -> str:

@@ -166,6 +166,38 @@ class ActivationCheckpointConfig(StrictModel):
         return cls.parse({"mode": mode, mode: detail} if detailed else {"mode": name}, source="a recompute policy")
 
 
+class LoRAConfig(StrictModel):
+    """Low-rank adapters on frozen weights, with PEFT's names and meanings."""
+
+    rank: int = Field(16, ge=1, description="rank of the adapters")
+    alpha: float = Field(32.0, gt=0, description="an adapter counts alpha / rank times")
+    targets: list[str] | str = Field(
+        "all-linear",
+        description="all-linear (experts included, without routers, embedding and head), or names of the checkpoint's "
+        "modules, such as q_proj or layers.3.mlp.down_proj",
+    )
+    rank_pattern: dict[str, int] = Field(default_factory=dict, description="ranks of modules by name, in PEFT's form")
+    alpha_pattern: dict[str, float] = Field(default_factory=dict, description="alphas of modules by name, likewise")
+    rslora: bool = Field(False, description="an adapter counts alpha / sqrt(rank) times")
+    init: Literal["zero", "gaussian", "random"] = Field(
+        "zero",
+        description="zero: a is uniform as a linear layer's weight, b zero, so that training begins at the base; "
+        "gaussian: a is normal of deviation 1 / rank, b zero; random: both are uniform",
+    )
+    seed: int = Field(0, ge=0, description="of the adapters' first values")
+    path: str | None = Field(None, description="folder of an adapter in PEFT's format, to begin with in place of these")
+
+    @model_validator(mode="after")
+    def _check_path(self) -> LoRAConfig:
+        fresh = self.model_dump(exclude_defaults=True).keys() - {"path"}
+        if self.path is not None and fresh:
+            raise ValueError(
+                f"{', '.join(sorted(fresh))} is of a fresh adapter, and path = {self.path!r} names one that has its "
+                "own; give one of them"
+            )
+        return self
+
+
 class PipelineConfig(StrictModel):
     """How a layout with p > 1 splits the model into stages and schedules them."""
 
@@ -205,6 +237,7 @@ class EngineConfig(StrictModel):
         "float32", description="compute dtype; masters and optimizer state are float32 at least"
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
+    lora: LoRAConfig | None = Field(None, description="train adapters on frozen weights in place of all weights")
     context_parallel: Literal["auto"] | ContextParallelKind = Field(
         "auto",
         description="how c ranks share attention: ulysses splits the heads, allgather the queries; auto: ulysses where "
@@ -265,6 +298,17 @@ class EngineConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _check_lora(self) -> EngineConfig:
+        if self.lora is not None and self.is_critic:
+            raise ValueError("lora adapts a model with a language-model head, and is_critic is true; set lora to null")
+        if self.lora is not None and self.router_bias_update_rate:
+            raise ValueError(
+                f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases of the base, which lora "
+                "freezes; set it to 0, or lora to null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_router_bias(self) -> EngineConfig:
         if self.router_bias_update_rate and self.optimizer is None:
             raise ValueError(
@@ -290,15 +334,17 @@ def derived_engine(model: EngineConfig, changes: Mapping[str, Any], source: str)
 
 
 def derived_critic(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
-    """Returns `derived_engine` with a value head, which starts fresh unless `changes` say `init_score: false`."""
+    """Returns `derived_engine` with a value head, which starts fresh unless `changes` say `init_score: false`, and
+    without the model's adapters."""
     if changes.get("is_critic") is False:
         raise ConfigError(f"{source}.is_critic is false, and this model is a critic; leave it out")
-    return derived_engine(model, {"init_score": True, **changes, "is_critic": True}, source)
+    return derived_engine(model, {"init_score": True, "lora": None, **changes, "is_critic": True}, source)
 
 
 def derived_reference(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
-    """Returns `derived_engine` without an optimizer and without what moves weights or biases after a step."""
-    return derived_engine(model, {**changes, "optimizer": None, "router_bias_update_rate": 0.0}, source)
+    """Returns `derived_engine` without an optimizer, without what moves weights or biases after a step, and without
+    adapters: the reference of a model with adapters is its base."""
+    return derived_engine(model, {"lora": None, **changes, "optimizer": None, "router_bias_update_rate": 0.0}, source)
 
 
 def require_folder(file: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
-from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
+from archon.checkpoint.native import agree_on_latest, open_state
 from archon.checkpoint.state_tree import read_all
 from archon.data import RowLoader
 from archon.engine.build import resolve_device
@@ -145,7 +145,7 @@ class BaseTrainer:
         if folder is None:
             runner.log(f"resume=true, and {runner.directory.path} holds no checkpoint: the run begins at step 0")
         else:
-            with open_state(folder, model_fingerprint(self.engine.args)) as (step, state):
+            with open_state(folder, self.engine.fingerprint) as (step, state):
                 self.engine.load_state_dict(state.pop("engine"))
                 if self.critic is not None:
                     if "critic" not in state:
@@ -178,7 +178,7 @@ class BaseTrainer:
             self.step,
             state,
             self.config.checkpoint.keep,
-            model_fingerprint(self.engine.args),
+            self.engine.fingerprint,
             asynchronous=asynchronous,
         )
         self._saved_step = self.step
@@ -187,7 +187,7 @@ class BaseTrainer:
         """Save, and export the model, after the last step."""
         assert self.runner is not None
         self.save()
-        self.engine.save(self.runner.directory.export)
+        self.engine.save(self.runner.directory.export, format=self.engine.export_format)
 
 
 def join_processes(config: Config, model: EngineConfig) -> Config:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from archon.models.layers.lora import LowRank
 from archon.models.layers.matmul import linear
 from archon.parallel.comm import Group, local, reduce_scatter
 
@@ -37,6 +38,7 @@ class Linear(nn.Linear):
     Attributes:
         heads: number of heads that the rows of the weight form; tensor parallelism shards by heads.
         rows: the rows that this rank uses of a replicated weight with fewer heads than ranks.
+        lora: the layer's adapter.
     """
 
     tp: Group | None = None
@@ -48,6 +50,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.role: Role = role
         self.heads = heads
+        self.lora: LowRank | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [T, out] for x [T, in].
@@ -60,9 +63,12 @@ class Linear(nn.Linear):
             weight = weight[self.rows]
             bias = None if bias is None else bias[self.rows]
         if self.tp is not None and self.role == "row":
-            out = reduce_scatter(linear(x, weight), self.tp)
+            out = reduce_scatter(self._adapted(linear(x, weight), x), self.tp)
             return out if bias is None else out + bias
-        return linear(x, weight, bias)
+        return self._adapted(linear(x, weight, bias), x)
+
+    def _adapted(self, out: Tensor, x: Tensor) -> Tensor:
+        return out if self.lora is None else out + self.lora(x, self.rows)
 
 
 class Embedding(nn.Embedding):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated, get_activation
 from archon.models.layers.linear import Linear, Role
+from archon.models.layers.lora import LowRank
 from archon.models.layers.spec import FeedForwardSpec
 from archon.parallel.comm import Group, all_gather, all_reduce, all_reduce_replicated, local, reduce_scatter
 from archon.parallel.expert import ExpertParallel
@@ -210,7 +211,7 @@ class GroupedExperts(nn.Module):
 
     With `expert_biases` b1, b2 and b3 [E, out] are the biases of w1, w2 and w3. `etp` shards w1, w3, b1, b3 and the
     columns of w2 by hidden features, so that the ranks' outputs are terms of a sum, and b2 by its features, so that
-    each is in one of these terms.
+    each is in one of these terms. `lora` has the adapters of w1, w2 and w3 by their names.
     """
 
     role: Role = "experts"
@@ -218,6 +219,7 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, dim: int, spec: ExpertsLayer) -> None:
         super().__init__()
+        self.lora: nn.ModuleDict | None = None
         n_experts, hidden_dim = spec.n_experts, spec.hidden_dim
         self.n_experts, self.dim = n_experts, dim
         act = spec.hidden_act
@@ -231,9 +233,9 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Returns [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert."""
-        gate, up = (grouped_linear(x, local(w), counts) for w in (self.w1, self.w3))
+        gate, up = (self._product(x, matrix, counts) for matrix in ("w1", "w3"))
         if self.b1 is None:
-            return grouped_linear(gated(self.act, gate, up), local(self.w2), counts)
+            return self._product(gated(self.act, gate, up), "w2", counts)
         experts = torch.arange(counts.shape[0], device=counts.device)
         experts = experts.repeat_interleave(counts, output_size=x.shape[0])
         hidden = gated(self.act, _add_rows(gate, local(self.b1), experts), _add_rows(up, local(self.b3), experts))
@@ -242,7 +244,19 @@ class GroupedExperts(nn.Module):
         if self.etp is not None:
             start = self.etp.rank * out_bias.shape[1]
             out_bias = F.pad(out_bias, (start, self.dim - start - out_bias.shape[1]))
-        return _add_rows(grouped_linear(hidden, local(self.w2), counts), out_bias, experts)
+        return _add_rows(self._product(hidden, "w2", counts), out_bias, experts)
+
+    def _product(self, x: Tensor, matrix: str, counts: Tensor) -> Tensor:
+        """Returns the rows x [N, in] times their experts' matrix, with its adapter if it has one: [N, out]."""
+        out = grouped_linear(x, local(getattr(self, matrix)), counts)
+        if self.lora is None or matrix not in self.lora:
+            return out
+        adapter = self.lora[matrix]
+        assert isinstance(adapter, LowRank)
+        a, b = local(adapter.a), local(adapter.b)
+        if missing := -a.shape[1] % (16 // x.element_size()):  # a grouped product takes rows of 16 bytes
+            a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
+        return out + grouped_linear(grouped_linear(x, a, counts) * adapter.scale, b, counts)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.w1.shape)}"

@@ -277,6 +277,7 @@ def whole_gradients(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The engine's gradients of every parameter, gathered as PyTorch does by itself, and its metrics."""
     found, metrics = engine.gradients(rows, loss_fn, loss_token_count, temperature, whole=False)
-    missing = dict(engine.model.named_parameters()).keys() - found.keys()
+    trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+    missing = trained ^ found.keys()
     assert not missing, f"{sorted(missing)} have no gradient"
     return {name: full_tensor(grad) for name, grad in found.items()}, metrics

@@ -30,7 +30,7 @@ from tests.distributed.cases import (
 from tests.distributed.shared_moe import register
 
 TEMPERATURE = 0.8
-COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss")
+COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss", "lora")
 
 
 def reference_key(case: Case) -> tuple[object, ...]:
@@ -52,11 +52,14 @@ def run_reference(case: Case, folder: Path) -> None:
     register()
     plain = Case("d1", case.model, case.dtype, case.critic, _shared(case))
     path = write_config(folder / "config", case.model)
-    engine = ArchonEngine(engine_config(plain, path, "d1", init_from_scratch=True, seed=3))
+    engine = ArchonEngine(engine_config(plain, path, "d1", init_from_scratch=True, seed=3, lora=None))
     engine.initialize()
     for name in engine.adapter.buffer_shapes:  # fresh biases of routers are 0
         engine.model.get_buffer(name).normal_(std=0.2, generator=torch.Generator().manual_seed(7))
     engine.save(folder / "checkpoint")
+    if case.config.get("lora"):
+        engine = ArchonEngine(engine_config(plain, str(folder / "checkpoint"), "d1"))
+        engine.initialize()
     found = measure(engine, case, data_of(0), _shares(case))
     if not case.config.get("router_aux_loss_coef"):
         found |= train(engine, case, 0, 1)
@@ -104,7 +107,9 @@ def train(engine: ArchonEngine, case: Case, rank: int, ranks: int) -> dict[str, 
     for step in range(STEPS):
         engine.train_batch(rows_of(data_of(step), rank, ranks), loss_of(case), loss_token_count, TEMPERATURE)
         engine.step_lr_scheduler()
-    return {f"weight.{name}": tensor.clone() for name, tensor in engine.weights()}
+    changed = [(name, tensor) for name, tensor in engine.weights() if not engine.lora or name in engine.lora]
+    weights = {f"weight.{name}": tensor.clone() for name, tensor in changed}
+    return weights | {f"adapter.{name}": tensor.clone() for name, tensor in engine.adapter_weights()}
 
 
 def run_case(case: Case, folder: str) -> dict[str, float]:
@@ -143,10 +148,15 @@ def check_shards(engine: ArchonEngine) -> None:
     for name, parameter in engine.model.named_parameters():
         held, whole = local_tensor(parameter).numel(), parameter.numel()
         expert = ".experts." in name and "shared" not in name
-        model_ways = dims.ep * dims.etp if expert else dims.tp
+        # Of an adapter one part is split by the model's layout, as its matrix is: a of row products, else b.
+        is_row = ".wo." in name or ".w2." in name
+        whole_part = ".lora." in name and name.endswith(".b" if is_row else ".a")
+        model_ways = dims.ep * (1 if whole_part else dims.etp) if expert else dims.tp
         few = "attention.wk." in name or "attention.wv." in name
         few_keys = any(f"delta_net.{part}." in name for part in ("wq", "wk", "q_conv", "k_conv"))
-        if not expert and (parameter.ndim < 2 or "router" in name or "score" in name):
+        if not expert and whole_part:
+            model_ways = 1
+        elif not expert and (parameter.ndim < 2 or "router" in name or "score" in name):
             model_ways = dims.tp if ".wq.bias" in name or name.endswith((".sinks", ".A_log", ".dt_bias")) else 1
         elif few_keys or few:
             heads = engine.args.delta_key_heads if few_keys else engine.args.n_kv_heads

@@ -387,5 +387,27 @@ EXPERTS: tuple[Case, ...] = (
     _pipeline("p2", "1f1b", "tied_partly_rotated", activation_checkpoint=FULL),
 )
 
-BLOCKS += DELTA + EXPERTS
+# Adapters on frozen weights. Both parts of each begin as random numbers, so that both have a gradient; the classic
+# mistakes, a sum over ranks that is missing or taken twice, show in the weights after several steps as well.
+LORA = {"lora": {"rank": 3, "alpha": 5.0, "init": "random"}}
+ADAPTED: tuple[Case, ...] = (
+    _case("d2", "tied", **LORA),
+    _case("t2", "dense", "an adapter's part that every rank has whole", **LORA),
+    _case("t4", "few_kv", "adapters of key heads that ranks share", **LORA),
+    _case("t4", "biased", "adapters of row products with biases", **LORA),
+    _case("c2", "dense", context_parallel="allgather", **LORA),
+    _case("c2t2", "tied", context_parallel="ulysses", **LORA),
+    _pipeline("p2", "1f1b", "tied", "a tied matrix without a gradient", **LORA),
+    _pipeline("p2t2", "interleaved_1f1b", activation_checkpoint=FULL, **LORA),
+    _case("r2d2", "dense", compile=True, gradient_reduction="per_microbatch", **LORA),
+    _case("d2", "moe", **LORA),
+    _case("t2", "moe", **LORA),
+    _case("d2e2", "moe", "adapters of the experts of a rank", **LORA),
+    _case("(attn:d2t2|ffn:d1t2e2)", "moe", "adapters of experts split by hidden features", **LORA),
+    _case("(attn:d1t2|ffn:d1t2)", "sinks", "adapters of experts with biases", **LORA),
+    _case("t2", "latent", **LORA),
+    _case("t2", "delta", **LORA),
+)
+
+BLOCKS += DELTA + EXPERTS + ADAPTED
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

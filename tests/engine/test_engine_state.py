@@ -309,7 +309,7 @@ def test_save_refuses_what_it_does_not_do(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     with pytest.raises(ConfigError, match="format='native' keeps every dtype"):
         engine.save(tmp_path / "out", format="native", dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="format must be 'hf' or 'native', got 'gguf'"):
+    with pytest.raises(ConfigError, match="format must be 'hf', 'peft' or 'native', got 'gguf'"):
         engine.save(tmp_path / "out", format="gguf")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="asynchronous=True needs format='native'"):
         engine.save(tmp_path / "out", asynchronous=True)

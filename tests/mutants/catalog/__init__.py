@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.catalog import (
+    adapters,
     advantages,
     attention,
     checkpoints,
@@ -26,7 +27,7 @@ from tests.mutants.catalog import (
 from tests.mutants.mutant import Mutant
 
 ROOMS = (
-    attention, latents, delta_nets, experts, layers, head, configs, weights, layouts, engine, checkpoints, quantized,
-    dcp, generation, training, rollouts, advantages, losses, update,
+    attention, latents, delta_nets, experts, layers, head, adapters, configs, weights, layouts, engine, checkpoints,
+    quantized, dcp, generation, training, rollouts, advantages, losses, update,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -30,8 +30,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the bias of a row product is added on every tensor rank",
         "models/layers/linear.py",
-        "out = reduce_scatter(linear(x, weight), self.tp)\n            return out if bias is None else out + bias",
-        "return reduce_scatter(linear(x, weight, bias), self.tp)",
+        "out = reduce_scatter(self._adapted(linear(x, weight), x), self.tp)\n"
+        "            return out if bias is None else out + bias",
+        "return reduce_scatter(self._adapted(linear(x, weight, bias), x), self.tp)",
         (f"{MATRIX}[biased-t4-float64]",),
     ),
     Mutant(

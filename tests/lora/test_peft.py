@@ -1,0 +1,226 @@
+"""Adapters as PEFT's: the real `peft` loads what archon writes, archon loads what it writes, both compute the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from archon.check.oracle import hf_model, random_config
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.schema.config import EngineConfig
+from archon.schema.errors import CheckpointError, ConfigError
+from tests.engine.tiny import sft_batch
+
+FAMILIES = ("llama", "qwen2", "qwen3", "olmo3", "granite", "smollm3", "gemma3_text")
+TOLERANCE = 1e-5
+TOKENS = torch.arange(3, 40)
+
+
+def base_of(model_type: str, folder: Path, **fields: Any) -> Path:
+    """A checkpoint that transformers wrote, of 128 tokens or more."""
+    torch.manual_seed(0)
+    hf_model(random_config(3, model_type, vocab_size=128, **fields)).save_pretrained(folder)
+    return folder
+
+
+def engine_of(base: Path, **options: Any) -> ArchonEngine:
+    engine = ArchonEngine(EngineConfig.parse({"path": str(base), "device": "cpu"} | options))
+    engine.initialize()
+    return engine
+
+
+def logits_of(engine: ArchonEngine) -> Tensor:
+    ends = torch.tensor([0, len(TOKENS)], dtype=torch.int32)
+    with torch.no_grad():
+        return engine.whole_model(TOKENS, torch.arange(len(TOKENS)), ends, len(TOKENS))
+
+
+def theirs(base: Path, adapter: Path | None = None) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def their_logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS[None]).logits[0]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_peft_computes_with_archons_adapter_what_archon_does(model_type: str, tmp_path: Path) -> None:
+    base = base_of(model_type, tmp_path / "base")
+    lora = {
+        "rank": 4,
+        "alpha": 6,
+        "init": "random",
+        "rslora": model_type == "qwen3",
+        "rank_pattern": {"q_proj": 8, "layers.0.mlp.down_proj": 2},
+        "alpha_pattern": {"o_proj": 3},
+    }
+    engine = engine_of(base, lora=lora, optimizer={"lr": 1e-3})
+    engine.train_batch(sft_batch(), CrossEntropyLoss(), loss_token_count)
+    engine.save(tmp_path / "adapter", "peft")
+    ours = logits_of(engine)
+    assert difference(their_logits(theirs(base)), ours) > 0.05
+    assert difference(their_logits(theirs(base, tmp_path / "adapter")), ours) <= TOLERANCE
+    engine.save(tmp_path / "merged")
+    assert difference(their_logits(theirs(tmp_path / "merged")), ours) <= TOLERANCE
+    again = engine_of(base, lora={"path": str(tmp_path / "adapter")})
+    assert torch.equal(logits_of(again), ours)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_archon_computes_with_pefts_adapter_what_peft_does(model_type: str, tmp_path: Path) -> None:
+    base = base_of(model_type, tmp_path / "base")
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=7,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        rank_pattern={"v_proj": 3},
+        alpha_pattern={"down_proj": 2},
+        use_rslora=model_type == "llama",
+        init_lora_weights=False,
+        lora_dropout=0.1,
+    )
+    model = peft.get_peft_model(theirs(base), config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    engine = engine_of(base, lora={"path": str(tmp_path / "adapter")})
+    assert {size.rank for size in engine.lora.values()} == {3, 4}
+    assert difference(logits_of(engine), their_logits(model)) <= TOLERANCE
+
+
+def test_ranks_and_scales_of_patterns_are_pefts(tmp_path: Path) -> None:
+    base = base_of("llama", tmp_path / "base")
+    fields: dict[str, Any] = {
+        "rank_pattern": {"q_proj": 8, r"layers\.[1-9]\.mlp\.down_proj": 2, "proj": 3},
+        "alpha_pattern": {"o_proj": 3.0, "layers.0.mlp.up_proj": 9.0, "up_proj": 1.0},
+    }
+    engine = engine_of(base, lora={"rank": 4, "alpha": 6, **fields})
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", **fields)
+    layers = peft.get_peft_model(theirs(base), config).base_model.model.named_modules()
+    expected = {name: (x.r["default"], x.scaling["default"]) for name, x in layers if hasattr(x, "lora_A")}
+    found = {engine.adapter.hf_names(name)[0].removesuffix(".weight"): size for name, size in engine.lora.items()}
+    assert {name: (size.rank, size.scale) for name, size in found.items()} == expected
+    assert len({*expected.values()}) > 4
+
+
+def test_gradients_and_a_step_are_pefts(tmp_path: Path) -> None:
+    base = base_of("llama", tmp_path / "base")
+    engine = engine_of(base, lora={"rank": 4, "init": "random"}, optimizer={"lr": 1e-2, "weight_decay": 0.1})
+    engine.save(tmp_path / "adapter", "peft")
+    model = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapter", is_trainable=True)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    batch = {"input_ids": TOKENS[None], "attention_mask": torch.ones(1, len(TOKENS), dtype=torch.bool)}
+    batch["loss_mask"] = batch["attention_mask"].long()
+    for _ in range(2):
+        metrics = engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+        loss = model(TOKENS[None], labels=TOKENS[None]).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.save(tmp_path / "trained", "peft")
+    written = load_file(tmp_path / "trained" / "adapter_model.safetensors")
+    expected = {name.replace(".default.", "."): p.detach() for name, p in trained.items()}
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(written[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base, and an adapter of it."""
+    folder = tmp_path_factory.mktemp("adapter")
+    base = base_of("llama", folder / "base")
+    engine_of(base, lora={"rank": 2}).save(folder / "adapter", "peft")
+    return base, folder / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"use_dora": True}, "use_dora is True, which archon does not have; expected it to be off"),
+        ({"bias": "all"}, "bias is 'all', which archon does not have"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which archon does not have"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; expected 'LORA'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changed the base's weights"),
+        ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow is 3, which archon does not have"),
+        ({"r": 4}, "has rank 2, and adapter_config.json says 4"),
+        ({"r": "2"}, "r is '2'; expected a positive number"),
+        ({"lora_alpha": -1}, "lora_alpha is -1; expected a positive number"),
+        ({"rank_pattern": {"q_proj": 5}}, "has rank 2, and adapter_config.json says 5"),
+        ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; expected positive numbers by names of modules"),
+    ],
+)
+def test_a_config_that_cannot_be_honored_is_refused(
+    adapter: tuple[Path, Path], tmp_path: Path, fields: dict[str, Any], complaint: str
+) -> None:
+    base, folder = adapter
+    config = json.loads((folder / "adapter_config.json").read_text()) | fields
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=complaint):
+        engine_of(base, lora={"path": str(tmp_path)})
+
+
+KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda x: x.pop(KEY), f"key {KEY!r} is missing"),
+        (lambda x: x.update({"odd": x[KEY].clone()}), "key 'odd' is no adapter of a linear layer"),
+        (lambda x: x.update({KEY: x[KEY][:, 1:].clone()}), r"has shapes .* expected \[r, "),
+        (lambda x: x.update({KEY: x[KEY] * float("nan")}), "has values that are not finite"),
+        (lambda x: x.update({KEY: x[KEY].long()}), "expected a matrix of floating-point numbers"),
+        (
+            lambda x: [x.update({key.replace("layers.0", "layers.99"): x.pop(key)}) for key in [*x] if ".0." in key],
+            "which is none of this model's linear layers; of another model?",
+        ),
+        (lambda x: x.clear(), "it holds no tensors"),
+    ],
+)
+def test_tensors_of_another_adapter_are_refused(
+    adapter: tuple[Path, Path], tmp_path: Path, change: Any, complaint: str
+) -> None:
+    base, folder = adapter
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_bytes((folder / "adapter_config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=complaint):
+        engine_of(base, lora={"path": str(tmp_path)})
+
+
+def test_a_pickle_is_never_read(adapter: tuple[Path, Path], tmp_path: Path) -> None:
+    base, folder = adapter
+    (tmp_path / "adapter_config.json").write_bytes((folder / "adapter_config.json").read_bytes())
+    (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(CheckpointError, match=r"adapter_model.bin is a pickle, which is never read"):
+        engine_of(base, lora={"path": str(tmp_path)})
+
+
+def test_targets_that_match_nothing_are_named(adapter: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"lora\.targets has 'query', which is none of this model's linear layers"):
+        engine_of(adapter[0], lora={"targets": ["q_proj", "query"]})
+
+
+def test_a_path_and_a_fresh_adapter_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="rank is of a fresh adapter, and path = 'x' names one that has its own"):
+        EngineConfig.parse({"path": "base", "lora": {"path": "x", "rank": 3}})

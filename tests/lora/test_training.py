@@ -1,0 +1,140 @@
+"""Training of adapters: the base stays as it is, checkpoints hold adapters alone, and a resumed run is the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from archon.checkpoint.hf_io import checkpoint_digest, load_model
+from archon.checkpoint.safetensors_file import SafetensorsFile
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.schema.config import EngineConfig
+from archon.schema.errors import CheckpointError, ConfigError
+from tests.engine.tiny import make_engine, sft_batch
+
+LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two checkpoints of the same sizes."""
+    folder = tmp_path_factory.mktemp("bases")
+    for seed in (0, 1):
+        make_engine(folder / f"made{seed}", seed=seed).save(folder / str(seed))
+    return str(folder / "0"), str(folder / "1")
+
+
+def engine_of(base: str, **options: Any) -> ArchonEngine:
+    defaults: dict[str, Any] = {"path": base, "device": "cpu", "lora": LORA, "optimizer": {"lr": 1e-2}}
+    engine = ArchonEngine(EngineConfig.parse(defaults | options))
+    engine.initialize()
+    return engine
+
+
+def train(engine: ArchonEngine, steps: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        batch = sft_batch(seed=step % 2)
+        losses.append(engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)["loss"])
+    return losses
+
+
+def test_a_fresh_adapter_changes_nothing_and_training_changes_it_alone(bases: tuple[str, str]) -> None:
+    engine = engine_of(bases[0])
+    base = dict(load_model(bases[0]).named_parameters())
+    whole = dict(engine.weights())
+    assert whole.keys() == base.keys()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in base.items())
+    losses = train(engine, 12)
+    assert losses[-2] < losses[0] - 0.3 and losses[-1] < losses[1] - 0.3
+    frozen = {name: p for name, p in engine.model.named_parameters() if not p.requires_grad}
+    assert frozen.keys() == base.keys()
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in base.items())
+    assert len(engine.optimizer.state) == 2 * len(engine.lora)  # type: ignore[union-attr]
+
+
+def test_weights_that_are_pushed_or_exported_have_the_adapters_added(bases: tuple[str, str], tmp_path: Path) -> None:
+    engine = engine_of(bases[0], lora=LORA | {"init": "random"})
+    tensors, parameters = dict(engine.weights()), dict(engine.model.named_parameters())
+    a, b = (parameters[f"layers.1.feed_forward.w2.lora.{part}"] for part in "ab")
+    expected = parameters["layers.1.feed_forward.w2.weight"] + 2.0 * b @ a
+    torch.testing.assert_close(tensors["layers.1.feed_forward.w2.weight"], expected)
+    engine.save(tmp_path / "merged")
+    merged = dict(load_model(tmp_path / "merged").named_parameters())
+    assert all(torch.equal(merged[name], tensor) for name, tensor in tensors.items())
+
+
+def test_experts_adapters_are_added_to_their_matrices(tmp_path: Path) -> None:
+    """Of rank 3, which a grouped product takes padded, against the same model with merged weights."""
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    make_engine(tmp_path / "made", hf=experts | {"norm_topk_prob": True}).save(tmp_path / "base")
+    engine = engine_of(str(tmp_path / "base"), lora={"rank": 3, "alpha": 5.0, "init": "random"})
+    engine.save(tmp_path / "merged")
+    merged = engine_of(str(tmp_path / "merged"), lora=None, optimizer=None)
+    batch = sft_batch()
+    torch.testing.assert_close(engine.forward_batch(batch), merged.forward_batch(batch), rtol=1e-5, atol=1e-6)
+    base = engine_of(str(tmp_path / "base"), lora=None, optimizer=None)
+    assert (base.forward_batch(batch) - merged.forward_batch(batch)).abs().max() > 0.01
+
+
+def test_a_bfloat16_base_stays_bfloat16_and_its_adapters_are_float32(bases: tuple[str, str]) -> None:
+    engine = engine_of(bases[0], dtype="bfloat16")
+    dtypes = {p.requires_grad: p.dtype for p in engine.model.parameters()}
+    assert dtypes == {False: torch.bfloat16, True: torch.float32}
+    train(engine, 1)
+    assert engine.optimizer is not None
+    moments = [moment["exp_avg"] for moment in engine.optimizer.state.values()]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+
+
+def test_a_checkpoint_holds_adapters_alone_and_a_resumed_run_is_the_same(
+    bases: tuple[str, str], tmp_path: Path
+) -> None:
+    engine = engine_of(bases[0])
+    train(engine, 3)
+    engine.save(tmp_path / "native", format="native")
+    files = list((tmp_path / "native").rglob("*.safetensors"))
+    names = {name for file in files for name in SafetensorsFile(file).entries}
+    assert names and not any("tok_embeddings" in name or name.endswith("wq.weight") for name in names)
+    rest = train(engine, 3, first=3)
+    from archon.checkpoint.native import find_checkpoint, open_state
+
+    other = engine_of(bases[0])
+    folder = find_checkpoint(tmp_path / "native")
+    assert folder is not None
+    with open_state(folder, other.fingerprint) as (_, state):
+        other.load_state_dict(state["engine"])
+    assert train(other, 3, first=3) == rest
+    ours, theirs = dict(engine.adapter_weights()), dict(other.adapter_weights())
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("options", [{"lora": LORA | {"rank": 2}}, {"lora": LORA | {"alpha": 9.0}}, {"path": 1}])
+def test_a_checkpoint_of_another_base_or_size_is_refused(
+    bases: tuple[str, str], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    engine = engine_of(bases[0])
+    engine.save(tmp_path, format="native")
+    if "path" in options:
+        options = {"path": bases[1]}
+    assert checkpoint_digest(bases[0]) != checkpoint_digest(bases[1])
+    with pytest.raises(CheckpointError):
+        engine_of(bases[0], **options).load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"is_critic": True}, "lora adapts a model with a language-model head"),
+        ({"router_bias_update_rate": 0.1}, "moves biases of the base, which lora freezes"),
+        ({"lora": {"rank": 0}}, "input should be greater than or equal to 1"),
+        ({"lora": {"dropout": 0.1}}, "unknown key 'dropout'"),
+    ],
+)
+def test_what_adapters_cannot_be_is_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        EngineConfig.parse({"path": "base", "lora": LORA} | options)
