@@ -60,6 +60,9 @@ _.TextEnv
 _.VALID_DATASETS
 _.auxiliary_model_wrappers
 _.can_reset
+_.convert_messages_to_experience_async
+_.process_messages_to_experience_async
+_.trust_remote_code
 _.eid
 _.forward_with_entropy
 _.fsdp_enabled
