@@ -60,7 +60,7 @@ _IMAGES = "the text alone; a warning says how many rows had images"
 _OWN_CONFIG = "with archon's keys, which rl/README.md lists next to AReaL's"
 _ONE_RUN = "a run is one program under torchrun: there are no controllers, schedulers or servers to start"
 _RANKS = "the engine does this for every layout; nothing is called by hand"
-_LORA = "LoRA is not trained here"
+_LORA = "an adapter has no versions of its own; the engine counts those of the weights"
 
 NAMES: tuple[Name, ...] = (
     # -- areal, areal.trainer
@@ -138,7 +138,7 @@ NAMES: tuple[Name, ...] = (
         "areal.reward",
         "MathVerifyWorker get_math_verify_worker",
         f"{_HERE}.rewards",
-        r"only a `\\boxed{…}` is an answer",
+        r"only a `\boxed{…}` is an answer",
     ),
     *works("areal.reward", "gsm8k_reward_fn geometry3k_reward_fn clevr_count_70k_reward_fn", f"{_HERE}.rewards"),
     *missing("areal.reward", "if_gap_reward_fn", "write it as a reward of your own"),

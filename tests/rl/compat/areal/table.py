@@ -5,7 +5,6 @@ python -m tests.rl.compat.areal.table
 
 from __future__ import annotations
 
-from itertools import groupby
 from pathlib import Path
 
 from archon.rl.compat.areal.names import NAMES, Name
@@ -24,7 +23,10 @@ def row(name: Name) -> str:
 def table() -> str:
     """Returns the tables of all modules."""
     lines: list[str] = []
-    for module, names in groupby(NAMES, key=lambda name: name.path.rpartition(".")[0]):
+    modules: dict[str, list[Name]] = {}
+    for name in NAMES:
+        modules.setdefault(name.path.rpartition(".")[0], []).append(name)
+    for module, names in modules.items():
         title = f"`{module}`" if module.startswith("areal") else module
         lines += [f"| {title} | | where it is, or what to write | |", "|---|---|---|---|", *map(row, names), ""]
     return "\n".join(lines)
