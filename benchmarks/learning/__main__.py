@@ -118,7 +118,7 @@ TASKS = {
         (
             *("algorithm.preset=distill", "algorithm.kl.coef=0", "algorithm.zero_variance_groups=keep"),
             *("teacher.path=${run_dir}/../teacher", "gconfig.n_samples=1", "rollout.prompts_per_step=128"),
-            *("total_steps=150", "evaluation.every=50", "checkpoint.every=0"),
+            *("total_steps=100", "evaluation.every=25", "checkpoint.every=0"),
         ),
         control=("teacher.path=${run_dir}/../untaught",),
         teacher=HERE / "teacher_bootstrap.yaml",
