@@ -110,7 +110,7 @@ TASKS = {
         HERE / "walking.yaml",
         (
             *("workflow=benchmarks.learning.walking.StepByStep", "algorithm.preset=step_wise_grpo"),
-            "algorithm.advantage=step_wise_grpo",
+            *("algorithm.advantage=step_wise_grpo", "total_steps=60"),
         ),
     ),
     "distillation": Task(

@@ -144,6 +144,11 @@ def of_objective(
     update = PolicyUpdate(engine, engine, config, critic=used, teacher=teacher, temperature=0.8, max_new_tokens=6)
     with steps_undone(policy=engine, critic=used) as found:
         prepared, measured = update.prepare(batch, step=0)
+        if config.policy_loss.uses_demonstrations:
+            given = trajectories(seed=9, n=2)
+            rows = {name: given[name] for name in ("input_ids", "attention_mask", "loss_mask")}
+            prepared, mixed = update.mix(prepared, rows, step=0)
+            measured |= mixed
         metrics = measured | update.train(prepared, step=0)
     return metrics, found
 
