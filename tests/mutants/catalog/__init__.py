@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.catalog import (
     adapters,
     advantages,
+    agents,
     attention,
     checkpoints,
     configs,
@@ -28,6 +29,6 @@ from tests.mutants.mutant import Mutant
 
 ROOMS = (
     attention, latents, delta_nets, experts, layers, head, adapters, configs, weights, layouts, engine, checkpoints,
-    quantized, dcp, generation, training, rollouts, advantages, losses, update,
+    quantized, dcp, generation, training, rollouts, agents, advantages, losses, update,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

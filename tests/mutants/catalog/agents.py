@@ -1,0 +1,54 @@
+"""Mistakes in what agents ask for, write and rate."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+SAMPLING = "tests/rl/test_agent_sampling.py"
+FORMATS = "tests/serve/test_tool_formats.py"
+ONLINE = "tests/serve/test_online.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "an override keeps the temperature that an agent asked for",
+        "rl/agent_sampling.py",
+        'cut = ["temperature", *cut]',
+        "cut = [*cut]",
+        (f"{SAMPLING}::test_an_override_samples_as_if_nothing_was_asked_and_says_so_once_a_field",),
+    ),
+    Mutant(
+        "answers of any temperature are trained at the run's",
+        "archon/engine/batch.py",
+        'return self["temperatures"].masked_fill(self["temperatures"] == 0, default)',
+        "return default",
+        (f"{SAMPLING}::test_what_is_allowed_is_trained_at_the_temperature_of_each_answer",),
+    ),
+    Mutant(
+        "a session of any age is trained",
+        "rl/workflows/online.py",
+        "if oldest < engine.version - self._max_age:",
+        "if oldest < -self._max_age:",
+        (f"{ONLINE}::test_a_session_of_old_weights_is_dropped_and_counted",),
+    ),
+    Mutant(
+        "a group is trained as soon as one of its sessions is rated",
+        "rl/workflows/online.py",
+        "if len(self._waiting[name]) == size:",
+        "if len(self._waiting[name]) <= size:",
+        (f"{ONLINE}::test_a_group_is_trained_once_all_its_sessions_are_rated",),
+    ),
+    Mutant(
+        "an argument of text that looks like a number becomes one",
+        "archon/serve/tool_calls.py",
+        'if set(kinds) == {"string"}:',
+        "if not kinds:",
+        (f"{FORMATS}::test_a_template_names_its_format_and_its_calls_are_read_back",),
+    ),
+    Mutant(
+        "what is no valid call loses the marks around it",
+        "archon/serve/tool_calls.py",
+        "self._add_text(parts, self._space + self._open + before + self._close)",
+        "self._add_text(parts, before)",
+        (f"{FORMATS}::test_what_is_no_valid_call_stays_the_text_that_it_is",),
+    ),
+)
