@@ -43,7 +43,11 @@ MARKS = {
     "deepseek_v3": ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"],
     "hermes": ["<tool_call>", "</tool_call>"],
 }
-CASES = [(name, template) for name, templates in families.TEMPLATES.items() for template in templates]
+CASES = [
+    pytest.param(name, template, id=f"{name}-{number}")
+    for name, templates in families.TEMPLATES.items()
+    for number, template in enumerate(templates)
+]
 
 
 def family(template: str, special: list[str] | None = None) -> Any:
@@ -100,7 +104,7 @@ def test_a_template_names_its_format_and_its_calls_are_read_back(name: str, temp
             assert not [part for part in found if isinstance(part, str) and part.strip()]
 
 
-@pytest.mark.parametrize(("name", "template"), [case for case in CASES if case[0] != "llama3_json"])
+@pytest.mark.parametrize(("name", "template"), [case for case in CASES if case.values[0] != "llama3_json"])
 def test_text_before_a_call_is_text(name: str, template: str) -> None:
     text = said(family(template), {"content": "Let me see.", "tool_calls": calls_of(ARGUMENTS[0])})
     found = read(name, pieces(text, None))
