@@ -7,7 +7,7 @@ import json
 import re
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -48,7 +48,7 @@ def load_config(
     line for YAML that cannot be read, an override that is not `key=value`, an interpolation that leads nowhere, an
     unknown key (naming the nearest valid one) and a value of the wrong type.
     """
-    choices = [key for key, field, _ in _fields(schema, None, "") if _alternatives(field) is not None]
+    choices = [key for key, field, _ in _fields(schema, None, "", off=True) if _alternatives(field) is not None]
     named, source = read_values(file, overrides, choices), _source(file)
     values = translate(named, source) if translate else named
     _anchor_paths(schema, values, file, overrides)
@@ -209,8 +209,30 @@ def config_command(schema: str) -> type[TyperCommand]:
 
 
 def field_lines(schema: type[BaseModel]) -> Iterator[str]:
-    """Yields `key = default`, then type and description, for every field of `schema` and of what it contains."""
-    for key, field, default in _fields(schema, None, ""):
+    """Yields `key = default`, then type and description, for every field of `schema` and of what it contains.
+
+    Sections that are null unless given follow at the end, those of one class once.
+    """
+    shown: dict[type[BaseModel], str] = {}
+    sections = [("", schema)]
+    for prefix, section in sections:
+        if prefix:
+            yield f"\n{prefix}, where it is given:"
+        if (first := shown.setdefault(section, prefix)) != prefix:
+            yield f"  fields as those of {first}"
+            continue
+        fields = list(_fields(section, None, f"{prefix}." if prefix else ""))
+        yield from _lines(fields)
+        for key, field, _ in fields:
+            if (inner := _nested(field)) is not None:
+                if _is_off(field):
+                    sections.append((key, inner))
+                else:
+                    shown.setdefault(inner, key)
+
+
+def _lines(fields: Iterable[tuple[str, FieldInfo, Any]]) -> Iterator[str]:
+    for key, field, default in fields:
         if (methods := _alternatives(field)) is not None:
             names = [name for kinds in methods.values() for name in kinds]
             kind, default = f"[{' | '.join(names)} | a dotted path] ", default.kind
@@ -221,13 +243,22 @@ def field_lines(schema: type[BaseModel]) -> Iterator[str]:
 
 
 def leaves(schema: type[BaseModel]) -> list[str]:
-    """Returns the keys that `--help` shows with a value of their own: every section expanded once, and of a choice
-    between methods the choice and the settings of all of them."""
-    return [key for key, field, _ in _fields(schema, None, "") if _alternatives(field) or not _nested(field)]
+    """Returns the keys of what a configuration has unless it adds sections: every section expanded once, one that is
+    null unless given as itself, and of a choice between methods the choice and the settings of all of them."""
+    fields = _fields(schema, None, "")
+    return [key for key, field, _ in fields if _alternatives(field) or _is_off(field) or not _nested(field)]
 
 
-def _fields(schema: type[BaseModel], parent: BaseModel | None, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yields dotted key, field and default (`PydanticUndefined` when required), depth first.
+def _is_off(field: FieldInfo) -> bool:
+    """Returns whether a field is a section that is null unless given."""
+    return field.default is None and _nested(field) is not None
+
+
+def _fields(
+    schema: type[BaseModel], parent: BaseModel | None, prefix: str, *, off: bool = False
+) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Yields dotted key, field and default (`PydanticUndefined` when required), depth first; what is in a section that
+    is null unless given only with `off`.
 
     `parent` is the default of what holds the fields: its values come before those of its class.
     """
@@ -236,8 +267,8 @@ def _fields(schema: type[BaseModel], parent: BaseModel | None, prefix: str) -> I
         yield prefix + name, field, default
         if (methods := _alternatives(field)) is not None:
             yield from _settings(methods, f"{prefix}{name}.")
-        elif (inner := _nested(field)) is not None:
-            yield from _fields(inner, default if isinstance(default, inner) else None, f"{prefix}{name}.")
+        elif (inner := _nested(field)) is not None and (off or not _is_off(field)):
+            yield from _fields(inner, default if isinstance(default, inner) else None, f"{prefix}{name}.", off=off)
 
 
 def _settings(methods: Alternatives, prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:

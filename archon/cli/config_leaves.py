@@ -2,8 +2,9 @@
 
     python -m archon.cli.config_leaves
 
-Every section is expanded once; a choice between methods counts as the choice and the settings of all methods; a mapping
-over another section's fields, such as `ref`, counts as one.
+Every section is expanded once; one that is null unless given, such as `eval_data`, counts as one, and the help has its
+fields at the end; a choice between methods counts as the choice and the settings of all methods; a mapping over another
+section's fields, such as `ref`, counts as one.
 """
 
 from __future__ import annotations

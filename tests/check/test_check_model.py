@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from archon.check.card import read_card
-from archon.check.contracts import CONTRACTS
+from archon.check.contracts import CONTRACTS, check_family
 from archon.check.decoding import NEW_TOKENS, check_decoding, prompts
 from archon.check.family import LINE_BUDGETS, load_families
 from archon.check.random_configs import draw_fields
@@ -208,3 +208,10 @@ def test_a_new_field_changes_no_other_draw() -> None:
     same = ("num_attention_heads", "head_dim", "hidden_size", "vocab_size", "rope_parameters", "attention_bias")
     assert [drawn[name] for name in same] == [more[name] for name in same]
     assert draw_fields(5, "qwen3", head_dim=32)["head_dim"] == 32
+
+
+def test_a_family_whose_default_config_is_senseless_is_counted_by_a_drawn_one() -> None:
+    """GLM-4.5's default in transformers rotates 21 of the 42 features of a head."""
+    [checked] = load_families("glm4_moe")
+    [finding] = check_family(checked, only=["parameters"])
+    assert finding.passed and "by a drawn config, since the default is refused" in finding.text

@@ -110,8 +110,9 @@ def test_help_shows_every_field_with_its_default_and_meaning():
         "      [integer, >= 1] optimizer steps",
     ]
     assert "  optimizer.lr = 0.5" in table, "the default of the whole comes before the part's own"
-    assert "  reference = null" in table and "  reference.lr = 1e-05" in table
-    assert "reference" not in leaves(Small) and {"name", "reference.lr", "tags"} <= set(leaves(Small))
+    assert "  reference = null" in table and "  reference.lr = 1e-05" not in table
+    assert table[-2:] == ["\nreference, where it is given:", "  fields as those of optimizer"]
+    assert {"name", "reference", "tags"} <= set(leaves(Small)) and "reference.lr" not in leaves(Small)
     assert "  tags = []" in table
 
 
