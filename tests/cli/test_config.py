@@ -144,7 +144,8 @@ def test_settings_in_an_override_are_laid_over_a_method_that_the_file_names_alon
 
 @pytest.mark.parametrize("schema", [EngineConfig, *map(schema_of, SCHEMAS.values())])
 def test_every_field_is_described(schema):
-    table = list(field_lines(schema))
+    lines = list(field_lines(schema))
+    table = [line for line in lines if not line.startswith(("\n", "  fields as those of "))]
     for key, text in zip(table[::2], table[1::2], strict=True):
         assert text.strip().rpartition("]")[2].strip(), f"{key.strip()} has no description"
 
