@@ -275,6 +275,12 @@ class RLConfig(StrictModel):
                 f"gconfig.temperature is {self.gconfig.temperature}, and teacher.url returns logprobs at temperature 1 "
                 "only; set gconfig.temperature=1, or teach in process with teacher.path"
             )
+        if self.teacher is not None and "url" in self.teacher and self.rollout.agent_sampling == "allow":
+            raise ValueError(
+                "rollout.agent_sampling is allow, by which agents choose temperatures, and teacher.url returns "
+                "logprobs at temperature 1 only; set rollout.agent_sampling=override, or teach in process with "
+                "teacher.path"
+            )
         self._mode_is_complete()
         if algorithm.policy_loss.uses_demonstrations != (self.demonstrations is not None):
             missing = "not " if self.demonstrations is None else ""

@@ -93,6 +93,10 @@ def test_a_run_comes_closer_to_its_teacher(rl_config: Callable[..., RLConfig], t
             DISTILL | {"teacher": {"url": "http://x"}, "gconfig": {"temperature": 0.5}},
             "temperature is 0.5, and teacher.url returns logprobs at temperature 1 only",
         ),
+        (
+            DISTILL | {"teacher": {"url": "http://x"}, "rollout": {"agent_sampling": "allow"}},
+            "agent_sampling is allow, by which agents choose temperatures, and teacher.url",
+        ),
     ],
 )
 def test_a_teacher_that_cannot_be_is_refused(
