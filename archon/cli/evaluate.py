@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,7 @@ def evaluate(config: EvalConfig, folder: Path, checkpoint: Path | None, url: str
         "lost": dict(lost),
         "seconds": round(time.monotonic() - started, 1),
         "intervals": INTERVALS,
-        "scores": {name: vars(value) for name, value in found.items()},
+        "scores": {name: {**vars(value), **bounds(value)} for name, value in found.items()},
     }
     (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     page = write_eval_page(folder, result, [record for one in scored for record in one.records])
@@ -143,12 +144,18 @@ def load_answerer(checkpoint: Path, config: EvalConfig) -> tuple[Answerer, Any]:
     return CheckpointAnswerer(engine, tokenizer, gconfig), tokenizer
 
 
+def bounds(value: Estimate) -> dict[str, float | None]:
+    """Returns the ends of the interval; None, as JSON has no NaN, where a single prompt has none."""
+    return {name: None if math.isnan(end) else end for name, end in (("low", value.low), ("high", value.high))}
+
+
 def print_result(result: dict[str, Any], found: dict[str, Estimate], first_error: Exception | None) -> None:
     """Prints a line a score, and what was lost with the first reason."""
     print(f"{result['who']}: {result['prompts']} prompts, {result['answers']} answers in {result['seconds']:.1f} s")
     for name, value in found.items():
         over = "" if value.prompts == result["prompts"] else f", over {value.prompts} prompts"
-        print(f"  {name:<10}{value.mean:.4f}  [{value.low:.4f}, {value.high:.4f}]{over}")
+        interval = "no interval" if math.isnan(value.low) else f"[{value.low:.4f}, {value.high:.4f}]"
+        print(f"  {name:<10}{value.mean:.4f}  {interval}{over}")
     if result["lost"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in result["lost"].items())
         print(f"  lost, and left out: {reasons}; the first: {first_error}")

@@ -49,6 +49,6 @@ def _bars(title: str, names: list[str], result: Mapping[str, Any]) -> dict[str, 
     return {"title": title, "unit": "with 95 % intervals", "bars": bars}
 
 
-def _or(bound: float, score: Mapping[str, float]) -> float:
+def _or(bound: float | None, score: Mapping[str, float]) -> float:
     """Returns the bound, or the mean where a single prompt has none."""
-    return score["mean"] if bound != bound else bound
+    return score["mean"] if bound is None else bound

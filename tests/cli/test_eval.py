@@ -93,6 +93,15 @@ def test_lost_answers_are_counted_and_left_out(archon, checkpoint, data, tmp_pat
     assert found["scores"]["reward"]["mean"] == 1.0 and "ValueError: an odd answer" in done.out
 
 
+def test_a_single_prompt_has_no_interval(archon, checkpoint, data, tmp_path):
+    out = tmp_path / "out"
+    done = archon("eval", checkpoint, "--data", data, "--reward", REWARD, "--out", out, "data.limit=1")
+    text = (out / "results.json").read_text()
+    assert done.code == 0 and "no interval" in done.out and "nan" not in done.out
+    found = json.loads(text, parse_constant=pytest.fail)["scores"]  # JSON has no NaN
+    assert found["reward"]["low"] is None and found["pass@1"]["low"] < found["pass@1"]["high"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
