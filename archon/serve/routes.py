@@ -372,8 +372,20 @@ async def reward(
     """Reward an answer; where sessions are trained, also the whole session."""
     session = _session(request, session_id)
     finished = body.completion_id is None if body.finished is None else body.finished
+    if service.training is not None and finished and session.active_requests:
+        raise HTTPException(
+            400,
+            f"{session.active_requests} requests of this session are being answered; wait for them, or cancel them, "
+            "before it ends",
+        )
     if service.training is None or body.completion_id is not None or not finished:
         session.set_reward(body.reward, body.completion_id, body.choice)
+    elif session.interactions and not session.unrated_ends:
+        raise HTTPException(
+            400,
+            "every branch of this session ends with an answer that has a reward already, which one of the whole "
+            "session does not replace; name the answer by completion_id, with finished=true to end the session",
+        )
     else:
         session.reward_every_branch(body.reward)
     if service.training is not None and finished:

@@ -22,7 +22,7 @@ SamplingPolicy = Callable[[GenerationHyperparameters], GenerationHyperparameters
 
 
 class InvalidRewardError(RewardError):
-    """A reward that is not a finite number."""
+    """A reward that is not a finite number in float32, in which rewards are trained."""
 
 
 class LimitError(RolloutError):
@@ -207,9 +207,13 @@ class Session(Caller):
             )
         if not self.interactions:
             raise RolloutError("the agent returned a reward and has not asked the model once; nothing can be trained")
-        for interaction in self.interactions:
-            if not interaction.children and interaction.reward is None:
-                interaction.reward = reward
+        for interaction in self.unrated_ends:
+            interaction.reward = reward
+
+    @property
+    def unrated_ends(self) -> list[Interaction]:
+        """The last answers of the branches, of those that have no reward."""
+        return [node for node in self.interactions if not node.children and node.reward is None]
 
     def export(self, style: ExportStyle = "individual", turn_discount: float = 1.0) -> list[Trajectory]:
         """Returns the rows to train on, in the order of their (last) answers.
@@ -270,14 +274,20 @@ def _record_of(branch: list[Interaction]) -> TokenRecord:
     return record
 
 
+_LARGEST_REWARD = 3.4e38  # float32's largest number, 3.4028e38, rounded down
+
+
 def finite_reward(value: object) -> float:
-    """Returns `value` as a float; raises `InvalidRewardError` unless it is a finite number."""
+    """Returns `value` as a float; raises `InvalidRewardError` unless it is a finite number in float32."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):  # for example a tensor of many elements
         number = math.nan
-    if not math.isfinite(number):
-        raise InvalidRewardError(f"a reward must be a finite number, got {value!r:.80}")
+    if not abs(number) <= _LARGEST_REWARD:  # refuses NaN as well
+        raise InvalidRewardError(
+            f"a reward must be a finite number, got {value!r:.80}; float32, in which it is trained, ends at "
+            f"{_LARGEST_REWARD:g}"
+        )
     return number
 
 

@@ -20,7 +20,7 @@ from archon.rl.workflows.agent import AgentWorkflow, record_session
 from archon.rl.workflows.base import RolloutWorkflow, SamplingWorkflow
 from archon.rl.workflows.rlvr import RLVRWorkflow
 from archon.schema.errors import ConfigError, RolloutError
-from archon.serve.sessions import ExportStyle, Session, Training, Trajectory
+from archon.serve.sessions import ExportStyle, InvalidRewardError, Session, Training, Trajectory
 
 if TYPE_CHECKING:
     from archon.serve.server import AgentServer
@@ -117,7 +117,7 @@ class OnlineWorkflow(SamplingWorkflow):
             return []
         try:
             rows = session.export(self._style, self._turn_discount)
-        except RolloutError as error:
+        except (RolloutError, InvalidRewardError) as error:
             workflow_context.drop("session", error)
             return []
         record_session(session, rows)

@@ -38,7 +38,8 @@ class Outside:
         return found
 
     async def ask(self, session: dict[str, str], **body: Any) -> dict[str, Any]:
-        answer = await self.post("/chat/completions", session["api_key"], messages=TALK, return_token_ids=True, **body)
+        body = {"messages": TALK, "return_token_ids": True, **body}
+        answer = await self.post("/chat/completions", session["api_key"], **body)
         assert answer.status_code == 200, answer.text
         said: dict[str, Any] = answer.json()
         return said
@@ -128,6 +129,78 @@ async def test_a_session_of_old_weights_is_dropped_and_counted(
     assert group["rewards"].tolist() == [2.0]
     assert rows_of(group) == [answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]]
     assert running._context.drops == {"stale_session": 1}
+
+
+async def test_rewards_that_cannot_be_trained_are_refused_and_leave_the_session_as_it_was(
+    engine: InProcessEngine, make: Make, client: httpx.AsyncClient
+) -> None:
+    task, outside = await begin(make(1), episode_engine(engine), client)
+    session, other = await outside.session(), await outside.session()
+    path = f"/sessions/{session['id']}/reward"
+    empty = await outside.post(path, session["api_key"], reward=1.0)
+    assert empty.status_code == 400 and "has not asked the model once" in empty.text
+    await outside.ask(session)
+    for text in ("NaN", "Infinity", "1e400", "1e39", '"1"', "null", "true"):
+        headers = {"Authorization": f"Bearer {session['api_key']}", "content-type": "application/json"}
+        refused = await client.post(outside._url + path, content=f'{{"reward": {text}}}', headers=headers)
+        assert refused.status_code == 400, (text, refused.text)
+    assert (await outside.post(path, other["api_key"], reward=1.0)).status_code == 404
+    assert (await outside.post("/sessions/session-0/reward", reward=1.0)).status_code == 404
+    assert not task.done()
+    await outside.rate(session, 2.0)
+    assert (await outside.post(path, session["api_key"], reward=3.0)).status_code == 404
+    assert (await asyncio.wait_for(task, 20))["rewards"].tolist() == [2.0]
+
+
+async def test_rewards_that_add_up_to_infinity_cost_their_session_alone(
+    engine: InProcessEngine, make: Make, client: httpx.AsyncClient
+) -> None:
+    running = episode_engine(engine)
+    task, outside = await begin(make(1, style="individual"), running, client)
+    session, good = await outside.session(), await outside.session()
+    said = await outside.ask(session)
+    await outside.rate(session, 3e38, completion_id=said["id"])
+    turn = [*TALK, {"role": "assistant", "content": said["choices"][0]["message"]["content"]}, *TALK]
+    await outside.ask(session, messages=turn)
+    await outside.rate(session, 3e38)
+    await outside.ask(good)
+    await outside.rate(good, 1.0)
+    assert (await asyncio.wait_for(task, 20))["rewards"].tolist() == [1.0]
+    assert running._context.drops == {"session": 1}
+
+
+async def test_a_session_ends_with_a_reward_that_counts(
+    engine: InProcessEngine, make: Make, client: httpx.AsyncClient
+) -> None:
+    task, outside = await begin(make(1), episode_engine(engine), client)
+    session = await outside.session()
+    path, key = f"/sessions/{session['id']}/reward", session["api_key"]
+    said = (await outside.ask(session))["id"]
+    await outside.rate(session, 0.5, finished=False)
+    ignored = await outside.post(path, key, reward=1.0)
+    assert ignored.status_code == 400 and "name the answer by completion_id" in ignored.text
+    await outside.rate(session, 1.0, completion_id=said, finished=True)
+    assert (await asyncio.wait_for(task, 20))["rewards"].tolist() == [1.0]
+
+
+async def test_a_session_does_not_end_while_it_is_answered(
+    engine: InProcessEngine, make: Make, client: httpx.AsyncClient
+) -> None:
+    task, outside = await begin(make(1), episode_engine(engine), client)
+    session = await outside.session()
+    await outside.ask(session)
+    engine.pause()
+    late = asyncio.create_task(outside.ask(session))
+    for _ in range(200):
+        await asyncio.sleep(0.01)
+        if len(engine._generator.unfinished):
+            break
+    early = await outside.post(f"/sessions/{session['id']}/reward", session["api_key"], reward=1.0)
+    assert early.status_code == 400 and "1 requests of this session are being answered" in early.text
+    engine.resume()
+    await late
+    await outside.rate(session, 1.0)
+    assert (await asyncio.wait_for(task, 20))["rewards"].tolist() == [1.0, 1.0]
 
 
 async def test_with_a_token_only_its_owner_opens_sessions(

@@ -117,7 +117,7 @@ def test_no_reward_is_not_a_reward_of_zero() -> None:
     assert len(session.export("concat")) == 1
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "1", [1.0], torch.ones(2), 10**400])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "1", [1.0], torch.ones(2), 10**400, 1e39, -1e300])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
     with pytest.raises(InvalidRewardError, match="a reward must be a finite number"):
         tree().set_reward(reward)
@@ -151,8 +151,8 @@ def test_an_export_of_another_kind_is_refused(options: dict[str, Any]) -> None:
 def test_rewards_that_add_up_to_infinity_are_not_exported(style: Any) -> None:
     session = tree()
     for name in ("a", "b", "d"):
-        session.set_reward(1e308, name)
-    with pytest.raises(InvalidRewardError, match="a reward must be a finite number, got inf"):
+        session.set_reward(3e38, name)
+    with pytest.raises(InvalidRewardError, match=r"a reward must be a finite number, got .*e\+38; float32"):
         session.export(style)
 
 
