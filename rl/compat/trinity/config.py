@@ -217,6 +217,9 @@ def _processes(config: dict[str, Any], given: Mapping[str, Any], source: str) ->
         raise ConfigError(f"{source}: {BUFFER}path is {path!r}, expected sqlite:///FILE: the buffer is an SQLite file")
     config["mode"], config["experiences"] = mode, {"path": path, "weights_from": str(job)}
     _put(config, "rollout.gold_checked", 0)
+    if mode == "train" and given.get("synchronizer.sync_interval"):
+        # The explorer gets weights by checkpoints.
+        _put(config, "checkpoint.every", min(every, config.get("checkpoint", {}).get("every") or every))
     if mode != "train":
         config["run_dir"] = str(job / {"explore": "explorer", "bench": "bench"}[mode])
         config["experiences"]["sync_every"] = every

@@ -204,6 +204,9 @@ def test_each_mode_has_its_folder_and_all_share_the_buffer(small: dict[str, Any]
     assert (explore["run_dir"], train["run_dir"]) == (str(job / "explorer"), str(job))
     assert explore["experiences"] == {"path": "/tmp/b.db", "weights_from": str(job), "sync_every": 10}
     assert train["experiences"] == {"path": "/tmp/b.db", "weights_from": str(job)}
+    assert train["checkpoint"]["every"] == 10, "the explorer gets new weights every sync_interval steps"
+    often = put(put(small, "trainer.save_interval", 4), "mode", "train")
+    assert translate(often)["checkpoint"]["every"] == 4
     bench = put(put(small, "mode", "bench"), "explorer.bench_on_latest_checkpoint", True)
     assert translate(bench)["experiences"]["latest_only"] is True
     with pytest.raises(ConfigError, match=r"expected sqlite:///FILE"):
