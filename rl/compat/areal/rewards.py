@@ -18,7 +18,8 @@ gsm8k_reward_fn = gsm8k_reward
 def get_custom_reward_fn(path: str) -> Callable[..., Any]:
     """Returns the reward of the dataset whose name `path` contains, else that of a name or dotted path."""
     contained = [name for name in VALID_REWARD_FN if name in path]
-    return get_reward_fn(max(contained, key=len) if contained and "." not in path else path)
+    is_dotted = "." in path and "/" not in path  # a file's path may have a dot too
+    return get_reward_fn(max(contained, key=len) if contained and not is_dotted else path)
 
 
 class MathVerifyWorker:

@@ -382,3 +382,8 @@ def test_a_script_changes_its_imports_by_one_rule() -> None:
     with pytest.raises(ImportError, match="cannot import name 'NeverHeard'"):
         exec("from archon.rl.compat.areal import NeverHeard", {})
     assert not hasattr(areal, "never_heard_of")
+
+
+@pytest.mark.parametrize("path", ["openai/gsm8k", "/data/gsm8k", "/data/v1.0/gsm8k.jsonl"])
+def test_the_reward_of_a_dataset_is_found_by_its_path(path: str) -> None:
+    assert areal.get_custom_reward_fn(path) is areal.gsm8k_reward_fn
