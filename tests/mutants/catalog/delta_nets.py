@@ -76,4 +76,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "return state",
         (f"{STATES}::test_forks_of_a_prompt_answer_as_alone",),
     ),
+    Mutant(
+        "mixed precision casts decays",
+        "parallel/fsdp.py",
+        'if getattr(module, "full_precision", False)):\n            # Of a group',
+        "if False):\n            # Of a group",
+        ("tests/distributed/test_full_precision.py::test_decays_stay_float32_under_mixed_precision[d2]",),
+    ),
+    Mutant(
+        "a narrower generator rounds decays",
+        "archon/generation/replica.py",
+        "wide if name in names else dtype",
+        "dtype",
+        ("tests/generation/test_replica.py::test_a_narrower_replica_keeps_decays_in_float32",),
+    ),
+    Mutant(
+        "delta nets say that they share beginnings",
+        "models/layers/delta_net.py",
+        "    shares_prefixes: ClassVar[bool] = False\n",
+        "",
+        ("tests/check/test_isolation.py::test_documents_and_forks_do_not_see_each_other[qwen3_5_text]",),
+    ),
 )
