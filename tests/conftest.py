@@ -96,9 +96,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("data") and not has_data:
             item.add_marker(pytest.mark.skip(reason=NEEDS_DATA))
         if item.get_closest_marker("real"):
-            from tests import real_model
+            from tests.real_model import SMOLLM2
 
-            if not real_model.available():
+            if not SMOLLM2.available:
                 item.add_marker(pytest.mark.skip(reason=NEEDS_REAL))
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +18,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import archon
 from archon.check.rank_pool import Pool
-from archon.check.round_trip import folder_tensors
 from archon.data.config import DatasetConfig
 from archon.data.registry import load_rows
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.generation import InProcessEngine
-from archon.generation.types import GenerationHyperparameters, ModelRequest
 from archon.schema.config import EngineConfig
 from archon.schema.errors import LayoutError
 from archon.training.metrics import read_jsonl
+from tests.real.compare import QUESTIONS, answers, greedy_answers, perplexities, require_bitwise_export
 from tests.tolerances import PARITY_FP32, REORDER_FP32
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
-QUESTIONS = (
-    "What is the capital of France?",
-    "What is 2 + 3?",
-    "Name three colors.",
-    "Write a haiku about rain.",
-    "Who wrote Hamlet?",
-    "Translate 'good morning' into Spanish.",
-    "What do bees make?",
-    "Is 17 a prime number?",
-    "Count from one to five.",
-    "What is the opposite of hot?",
-    "Give me a recipe for toast.",
-    "How many legs has a spider?",
-    "What is photosynthesis?",
-    "Say hello in German.",
-    "What is 12 times 12?",
-    "Which planet is the largest?",
-    "Explain gravity to a child.",
-    "Complete: the quick brown fox",
-    "What is a gradient?",
-    "Write a Python function that adds two numbers.",
-)
-NEW_TOKENS = 16
-ANSWERS = 200
 STEPS = 50
 
 
@@ -86,56 +58,21 @@ def test_greedy_answers_to_twenty_prompts_are_transformers_token_for_token(
         )
         for question in QUESTIONS
     ]
-    settings = GenerationHyperparameters(greedy=True, max_new_tokens=NEW_TOKENS)
-    engine = InProcessEngine.from_model(model, tokenizer, max_slots=8, page_size=16, max_seq_len=256)
-    found = [answer.output_tokens for answer in engine.generate([ModelRequest(ids, settings) for ids in prompts])]
-    expected = []
-    for ids in prompts:
-        out = reference.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS)
-        expected.append(out[0, len(ids) :].tolist())
+    found, expected = greedy_answers(model, reference, tokenizer, prompts)
     assert found == expected
     texts = tokenizer.batch_decode(found, skip_special_tokens=True)
     assert "Paris" in texts[0] and "5" in texts[1], "the model is a fluent one"
 
 
-def answers(data_dir: Path, tokenizer: Any) -> list[list[int]]:
-    """The shortest answers of the test split, as documents of their own."""
-    lines = (data_dir / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = sorted((json.loads(line)["answer"] for line in lines), key=lambda text: (len(text), text))
-    return [tokenizer(text)["input_ids"] for text in texts[:ANSWERS]]
-
-
-def packs(documents: Sequence[list[int]], size: int = 20) -> Iterator[tuple[Tensor, Tensor, Tensor, int, Tensor]]:
-    """Tokens, positions, boundaries, the longest length, and labels of several documents at a time."""
-    for first in range(0, len(documents), size):
-        part = documents[first : first + size]
-        lengths = torch.tensor([len(ids) for ids in part])
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
-        tokens = torch.tensor([token for ids in part for token in ids])
-        positions = torch.cat([torch.arange(int(length)) for length in lengths])
-        labels = torch.tensor([label for ids in part for label in (*ids[1:], -100)])
-        yield tokens, positions, bounds, int(lengths.max()), labels
-
-
 @pytest.mark.data
 @pytest.mark.xdist_group("smollm2-parity")
-@torch.no_grad()
 def test_the_perplexity_of_two_hundred_answers_is_transformers(
     model: Any, reference: Any, tokenizer: Any, data_dir: Path
 ) -> None:
-    documents = answers(data_dir, tokenizer)
-    assert len(documents) == ANSWERS
-    predictions = sum(len(ids) - 1 for ids in documents)
-    theirs = ours = 0.0
-    for ids in documents:
-        tokens = torch.tensor(ids)
-        logits = reference(tokens[None], use_cache=False).logits[0, :-1]
-        theirs += float(F.cross_entropy(logits, tokens[1:], reduction="sum"))
-    for tokens, positions, bounds, longest, labels in packs(documents):
-        ours -= float(model(tokens, positions, bounds, longest, labels=labels, entropy=False).logprobs.sum())
-    expected = math.exp(theirs / predictions)
+    documents = answers(data_dir, tokenizer, 200)
+    found, expected = perplexities(model, reference, documents)
     assert 5 < expected < 100
-    assert math.exp(ours / predictions) == pytest.approx(expected, rel=1e-5)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def loss_batch(folder: str) -> dict[str, Tensor]:
@@ -177,13 +114,7 @@ def test_every_layout_of_two_ranks_gives_the_loss_of_one_process(smollm2: Path, 
 
 @pytest.mark.xdist_group("smollm2-export")
 def test_an_export_is_bitwise_the_checkpoint(model: Any, smollm2: Path, tmp_path: Path) -> None:
-    archon.save_model(model, tmp_path / "out", like=smollm2)
-    ours, theirs = folder_tensors(tmp_path / "out"), folder_tensors(smollm2)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    again = archon.load_model(tmp_path / "out", dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(again.get_parameter(name), parameter), name
+    require_bitwise_export(model, smollm2, tmp_path / "out")
 
 
 @torch.no_grad()
