@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -20,22 +21,27 @@ def test_the_readmes_say_what_specs_and_cards_say() -> None:
         assert path.read_text(encoding="utf-8") == text, f"{path}: run python -m benchmarks.families --tables"
 
 
+def contracts_on(card: Path) -> dict[str, tuple[str, str]]:
+    """Those of a card, without its commands (`test_family_commands.py`); {} where the family was not checked yet."""
+    return {name: found for name, found in read_card(card).items() if not name.startswith("archon ")}
+
+
 def test_every_card_is_of_a_family_and_has_no_broken_contract() -> None:
     types = {family.model_type for family in checked_families()}
     cards = sorted(CARDS.glob("*.md"))
     assert cards
     for path in cards:
-        found = read_card(path)
+        found = contracts_on(path)
         assert path.stem in types, f"{path} is of no family"
-        assert list(found) == list(CONTRACTS), f"{path}: run make test-models"
+        assert not found or list(found) == list(CONTRACTS), f"{path}: run make test-models"
         assert [name for name, (mark, _) in found.items() if mark == "✗"] == []
 
 
 def test_the_cards_say_what_the_record_says() -> None:
     lines = [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
-    assert {line["model_type"] for line in lines} == {path.stem for path in CARDS.glob("*.md")}
+    assert {line["model_type"] for line in lines} == {path.stem for path in CARDS.glob("*.md") if contracts_on(path)}
     for line in lines:
-        card = read_card(CARDS / f"{line['model_type']}.md")
+        card = contracts_on(CARDS / f"{line['model_type']}.md")
         assert {name: contract["found"] for name, contract in line["contracts"].items()} == {
             name: text for name, (_, text) in card.items()
         }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from archon.check.family import CheckedFamily
 from archon.check.oracle import ContractError
-from benchmarks.command_rows import Row, card_with_commands
-from benchmarks.families import checked_families
+from benchmarks.command_rows import RECORD, Row, card_with_commands, recorded
+from benchmarks.families import CARDS, checked_families
 from benchmarks.family_commands import COMMANDS, check_commands, make_subject, run
 
 FAMILIES = {family.model_type: family for family in checked_families()}
@@ -57,6 +58,23 @@ def test_another_answer_than_that_of_transformers_is_told(tmp_path: Path) -> Non
     object.__setattr__(subject, "answer", "something else")
     with pytest.raises(ContractError, match=r"it answers .*, transformers 'something else'"):
         COMMANDS["generate"](subject)
+
+
+def test_the_record_has_every_command_of_its_families_and_none_that_failed() -> None:
+    rows = recorded()
+    types = {row.model_type for row in rows}
+    assert len(types) >= 22 and types <= FAMILIES.keys()
+    assert {(row.model_type, row.command) for row in rows} == {(name, each) for name in types for each in COMMANDS}
+    assert [row for row in rows if not row.passed] == []
+    for line in RECORD.read_text(encoding="utf-8").splitlines():
+        assert not json.loads(line)["commit"].endswith("+"), "a record belongs to a commit"
+
+
+def test_the_cards_show_the_record() -> None:
+    rows = recorded()
+    for model_type in sorted({row.model_type for row in rows}):
+        card = (CARDS / f"{model_type}.md").read_text(encoding="utf-8")
+        assert card == card_with_commands(card, [row for row in rows if row.model_type == model_type])
 
 
 def test_the_commands_of_a_card_are_replaced_and_what_stands_above_stays() -> None:
