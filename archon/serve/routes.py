@@ -348,6 +348,8 @@ async def open_session(
     caller: Caller | None = request.state.caller
     if caller is None or isinstance(caller, Session):
         raise HTTPException(403, "only the server's token opens sessions")
+    if len(request.query_params.getlist("group")) > 1:
+        raise HTTPException(400, "group is given more than once; a session is of one group")
     training = service.training
     if training is not None and training.needs_group and group is None:
         raise HTTPException(400, "the run compares sessions of a group: open this one with ?group=NAME of its task")

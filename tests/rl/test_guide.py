@@ -31,7 +31,7 @@ from tests.small_qwen3 import small_model
 from tests.test_readme import shown
 
 GUIDE = Path(__file__).parents[2] / "rl" / "README.md"
-BLOCKS = re.findall(r"<!-- test: (\S+) -->", GUIDE.read_text())
+BLOCKS = re.findall(r"<!-- test: (\S+) -->\n```(\w+)", GUIDE.read_text())
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return make
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_every_example_is_short(block: str) -> None:
-    assert len(shown(block, GUIDE).strip().splitlines()) < 25
+@pytest.mark.parametrize(("block", "language"), BLOCKS)
+def test_every_example_is_short(block: str, language: str) -> None:
+    assert len(shown(block, GUIDE, language).strip().splitlines()) < 25
 
 
 def test_a_run_trains_with_the_advantage_and_the_dataset_of_the_guide(

@@ -93,6 +93,8 @@ async def test_a_group_is_trained_once_all_its_sessions_are_rated(
     task, outside = await begin(make(2), running, client)
     refused = await client.post(f"{outside._url}/sessions")
     assert refused.status_code == 400 and "?group=NAME" in refused.json()["error"]["message"]
+    refused = await client.post(f"{outside._url}/sessions?group=a&group=b")
+    assert refused.status_code == 400 and "more than once" in refused.json()["error"]["message"]
     sessions = [await outside.session(group) for group in ("a", "b", "a")]
     answers = [await outside.ask(session, temperature=0.3) for session in sessions]
     await outside.rate(sessions[1], 9.0)
