@@ -44,7 +44,8 @@ def adapter_sizes(adapter: BaseStateDictAdapter, config: LoRAConfig) -> dict[str
     """Returns the adapters that `config` wants, by the native name of their matrix, in the model's order.
 
     Targets and patterns are names of Hugging Face's modules, such as q_proj or layers.3.mlp.down_proj, as in PEFT: one
-    means every module whose name is it, or ends with a dot and it. Raises ConfigError for a target that matches none.
+    means every module whose name is it, or ends with a dot and it. Raises ConfigError for a target that matches none,
+    and for a rank that is larger than the matrix.
     """
     modules = {name: hf_modules(adapter, name) for name in adaptable(adapter)}
     targets = [config.targets] if isinstance(config.targets, str) else config.targets
@@ -56,7 +57,7 @@ def adapter_sizes(adapter: BaseStateDictAdapter, config: LoRAConfig) -> dict[str
                 f"lora.targets has {target!r}, which is none of this model's linear layers; expected all-linear, or "
                 f"names of {', '.join(leaves)}"
             )
-    return {
+    sizes = {
         name: AdapterSize(
             int(_by_pattern(config.rank_pattern, names, config.rank)),
             float(_by_pattern(config.alpha_pattern, names, config.alpha)),
@@ -65,6 +66,13 @@ def adapter_sizes(adapter: BaseStateDictAdapter, config: LoRAConfig) -> dict[str
         for name, names in modules.items()
         if everything or any(_ends_with(module, target) for module in names for target in targets)
     }
+    for name, size in sizes.items():
+        if size.rank > max(adapter.native_shapes[name][-2:]):
+            raise ConfigError(
+                f"lora: the adapter of {modules[name][0]!r} has rank {size.rank}, more than its matrix has rows and "
+                f"columns, {adapter.native_shapes[name][-2:]}; choose a smaller rank, for it alone by rank_pattern"
+            )
+    return sizes
 
 
 def adaptable(adapter: BaseStateDictAdapter) -> list[str]:

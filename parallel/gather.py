@@ -38,9 +38,8 @@ def whole_tensors(tensors: Iterable[Named], bucket_bytes: int = BUCKET_BYTES) ->
 @torch.no_grad()
 def staged_tensors(
     own: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
+    like: Mapping[str, Tensor],
     stages: Group,
-    dtype: torch.dtype,
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[Named]:
@@ -48,14 +47,15 @@ def staged_tensors(
 
     Args:
         own: the tensors of which this rank holds a part.
-        shapes: the shape of every tensor, in the order in which they are yielded.
-        dtype: of all of them.
+        like: a tensor on the meta device of the shape and dtype of every tensor, in the order in which they are
+            yielded.
     """
-    holders = torch.tensor([[name in own for name in shapes]], dtype=torch.int32, device=device)
-    sources = dict(zip(shapes, all_gather_replicated(holders, stages).int().argmax(0).tolist(), strict=True))
-    for source, run in groupby(shapes, key=sources.__getitem__):
-        empty = ((name, torch.empty(shapes[name], dtype=dtype, device="meta")) for name in run)
-        for bucket in _buckets(empty, bucket_bytes):
+    if not like:
+        return
+    holders = torch.tensor([[name in own for name in like]], dtype=torch.int32, device=device)
+    sources = dict(zip(like, all_gather_replicated(holders, stages).int().argmax(0).tolist(), strict=True))
+    for (source, dtype), run in groupby(like, key=lambda name: (sources[name], like[name].dtype)):
+        for bucket in _buckets(((name, like[name]) for name in run), bucket_bytes):
             names = [name for name, _ in bucket]
             flat = torch.empty(sum(tensor.numel() for _, tensor in bucket), dtype=dtype, device=device)
             pieces = flat.split([tensor.numel() for _, tensor in bucket])
@@ -63,7 +63,7 @@ def staged_tensors(
                 for piece, (_, whole) in zip(pieces, whole_tensors((n, own[n]) for n in names), strict=True):
                     piece.copy_(whole.flatten())
             torch.distributed.broadcast(flat, group=stages.process_group, group_src=source)
-            yield from ((name, piece.view(shapes[name])) for name, piece in zip(names, pieces, strict=True))
+            yield from ((name, piece.view(like[name].shape)) for name, piece in zip(names, pieces, strict=True))
 
 
 def _bucket_key(tensor: Tensor) -> tuple[object, ...] | None:

@@ -18,6 +18,7 @@ from archon.models.lora import AdapterSize, adaptable, adapter_names, hf_modules
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.fsdp import local_tensor, own_part
+from archon.schema.config import regular_expression_error
 from archon.schema.errors import CheckpointError, ConfigError
 
 CONFIG_FILE = "adapter_config.json"
@@ -105,11 +106,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config[field] = config.get(field) or {}
         if not isinstance(config[field], dict) or not all(map(_is_positive, config[field].values())):
             fail(path, f"{field} is {config[field]!r}; expected positive numbers by names of modules")
+        for key in config[field]:
+            if problem := regular_expression_error(key):
+                fail(path, f"{field} has {key!r}, which is no regular expression: {problem}")
     if config.get("peft_type") != "LORA":
         fail(path, f"peft_type is {config.get('peft_type')!r}; expected 'LORA'")
     for field in ("r", "lora_alpha"):
         if not _is_positive(config[field]):
             fail(path, f"{field} is {config[field]!r}; expected a positive number")
+    if config["use_rslora"] not in (True, False, None):
+        fail(path, f"use_rslora is {config['use_rslora']!r}; expected true or false")
     if config.get("init_lora_weights") not in _PLAIN_BEGINNINGS:
         fail(
             path,
@@ -192,7 +198,8 @@ def load_adapter(
                 entry = file.entries[_key(hf_modules(adapter, name)[0], part)]
                 tensor = torch.empty(entry.shape, dtype=entry.dtype)
                 file.read_into(bytes_of(tensor), entry.start, f"key {entry.name!r}")
-                if not tensor.isfinite().all():
+                # As float32, since adapters may be, and since 8-bit floats have no isfinite.
+                if not tensor.float().isfinite().all():
                     fail(file.path, f"key {entry.name!r} has values that are not finite")
                 tensors[parameter] = tensor
     for name, tensor in tensors.items():

@@ -25,7 +25,7 @@ from archon.parallel.pipeline import StagedModel, prune
 from archon.parallel.process_group import own_gpu, started_processes
 from archon.parallel.resolve import ResolvedLayout
 from archon.schema.config import EngineConfig
-from archon.schema.errors import ConfigError
+from archon.schema.errors import ConfigError, LayoutError
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,19 @@ def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) 
             f"of family {spec.name} choose by a sigmoid, whose scores do not sum to 1; set it to 0, and "
             "router_bias_update_rate to balance experts by a bias"
         )
+
+
+def check_stages(layout: ResolvedLayout, adapters: Mapping[str, AdapterSize]) -> None:
+    """Raise LayoutError for a pipeline's stage without an adapter, which would have nothing to train."""
+    if not adapters or layout.stages is None:
+        return
+    adapted = {int(name.split(".")[1]) for name in adapters}  # layers.3.attention.wq.weight
+    for stage, (first, after) in enumerate(layout.stages.layers):
+        if not adapted & {*range(first, after)}:
+            raise LayoutError(
+                f"stage {stage} of the pipeline, layers {first} to {after - 1}, has no adapter to train: they are in "
+                f"layers {sorted(adapted)}; name targets in every stage, or use a smaller p"
+            )
 
 
 def require_exportable(config: EngineConfig, name: str) -> None:

@@ -20,7 +20,14 @@ from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
 from archon.engine import heap
 from archon.engine.batch import merge, unpack
-from archon.engine.build import Build, balancing, check_balancing, resolve_device, use_deterministic_algorithms
+from archon.engine.build import (
+    Build,
+    balancing,
+    check_balancing,
+    check_stages,
+    resolve_device,
+    use_deterministic_algorithms,
+)
 from archon.engine.loss import LossFn, LossWeightFn
 from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients, gradient_norm
 from archon.engine.pipeline_step import PipelineRunner
@@ -128,6 +135,7 @@ class ArchonEngine:
             hf_config, str(config.path), is_critic=config.is_critic, init_score=bool(config.init_score)
         )
         self.lora = self._adapter_sizes()
+        check_stages(self.layout, self.lora)
         build = self._build = Build(config, spec, args, self.layout, self.device, self.lora)
         backend = resolve_backend(config.attn_type, self.device, build.compute)
         if config.optimizer:
@@ -292,8 +300,7 @@ class ArchonEngine:
             yield from whole_tensors(own.items())
         elif self.lora:
             whole = {name: p for name, p in self._build.whole_model().named_parameters() if is_adapter(name)}
-            shapes, dtype = {name: tuple(p.shape) for name, p in whole.items()}, next(iter(whole.values())).dtype
-            yield from staged_tensors(own, shapes, self.ranks.pp, dtype, self.device)
+            yield from staged_tensors(own, whole, self.ranks.pp, self.device)
 
     def _base_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         own = {name: parameter for name, parameter in self.model.named_parameters() if not is_adapter(name)}
@@ -302,14 +309,14 @@ class ArchonEngine:
             yield from whole_tensors(own.items(), bucket_bytes)
             yield from biases.items()
             return
-        all_biases = expert_biases(self._build.whole_model())
+        whole = self._build.whole_model()
+        parameters = dict(whole.named_parameters())
         # A tied head is not among the adapter's shapes; it is the embedding.
-        shapes, dtype = self.adapter.native_shapes, next(iter(own.values())).dtype
-        yield from staged_tensors(own, shapes, self.ranks.pp, dtype, self.device, bucket_bytes)
-        if all_biases:
-            shapes = {name: tuple(bias.shape) for name, bias in all_biases.items()}
-            wide = torch.promote_types(dtype, torch.float32)
-            yield from staged_tensors(biases, shapes, self.ranks.pp, wide, self.device, bucket_bytes)
+        like = {name: parameters[name] for name in self.adapter.native_shapes}
+        yield from staged_tensors(own, like, self.ranks.pp, self.device, bucket_bytes)
+        wide = torch.promote_types(self._build.masters, torch.float32)
+        all_biases = {name: bias.to(wide) for name, bias in expert_biases(whole).items()}
+        yield from staged_tensors(biases, all_biases, self.ranks.pp, self.device, bucket_bytes)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, tensor), gathered one by one, for exports. Raises CheckpointError on every rank
@@ -317,6 +324,11 @@ class ArchonEngine:
         require_zero_expert_biases(self.model, self.adapter, self.ranks.pp)
         stored = self.adapter.stored_shapes
         yield from self.adapter.export((name, x) for name, x in self.weights(bucket_bytes=0) if name in stored)
+
+    @property
+    def _base(self) -> str:
+        """The checkpoint of the frozen weights of a model with adapters."""
+        return os.fspath(self._loaded_from or self.config.path)
 
     @property
     def export_format(self) -> SaveFormat:
@@ -331,9 +343,7 @@ class ArchonEngine:
         if not self.lora:
             return model
         sizes = {name: [size.rank, size.alpha, size.rslora] for name, size in self.lora.items()}
-        fresh = self.config.init_from_scratch
-        base = f"fresh weights of seed {self.config.seed}" if fresh else checkpoint_digest(self.config.path)
-        return {**model, "adapters": sizes, "base": base}
+        return {**model, "adapters": sizes, "base": checkpoint_digest(self._base)}
 
     def save(
         self,
@@ -364,7 +374,9 @@ class ArchonEngine:
         if asynchronous:
             raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
         if format == "peft":
-            save_adapter(path, self.adapter, self.lora, dict(self.adapter_weights()), base=self.config.path)
+            if not self.lora:
+                raise ConfigError("format='peft' writes adapters, and this model has none; set lora, or format to 'hf'")
+            save_adapter(path, self.adapter, self.lora, dict(self.adapter_weights()), base=self._base)
             return
         carry = False if self._loaded_from is None else self._loaded_from
         save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype, carry=carry)

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -166,6 +166,15 @@ class ActivationCheckpointConfig(StrictModel):
         return cls.parse({"mode": mode, mode: detail} if detailed else {"mode": name}, source="a recompute policy")
 
 
+def regular_expression_error(pattern: str) -> str | None:
+    """Returns what is wrong with a regular expression; None if it is one."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        return str(error)
+    return None
+
+
 class LoRAConfig(StrictModel):
     """Low-rank adapters on frozen weights, with PEFT's names and meanings."""
 
@@ -176,8 +185,12 @@ class LoRAConfig(StrictModel):
         description="all-linear (experts included, without routers, embedding and head), or names of the checkpoint's "
         "modules, such as q_proj or layers.3.mlp.down_proj",
     )
-    rank_pattern: dict[str, int] = Field(default_factory=dict, description="ranks of modules by name, in PEFT's form")
-    alpha_pattern: dict[str, float] = Field(default_factory=dict, description="alphas of modules by name, likewise")
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, description="ranks of modules by name, in PEFT's form: regular expressions of names' ends"
+    )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="alphas of modules by name, likewise"
+    )
     rslora: bool = Field(False, description="an adapter counts alpha / sqrt(rank) times")
     init: Literal["zero", "gaussian", "random"] = Field(
         "zero",
@@ -186,6 +199,19 @@ class LoRAConfig(StrictModel):
     )
     seed: int = Field(0, ge=0, description="of the adapters' first values")
     path: str | None = Field(None, description="folder of an adapter in PEFT's format, to begin with in place of these")
+
+    @model_validator(mode="after")
+    def _check_names(self) -> LoRAConfig:
+        if not self.targets:
+            raise ValueError(
+                f"targets is {self.targets!r}, which adapts nothing; expected all-linear or names of modules (to train "
+                "all weights, set lora to null)"
+            )
+        for field in ("rank_pattern", "alpha_pattern"):
+            for key in getattr(self, field):
+                if problem := regular_expression_error(key):
+                    raise ValueError(f"{field} has {key!r}, which is no regular expression: {problem}")
+        return self
 
     @model_validator(mode="after")
     def _check_path(self) -> LoRAConfig:
@@ -301,6 +327,11 @@ class EngineConfig(StrictModel):
     def _check_lora(self) -> EngineConfig:
         if self.lora is not None and self.is_critic:
             raise ValueError("lora adapts a model with a language-model head, and is_critic is true; set lora to null")
+        if self.lora is not None and self.init_from_scratch:
+            raise ValueError(
+                "lora adapts the weights of a checkpoint, and init_from_scratch is true, so that no checkpoint has the "
+                "weights that the adapters need; set it to false, or lora to null"
+            )
         if self.lora is not None and self.router_bias_update_rate:
             raise ValueError(
                 f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases of the base, which lora "

@@ -53,6 +53,23 @@ def decays_of_a_step(folder: str, layout: str) -> list[str]:
     return wrong if others == {torch.float32} else [*wrong, f"masters are {others}"]
 
 
+def rounded_weights(folder: str) -> list[str]:
+    """Return the decays that a pipeline with adapters on a base in bfloat16 passes on in less than float32."""
+    engine = ArchonEngine(
+        engine_config(Case("p2", "delta", "bfloat16"), f"{folder}/checkpoint", "p2", lora={"rank": 2})
+    )
+    engine.initialize()
+    whole = dict(engine.weights())
+    return [name for name in engine.adapter.full_precision_names if whole[name].dtype != torch.float32]
+
+
+@pytest.mark.slow
+def test_a_pipelines_weights_keep_decays_in_float32(
+    ranks: Callable[[int], Pool], reference: Callable[[Case], Path]
+) -> None:
+    assert ranks(2).run(rounded_weights, str(reference(Case("d1", "delta")))) == [[], []]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2", "t2", "c2"])
 def test_decays_stay_float32_under_mixed_precision(

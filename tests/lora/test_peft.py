@@ -164,6 +164,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"r": "2"}, "r is '2'; expected a positive number"),
         ({"lora_alpha": -1}, "lora_alpha is -1; expected a positive number"),
         ({"rank_pattern": {"q_proj": 5}}, "has rank 2, and adapter_config.json says 5"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression: missing \)"),
+        ({"use_rslora": "false"}, "use_rslora is 'false'; expected true or false"),
         ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; expected positive numbers by names of modules"),
     ],
 )
@@ -188,6 +190,11 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda x: x.update({"odd": x[KEY].clone()}), "key 'odd' is no adapter of a linear layer"),
         (lambda x: x.update({KEY: x[KEY][:, 1:].clone()}), r"has shapes .* expected \[r, "),
         (lambda x: x.update({KEY: x[KEY] * float("nan")}), "has values that are not finite"),
+        (lambda x: x.update({KEY: x[KEY].double().fill_(1e300)}), "has values that are not finite"),
+        (
+            lambda x: x.update({KEY: x[KEY].fill_(float("nan")).to(torch.float8_e4m3fn)}),
+            "has values that are not finite",
+        ),
         (lambda x: x.update({KEY: x[KEY].long()}), "expected a matrix of floating-point numbers"),
         (
             lambda x: [x.update({key.replace("layers.0", "layers.99"): x.pop(key)}) for key in [*x] if ".0." in key],
@@ -216,9 +223,25 @@ def test_a_pickle_is_never_read(adapter: tuple[Path, Path], tmp_path: Path) -> N
         engine_of(base, lora={"path": str(tmp_path)})
 
 
-def test_targets_that_match_nothing_are_named(adapter: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"lora\.targets has 'query', which is none of this model's linear layers"):
-        engine_of(adapter[0], lora={"targets": ["q_proj", "query"]})
+@pytest.mark.parametrize(
+    ("lora", "complaint"),
+    [
+        ({"targets": ["q_proj", "query"]}, r"lora\.targets has 'query', which is none of this model's linear layers"),
+        ({"targets": []}, r"targets is \[\], which adapts nothing"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression: missing \)"),
+        ({"rank_pattern": {"q_proj": 0}}, "got 0, input should be greater than or equal to 1"),
+        ({"alpha_pattern": {"q_proj": 0}}, "got 0, input should be greater than 0"),
+        ({"rank": 10**9}, "has rank 1000000000, more than its matrix has rows and columns"),
+    ],
+)
+def test_senseless_adapters_are_refused(adapter: tuple[Path, Path], lora: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        engine_of(adapter[0], lora=lora)
+
+
+def test_a_model_without_adapters_has_none_to_export(adapter: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="format='peft' writes adapters, and this model has none"):
+        engine_of(adapter[0]).save(tmp_path / "adapter", "peft")
 
 
 def test_a_path_and_a_fresh_adapter_contradict_each_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from archon.checkpoint.safetensors_file import SafetensorsFile
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig
-from archon.schema.errors import CheckpointError, ConfigError
+from archon.schema.errors import CheckpointError, ConfigError, LayoutError
 from tests.engine.tiny import make_engine, sft_batch
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
@@ -126,10 +127,27 @@ def test_a_checkpoint_of_another_base_or_size_is_refused(
         engine_of(bases[0], **options).load(tmp_path)
 
 
+def test_checkpoint_and_adapter_name_the_base_that_was_loaded_last(bases: tuple[str, str], tmp_path: Path) -> None:
+    engine = engine_of(bases[0])
+    engine.load(bases[1])
+    engine.save(tmp_path / "adapter", format="peft")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == bases[1]
+    engine.save(tmp_path / "native", format="native")
+    engine_of(bases[1]).load(tmp_path / "native")
+    with pytest.raises(CheckpointError):
+        engine_of(bases[0]).load(tmp_path / "native")
+
+
+def test_a_stage_without_adapters_is_refused(bases: tuple[str, str]) -> None:
+    with pytest.raises(LayoutError, match=r"stage 1 of the pipeline, .* has no adapter to train: they are in layers"):
+        engine_of(bases[0], layout="p2", lora=LORA | {"targets": ["layers.0.self_attn.q_proj"]})
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
         ({"is_critic": True}, "lora adapts a model with a language-model head"),
+        ({"init_from_scratch": True}, "lora adapts the weights of a checkpoint, and init_from_scratch is true"),
         ({"router_bias_update_rate": 0.1}, "moves biases of the base, which lora freezes"),
         ({"lora": {"rank": 0}}, "input should be greater than or equal to 1"),
         ({"lora": {"dropout": 0.1}}, "unknown key 'dropout'"),
