@@ -154,9 +154,13 @@ def ensure_checkpoint(
 
 
 def bootstrap_engine(config: BootstrapConfig, like: EngineConfig | None, path: str) -> EngineConfig:
-    """Returns the engine that makes the checkpoint from the config.json in `path`."""
+    """Returns the engine that makes the checkpoint from the config.json in `path`.
+
+    It trains all weights, also where the run that begins with them trains adapters.
+    """
     fixed = {"path": path, "init_from_scratch": True, "seed": config.seed}
-    return derived_engine(like or EngineConfig(path=path), (config.engine or {}) | fixed, "bootstrap: engine")
+    changes = {"lora": None} | (config.engine or {}) | fixed
+    return derived_engine(like or EngineConfig(path=path), changes, "bootstrap: engine")
 
 
 def _is_made(target: Path, wanted: dict[str, Any]) -> bool:

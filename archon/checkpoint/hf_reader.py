@@ -291,6 +291,12 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     folder = checkpoint_folder(path)
     file = folder / CONFIG_FILE
     if not file.is_file():
+        if (folder / "adapter_config.json").is_file():
+            fail(
+                folder,
+                "it holds an adapter, and a whole checkpoint is expected: name the adapter by lora.path beside its "
+                "base, and write both as one with ArchonEngine.save(path, format='hf')",
+            )
         fail(folder, f"it is not a checkpoint: it holds no {CONFIG_FILE}")
     config = _read_json(file)
     if not isinstance(config.get("model_type"), str):

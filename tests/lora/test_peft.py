@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from archon.check.oracle import hf_model, random_config
+from archon.checkpoint.hf_reader import read_hf_config
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig
@@ -242,6 +243,11 @@ def test_senseless_adapters_are_refused(adapter: tuple[Path, Path], lora: dict[s
 def test_a_model_without_adapters_has_none_to_export(adapter: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="format='peft' writes adapters, and this model has none"):
         engine_of(adapter[0]).save(tmp_path / "adapter", "peft")
+
+
+def test_an_adapters_folder_where_a_checkpoint_is_expected_is_named(adapter: tuple[Path, Path]) -> None:
+    with pytest.raises(CheckpointError, match="it holds an adapter, and a whole checkpoint is expected"):
+        read_hf_config(adapter[1])
 
 
 def test_a_path_and_a_fresh_adapter_contradict_each_other() -> None:

@@ -21,7 +21,7 @@ from archon.rl import RLTrainer, SFTTrainer
 from archon.rl.bootstrap import bootstrap_engine, ensure_checkpoint, make_tokenizer, warm_up, write_blank
 from archon.rl.config import RLConfig
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
-from archon.schema.config import EngineConfig, StrictModel
+from archon.schema.config import EngineConfig, LoRAConfig, StrictModel
 from archon.schema.errors import ConfigError
 from archon.training.config import BootstrapConfig, TokenizerRecipe
 from archon.training.metrics import read_jsonl
@@ -274,9 +274,9 @@ def test_the_file_of_a_bootstrap_is_found_beside_the_configuration_that_names_it
 def test_the_engine_of_a_bootstrap_is_the_runs_but_for_what_it_says(
     bootstrap: Callable[..., BootstrapConfig],
 ) -> None:
-    run = EngineConfig(path="actor", layout="d2", dtype="bfloat16", max_tokens_per_mb=512)
+    run = EngineConfig(path="actor", layout="d2", dtype="bfloat16", max_tokens_per_mb=512, lora=LoRAConfig())
     made = bootstrap_engine(bootstrap(engine={"dtype": "float32"}, seed=7), run, "blank")
     assert (made.path, made.layout, made.dtype, made.max_tokens_per_mb) == ("blank", "d2", "float32", 512)
-    assert made.init_from_scratch and made.seed == 7
+    assert made.init_from_scratch and made.seed == 7 and made.lora is None
     with pytest.raises(ConfigError, match="bootstrap: engine: unknown key 'layuot', did you mean 'layout'"):
         bootstrap_engine(bootstrap(engine={"layuot": "d2"}), run, "blank")
