@@ -294,7 +294,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         if (folder / "adapter_config.json").is_file():
             fail(
                 folder,
-                "it holds an adapter, and a whole checkpoint is expected: name the adapter by lora.path beside its "
+                "it holds an adapter, and a whole checkpoint is expected: name the adapter by lora.path next to its "
                 "base, and write both as one with ArchonEngine.save(path, format='hf')",
             )
         fail(folder, f"it is not a checkpoint: it holds no {CONFIG_FILE}")
