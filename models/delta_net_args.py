@@ -21,6 +21,7 @@ from archon.models.hf_config import (
 from archon.models.hf_names import prefixed
 from archon.models.hf_rope import RopePolicy
 from archon.models.layers.delta_net import DeltaNetLayer
+from archon.models.layers.delta_rule import DeltaRule
 from archon.models.layers.norm import NormSpec
 from archon.models.layers.spec import MixerSpec
 from archon.models.state_dict import BaseStateDictAdapter
@@ -48,6 +49,7 @@ class DeltaNetModelArgs(BaseModelArgs):
         delta_heads, delta_key_heads: value heads of a delta net, and key heads, which divide them.
         delta_value_dim, delta_key_dim: features of a head's values, and of its keys.
         delta_taps: tokens that its convolution sees.
+        delta_rule: what computes its rule, see `archon.models.layers.delta_rule.DeltaRule`; no part of a checkpoint.
         layer_types: the kind of each layer; empty means attention in every `attention_interval`-th.
         attention_interval: used only without `layer_types`.
         is_composite: the checkpoint is that of a model with further parts, see `composite_types`.
@@ -60,6 +62,7 @@ class DeltaNetModelArgs(BaseModelArgs):
     delta_value_dim: int = 128
     delta_key_dim: int = 128
     delta_taps: int = 4
+    delta_rule: DeltaRule = "torch"
     layer_types: tuple[str, ...] = ()
     attention_interval: int = 4
     qk_norm: bool = True
@@ -115,6 +118,7 @@ class DeltaNetModelArgs(BaseModelArgs):
             self.delta_taps,
             NormSpec(self.norm_eps),
             self.hidden_act,
+            self.delta_rule,
         )
 
     @classmethod

@@ -66,9 +66,9 @@ _NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
 def model_fingerprint(args: BaseModelArgs) -> dict[str, Any]:
     """Returns the family and arguments of a model, which must be equal where a checkpoint is loaded into another one.
 
-    The attention backend is not part of it: training may resume with another backend.
+    What computes attention and delta nets is not part of it: training may resume with another backend.
     """
-    fields = {name: value for name, value in asdict(args).items() if name != "attn_type"}
+    fields = {name: value for name, value in asdict(args).items() if name not in ("attn_type", "delta_rule")}
     return json.loads(json.dumps({"family": type(args).__name__, **fields}))
 
 

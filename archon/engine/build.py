@@ -121,6 +121,21 @@ def balancing(config: EngineConfig) -> dict[str, bool]:
     return {"balance_by_bias": True} if config.router_bias_update_rate else {}
 
 
+def delta_rule(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
+    """Returns the model argument that chooses what computes gated delta nets, if it is not torch.
+
+    Raises ConfigError for a family without them.
+    """
+    if config.delta_rule == "torch":
+        return {}
+    if not hasattr(spec.model_args_class, "delta_rule"):
+        raise ConfigError(
+            f"delta_rule = {config.delta_rule!r} computes gated delta nets, and family {spec.name} has none; set it to "
+            "torch"
+        )
+    return {"delta_rule": config.delta_rule}
+
+
 def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> None:
     """Raise ConfigError for a load balancing that the model's layers cannot have."""
     sparse = [layer.feed_forward for layer in args.layer_specs if layer.feed_forward.n_experts]

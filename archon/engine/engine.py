@@ -25,6 +25,7 @@ from archon.engine.build import (
     balancing,
     check_balancing,
     check_stages,
+    delta_rule,
     resolve_device,
     use_deterministic_algorithms,
 )
@@ -46,6 +47,7 @@ from archon.models import get_model_spec
 from archon.models.args import BaseModelArgs
 from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
+from archon.models.layers.delta_rule import require_delta_rule
 from archon.models.layers.moe import expert_biases
 from archon.models.lora import AdapterSize, adapter_sizes, is_adapter, with_adapters
 from archon.models.state_dict import BaseStateDictAdapter
@@ -124,7 +126,11 @@ class ArchonEngine:
         hf_config = read_hf_config(config.path)
         spec = get_model_spec(hf_config["model_type"])
         args = spec.model_args_class.from_hf_config(
-            hf_config, is_critic=config.is_critic, attn_type=config.attn_type, **balancing(config)
+            hf_config,
+            is_critic=config.is_critic,
+            attn_type=config.attn_type,
+            **balancing(config),
+            **delta_rule(config, spec),
         )
         check_balancing(config, spec, args)
         self.layout = resolve_layout(
@@ -138,6 +144,7 @@ class ArchonEngine:
         check_stages(self.layout, self.lora)
         build = self._build = Build(config, spec, args, self.layout, self.device, self.lora)
         backend = resolve_backend(config.attn_type, self.device, build.compute)
+        require_delta_rule(config.delta_rule, self.device, build.compute)
         if config.optimizer:
             check_schedule(config.scheduler, total_steps)
         join_process_group(dims.world_size, self.device.type, config.timeout_s)

@@ -297,6 +297,9 @@ class EngineConfig(StrictModel):
         description="change of a router's balancing bias after each step; 0 disables it. In families whose checkpoints "
         "do not store such biases, a Hugging Face export cannot hold them and is refused",
     )
+    delta_rule: Literal["torch", "fla"] = Field(
+        "torch", description="what computes gated delta nets: torch anywhere, fla's kernels on CUDA (extra fla)"
+    )
     attn_type: str = Field("auto", description="attention backend: auto, sdpa, varlen, flash or another registered one")
     share_prefixes: bool = Field(
         True,

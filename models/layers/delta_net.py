@@ -18,7 +18,7 @@ from archon.models.attention.cache import RecurrentStates
 from archon.models.attention.documents import PackedDocuments
 from archon.models.attention.meta import AttentionMeta, RecurrentState
 from archon.models.layers.convolution import ShortConvolution, causal_convolution
-from archon.models.layers.delta_rule import gated_delta_rule
+from archon.models.layers.delta_rule import DeltaRule, gated_delta_rule
 from archon.models.layers.feed_forward import get_activation
 from archon.models.layers.linear import Linear, Role
 from archon.models.layers.norm import NormSpec
@@ -37,6 +37,7 @@ class DeltaNetLayer(MixerSpec):
         taps: the tokens that the convolution sees.
         norm: of each head's output.
         hidden_act: activation after the convolution.
+        rule: what computes the delta rule.
     """
 
     module_name: ClassVar[str] = "delta_net"
@@ -49,6 +50,7 @@ class DeltaNetLayer(MixerSpec):
     taps: int
     norm: NormSpec
     hidden_act: str = "silu"
+    rule: DeltaRule = "torch"
     rope: RopeSpec | None = None
     window: int | None = None
 
@@ -98,7 +100,7 @@ class DeltaNet(nn.Module):
     def __init__(self, layer: int, dim: int, spec: DeltaNetLayer) -> None:
         super().__init__()
         s, self.layer, self.key_dim, self.value_dim = spec, layer, spec.key_dim, spec.value_dim
-        self.act = get_activation(s.hidden_act)
+        self.act, self.rule = get_activation(s.hidden_act), s.rule
         self.wq = Linear(dim, s.n_key_heads * s.key_dim, bias=False, role="column", heads=s.n_key_heads)
         self.wk = Linear(dim, s.n_key_heads * s.key_dim, bias=False, role="column", heads=s.n_key_heads)
         self.wv = Linear(dim, s.n_heads * s.value_dim, bias=False, role="column", heads=s.n_heads)
@@ -150,7 +152,7 @@ class DeltaNet(nn.Module):
         q, k = qk.unflatten(1, (-1, 2 * self.key_dim)).chunk(2, dim=-1)
         v = v.unflatten(1, (-1, self.value_dim))
         log_decay, beta = gates.unbind(-1)
-        out, matrices = gated_delta_rule(q, k, v, log_decay, beta, documents, matrices)
+        out, matrices = gated_delta_rule(q, k, v, log_decay, beta, documents, matrices, self.rule)
         return out, (inputs, matrices)
 
 

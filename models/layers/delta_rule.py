@@ -16,12 +16,30 @@ and o_i = e^(G_i) S^T q_i + sum over j <= i of D_ij (q_i k_j) u_j. Everything is
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from archon.models.attention.backend import flash_unsupported_reason
 from archon.models.attention.documents import DocumentChunks, PackedDocuments
+from archon.schema.errors import ConfigError
 
 L2_EPS = 1e-6
+DeltaRule = Literal["torch", "fla"]
+"""What computes the rule: the operators of torch on any device, or the kernels of the package fla on CUDA."""
+
+
+def require_delta_rule(rule: DeltaRule, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError where `rule` cannot compute in `dtype` on `device`."""
+    if rule == "torch":
+        return
+    reason = flash_unsupported_reason(device, dtype)  # fla's kernels have the same limits
+    if reason is None and importlib.util.find_spec("fla") is None:
+        reason = "flash-linear-attention is not installed (pip install 'archon-engine[fla]')"
+    if reason is not None:
+        raise ConfigError(f"delta_rule = {rule!r} is not available: {reason}; choose torch")
 
 
 def unit_vectors(x: Tensor) -> Tensor:
@@ -37,6 +55,7 @@ def gated_delta_rule(
     beta: Tensor,
     documents: PackedDocuments,
     state: Tensor | None = None,
+    rule: DeltaRule = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Returns o [T, H, V] in the dtype of v, and the documents' last states [B, H, K, V].
 
@@ -46,7 +65,10 @@ def gated_delta_rule(
         log_decay, beta: [T, H], g and beta above.
         documents: the B documents of the T tokens; the state starts anew in each.
         state: [B, H, K, V] before their first tokens; zeros by default.
+        rule: what computes documents of several tokens.
     """
+    if rule == "fla" and documents.max_seqlen > 1:
+        return _with_fla(q, k, v, log_decay, beta, documents, state)
     wide, dtype = torch.promote_types(v.dtype, torch.float32), v.dtype
     q, k = (unit_vectors(x.to(wide)).repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     q, v, log_decay, beta = q * k.shape[-1] ** -0.5, v.to(wide), log_decay.to(wide), beta.to(wide)
@@ -55,6 +77,30 @@ def gated_delta_rule(
     step = documents.max_seqlen == 1
     out, state = (_one_token if step else _chunks)(q, k, v, log_decay, beta, documents, state.to(wide))
     return out.to(dtype), state
+
+
+def _with_fla(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, documents: PackedDocuments, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns `gated_delta_rule` by fla's chunked kernel, which normalizes queries and keys with the same constant.
+
+    Tested against a reference of its interface (fla-core 0.6); not yet verified on a GPU.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    out, last = chunk_gated_delta_rule(
+        q.unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        g=log_decay.unsqueeze(0),
+        beta=beta.to(v.dtype).unsqueeze(0),
+        scale=k.shape[-1] ** -0.5,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=documents.cu_seqlens.long(),
+    )
+    return out.squeeze(0), last
 
 
 def _one_token(

@@ -260,7 +260,7 @@ def opmd(inputs: AdvantageInputs, settings: OPMDSettings) -> Tensor:
 class ReinforcePPSettings(AdvantageSettings):
     """The settings of advantage `reinforce_pp`."""
 
-    eps: float = Field(1e-6, gt=0, description="added to the batch's standard deviation")
+    eps: float = Field(1e-6, gt=0, description="added to the standard deviation")
 
 
 @ADVANTAGES.register("reinforce_pp")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +18,10 @@ from archon.models.attention.documents import PackedDocuments
 from archon.models.attention.meta import PackedAttention
 from archon.models.layers.convolution import causal_convolution
 from archon.models.layers.delta_net import DeltaNet, DeltaNetLayer
-from archon.models.layers.delta_rule import gated_delta_rule
+from archon.models.layers.delta_rule import gated_delta_rule, require_delta_rule
 from archon.models.layers.norm import NormSpec
+from archon.schema.errors import ConfigError
+from tests.engine.tiny import make_engine
 from tests.tolerances import REORDER_FP64
 
 SLOW_DECAY = 0.05
@@ -156,3 +162,79 @@ def test_decays_stay_float32_in_a_bfloat16_model() -> None:
     }
     assert module.decay(torch.randn(3, 4, dtype=torch.bfloat16)).dtype == torch.float32
     assert slow_layer(torch.float64).decay.A_log.dtype == torch.float64
+
+
+def reference_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The interface of fla-core 0.6's `chunk_gated_delta_rule`, its documented preconditions, and its meaning."""
+    tokens, key_heads, key_dim = q.shape[1:]
+    heads, value_dim = v.shape[2:]
+    assert k.shape == q.shape == (1, tokens, key_heads, key_dim) and v.shape == (1, tokens, heads, value_dim)
+    assert g.shape == beta.shape == (1, tokens, heads) and heads % key_heads == 0
+    assert q.dtype == k.dtype == v.dtype and use_qk_l2norm_in_kernel and output_final_state
+    assert not (use_beta_sigmoid_in_kernel or allow_neg_eigval or state_v_first)
+    assert cu_seqlens is not None and cu_seqlens.dtype == torch.int64 and cu_seqlens[-1] == tokens
+    documents = len(cu_seqlens) - 1
+    state = q.new_zeros(documents, heads, key_dim, value_dim) if initial_state is None else initial_state
+    assert state.shape == (documents, heads, key_dim, value_dim)
+    assert scale == pytest.approx(key_dim**-0.5)
+    out, last = token_by_token(q[0], k[0], v[0], g[0], beta[0], tuple(cu_seqlens.diff().tolist()), state)
+    return out.unsqueeze(0), last
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_flas_kernel_is_called_as_it_documents_and_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch, with_state: bool
+) -> None:
+    module = types.ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = reference_fla  # type: ignore[attr-defined]
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    lengths = (5, 70, 1, 3)
+    *inputs, state = random_inputs(lengths)
+    q, k, v, decay, beta = inputs
+    gates = -F.softplus(decay), beta.sigmoid()
+    given = state if with_state else None
+    found, expected = (
+        gated_delta_rule(q, k, v, *gates, documents_of(lengths), given, rule) for rule in ("fla", "torch")
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative(ours, theirs) <= REORDER_FP64
+    wanted = [*inputs, state] if with_state else inputs
+    grads, references = (
+        torch.autograd.grad(out.sin().sum() + last.cos().sum(), wanted, retain_graph=True)
+        for out, last in (found, expected)
+    )
+    for ours, theirs in zip(grads, references, strict=True):
+        assert relative(ours, theirs) <= 10 * REORDER_FP64
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"hf": {}}, r"delta_rule = 'fla' computes gated delta nets, and family qwen3 has none; set it to torch"),
+        (
+            {"hf": {"model_type": "qwen3_5_text", "head_dim": 16, "tie_word_embeddings": False}},
+            r"delta_rule = 'fla' is not available: it runs on CUDA only and the model is on cpu; choose torch",
+        ),
+    ],
+)
+def test_flas_kernel_is_refused_where_it_cannot_run(tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        make_engine(tmp_path, delta_rule="fla", **options)
+    with pytest.raises(ConfigError, match=r"not installed \(pip install 'archon-engine\[fla\]'\)"):
+        require_delta_rule("fla", torch.device("cuda"), torch.bfloat16)

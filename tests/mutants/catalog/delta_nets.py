@@ -12,11 +12,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the scan takes a pack for one document",
         "models/layers/delta_net.py",
-        "gated_delta_rule(q, k, v, log_decay, beta, documents, matrices)",
+        "gated_delta_rule(q, k, v, log_decay, beta, documents, matrices, self.rule)",
         "gated_delta_rule(\n"
-        "            q, k, v, log_decay, beta, PackedDocuments(documents.cu_seqlens[[0, -1]], len(q)), matrices\n"
+        "            q, k, v, log_decay, beta, PackedDocuments(documents.cu_seqlens[[0, -1]], len(q)), matrices, self.rule\n"
         "        )",
         (f"{DELTA}::test_a_document_does_not_see_the_one_before_it",),
+    ),
+    Mutant(
+        "fla's kernel takes a pack for one document",
+        "models/layers/delta_rule.py",
+        "cu_seqlens=documents.cu_seqlens.long()",
+        "cu_seqlens=documents.cu_seqlens[[0, -1]].long()",
+        (f"{DELTA}::test_flas_kernel_is_called_as_it_documents_and_computes_the_same",),
     ),
     Mutant(
         "the convolution sees the end of the document before",
