@@ -14,7 +14,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/layers/delta_net.py",
         "gated_delta_rule(q, k, v, log_decay, beta, documents, matrices, self.rule)",
         "gated_delta_rule(\n"
-        "            q, k, v, log_decay, beta, PackedDocuments(documents.cu_seqlens[[0, -1]], len(q)), matrices, self.rule\n"
+        "            q, k, v, log_decay, beta, PackedDocuments(documents.cu_seqlens[[0, -1]], len(q)), matrices\n"
         "        )",
         (f"{DELTA}::test_a_document_does_not_see_the_one_before_it",),
     ),
