@@ -23,7 +23,7 @@ def run_code(
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
         variables = dict(os.environ) if environment is None else environment
-        process = warm_context().Process(target=_run, args=(code, [*map(str, path)], variables, files), daemon=True)
+        process = warm_context().Process(target=_run, args=(code, [*map(str, path)], variables, files))
         process.start()
         process.join(timeout)
         if process.is_alive():
