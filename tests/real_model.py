@@ -67,10 +67,11 @@ class RealModel:
         package = importlib.util.find_spec(self.package)
         if package is None or package.submodule_search_locations is None:
             raise SystemExit(f"the package of {self.package} is missing; see `real` in CONTRIBUTING.md")
-        module: Any = importlib.import_module(self.package)
-        if not hasattr(module, "assemble"):
-            _write(Path(package.submodule_search_locations[0]), self.gguf, target)
+        source = Path(package.submodule_search_locations[0])
+        if (source / self.gguf).is_file():  # the package itself is not imported: it needs others
+            _write(source, self.gguf, target)
             return
+        module: Any = importlib.import_module(self.package)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             module.assemble(Path(folder) / self.gguf)  # which compares it with its SHA-256
             _write(Path(folder), self.gguf, target)
