@@ -16,8 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# flash-attn has wheels for CUDA alone, and W&B and Trackio are tested by stand-ins; constraints.txt pins what has run.
-UNTESTED_EXTRAS = {"flash", "trackio", "wandb"}
+# flash-attn and fla run on CUDA alone, and they, W&B and Trackio are tested by stand-ins; constraints.txt pins what has
+# run.
+UNTESTED_EXTRAS = {"fla", "flash", "trackio", "wandb"}
 
 
 def normal(name: str) -> str:
