@@ -37,9 +37,8 @@ def get_geometry3k_rl_dataset(
 
     Columns are those of `hiyouga/geometry3k`: problem, answer, images. A `processor` gives its tokenizer.
     """
-    options |= {"tokenizer": _tokenizer_of(processor, tokenizer), "max_length": max_length, "instruction": instruction}
-    source = _text_of("geometry3k", path, split)
-    return rl_dataset(source, f"geometry3k[{split}]", **_KEYS, **options)
+    options |= {"max_length": max_length, "instruction": instruction}
+    return _rl_rows("geometry3k", path, split, _tokenizer_of(processor, tokenizer), options)
 
 
 def get_geometry3k_sft_dataset(
@@ -52,9 +51,8 @@ def get_geometry3k_sft_dataset(
     **options: Any,
 ) -> RowDataset:
     """Returns SFT rows: the text of the problem, then the answer, which is trained; images are left out."""
-    tokenizer = required_tokenizer(_tokenizer_of(processor, tokenizer), "geometry3k")
-    options |= {"tokenizer": tokenizer, "max_length": max_length}
-    return sft_dataset(_text_of("geometry3k", path, split), f"geometry3k[{split}]", **_KEYS, **options)
+    options |= {"max_length": max_length}
+    return _sft_rows("geometry3k", path, split, _tokenizer_of(processor, tokenizer), options)
 
 
 def get_clevr_count_70k_rl_dataset(
@@ -71,9 +69,8 @@ def get_clevr_count_70k_rl_dataset(
 
     Columns are those of `BUAADreamer/clevr_count_70k`: problem, answer, images, which are left out.
     """
-    options |= {"tokenizer": _tokenizer_of(processor, tokenizer), "max_length": max_length, "instruction": instruction}
-    source = _text_of("clevr_count_70k", path, split)
-    return rl_dataset(source, f"clevr_count_70k[{split}]", **_KEYS, **options)
+    options |= {"max_length": max_length, "instruction": instruction}
+    return _rl_rows("clevr_count_70k", path, split, _tokenizer_of(processor, tokenizer), options)
 
 
 def get_clevr_count_70k_sft_dataset(
@@ -86,9 +83,19 @@ def get_clevr_count_70k_sft_dataset(
     **options: Any,
 ) -> RowDataset:
     """Returns SFT rows: the text of the question, then the answer, which is trained; images are left out."""
-    tokenizer = required_tokenizer(_tokenizer_of(processor, tokenizer), "clevr_count_70k")
-    options |= {"tokenizer": tokenizer, "max_length": max_length}
-    return sft_dataset(_text_of("clevr_count_70k", path, split), f"clevr_count_70k[{split}]", **_KEYS, **options)
+    options |= {"max_length": max_length}
+    return _sft_rows("clevr_count_70k", path, split, _tokenizer_of(processor, tokenizer), options)
+
+
+def _rl_rows(name: str, path: str | Path | None, split: str, tokenizer: Any, options: dict[str, Any]) -> RowDataset:
+    source = _text_of(name, path, split)
+    return rl_dataset(source, f"{name}[{split}]", tokenizer=tokenizer, **_KEYS, **options)
+
+
+def _sft_rows(name: str, path: str | Path | None, split: str, tokenizer: Any, options: dict[str, Any]) -> RowDataset:
+    tokenizer = required_tokenizer(tokenizer, name)
+    source = _text_of(name, path, split)
+    return sft_dataset(source, f"{name}[{split}]", tokenizer=tokenizer, **_KEYS, **options)
 
 
 def _tokenizer_of(processor: Any, tokenizer: Any) -> Any:
