@@ -241,7 +241,7 @@ class RLConfig(StrictModel):
         if algorithm.kl.coef > 0 and self.ref is None:
             raise ValueError(
                 f"algorithm.kl.coef is {algorithm.kl.coef}, which needs a reference model: set `ref` ({{}} is the "
-                "actor as it begins), or algorithm.kl.coef=0"
+                "actor as it begins, without adapters), or algorithm.kl.coef=0"
             )
         if algorithm.advantage.compares_group and n_samples < 2:
             raise ValueError(f"gconfig.n_samples is {n_samples}; a group needs at least 2 answers to differ in reward")
