@@ -110,7 +110,7 @@ TASKS = {
         HERE / "walking.yaml",
         (
             *("workflow=benchmarks.learning.walking.StepByStep", "algorithm.preset=step_wise_grpo"),
-            *("algorithm.advantage=step_wise_grpo", "total_steps=60"),
+            *("algorithm.advantage=step_wise_grpo", "total_steps=100"),
         ),
     ),
     "distillation": Task(
@@ -118,7 +118,7 @@ TASKS = {
         (
             *("algorithm.preset=distill", "algorithm.kl.coef=0", "algorithm.zero_variance_groups=keep"),
             *("teacher.path=${run_dir}/../teacher", "gconfig.n_samples=1", "rollout.prompts_per_step=128"),
-            *("total_steps=100", "evaluation.every=25", "checkpoint.every=0"),
+            *("total_steps=400", "evaluation.every=50", "checkpoint.every=0"),
         ),
         control=("teacher.path=${run_dir}/../untaught",),
         teacher=HERE / "teacher_bootstrap.yaml",
@@ -167,15 +167,17 @@ def run(name: str, task: Task, folder: Path, changes: Sequence[str], control: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", default=list(TASKS), help=f"default: {' '.join(TASKS)}")
-    parser.add_argument("--record", type=Path, required=True, help="JSON lines, overwritten")
+    parser.add_argument("--record", type=Path, required=True, help="JSON lines; those of these tasks are replaced")
     parser.add_argument("--no-controls", action="store_true", help="leave the controls out")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, overrides = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     if unknown := [name for name in options.tasks if name not in TASKS]:
         parser.error(f"no such task here: {', '.join(unknown)}; expected some of {', '.join(TASKS)}")
+    kept = read_jsonl(options.record) if options.record.exists() else []
+    others = [line for line in kept if line["task"] not in options.tasks]
     lines: list[dict[str, Any]] = []
     controls = (False,) if options.no_controls else (False, True)
-    with tempfile.TemporaryDirectory() as folder, options.record.open("w") as record, ThreadPoolExecutor() as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         for name in options.tasks:
 
             def one(control: bool, name: str = name, task: Task = TASKS[name]) -> dict[str, Any]:
@@ -184,8 +186,8 @@ def main() -> None:
 
             for line in pool.map(one, controls):
                 lines.append(line)
-                record.write(json.dumps(line) + "\n")
-                record.flush()
+                found = sorted([*others, *lines], key=lambda line: list(TASKS).index(line["task"]))
+                options.record.write_text("".join(json.dumps(line) + "\n" for line in found))
                 say(f"{name}: {line}")
     after = {line["task"]: line.get("after") for line in lines if not line["control"]}
     close = True
