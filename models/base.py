@@ -50,9 +50,10 @@ class TransformerBlock(nn.Module):
         mixed = getattr(self, self.mixer_name)(_normed(self.attention_norm, x), rotation, attention)
         x = self._add(x, _normed(self.attention_post_norm, mixed))
         if self.feed_forward is not None:
-            return self._add(x, _normed(self.ffn_post_norm, self.feed_forward(_normed(self.ffn_norm, x))))
+            out = self.feed_forward(_normed(self.ffn_norm, x), attention.adapters)
+            return self._add(x, _normed(self.ffn_post_norm, out))
         assert self.moe is not None
-        out, stats = self.moe(_normed(self.ffn_norm, x), attention.valid_mask)
+        out, stats = self.moe(_normed(self.ffn_norm, x), attention.valid_mask, attention.adapters)
         return self._add(x, _normed(self.ffn_post_norm, out)), stats
 
     def _add(self, x: Tensor, out: Tensor) -> Tensor:

@@ -115,13 +115,17 @@ def _pack_linears(replica: nn.Module) -> None:
         # A subclass with its own forward does more than a matrix product.
         if not isinstance(module, nn.Linear) or type(module).forward not in (Linear.forward, LMHead.forward):
             continue
+        if getattr(module, "lora", None) is not None:
+            continue
         if (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
             packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _PACKED_FOR_ROWS)
             soft_cap = module.soft_cap if isinstance(module, LMHead) else None
             module.forward = partial(_packed_linear, packed, module.bias, soft_cap)  # type: ignore[method-assign]
 
 
-def _packed_linear(packed: Tensor, bias: Tensor | None, soft_cap: float | None, x: Tensor) -> Tensor:
+def _packed_linear(
+    packed: Tensor, bias: Tensor | None, soft_cap: float | None, x: Tensor, adapters: None = None
+) -> Tensor:
     return soft_capped(torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""), soft_cap)
 
 

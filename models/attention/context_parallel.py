@@ -94,5 +94,6 @@ class GatheredAttention(ContextParallelAttention):
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Gathers the latents, which are narrower than the keys, and expands those of all ranks."""
         self.backend.require(spec)
-        kv = torch.cat(keys.expand(all_gather(keys.rows, self.share.cp)), dim=1)
+        adapters = None if keys.adapters is None else keys.adapters.gathered(self.share.cp)
+        kv = torch.cat(keys.expand(all_gather(keys.rows, self.share.cp), adapters), dim=1)
         return self.backend.gathered(keys.pad(q), kv, self.keys, spec)[..., : keys.value_features]

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from archon.models.adapter_rows import AdapterRows
+
 
 @dataclass(frozen=True)
 class LatentKeys:
@@ -20,12 +22,14 @@ class LatentKeys:
         rows: [T, 1, C + R], latent and rotated key features of each token; what a cache stores.
         expansion: the linear layer whose weight [H (N + V), C] has K_h [N, C] and V_h [V, C] of each head.
         key_features, value_features: N, the features of a key besides the rotated ones, and V.
+        adapters: those of `rows`, where the layer has several.
     """
 
     rows: Tensor
     expansion: nn.Linear
     key_features: int
     value_features: int
+    adapters: AdapterRows | None = None
 
     @property
     def rank(self) -> int:
@@ -37,9 +41,9 @@ class LatentKeys:
         width = max(self.key_features + self.rows.shape[-1] - self.rank, self.value_features)
         return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
-    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [T, H, D] of rows [T, 1, C + R]."""
-        expanded = self.expansion(rows[:, 0, : self.rank])
+    def expand(self, rows: Tensor, adapters: AdapterRows | None = None) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [T, H, D] of rows [T, 1, C + R], which have `adapters`."""
+        expanded = self.expansion(rows[:, 0, : self.rank], adapters)
         expanded = expanded.unflatten(-1, (-1, self.key_features + self.value_features))
         keys, values = expanded.split((self.key_features, self.value_features), dim=-1)
         rotated = rows[..., self.rank :].expand(-1, keys.shape[1], -1)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from archon.models.adapter_rows import AdapterRows
 from archon.models.attention.backend import AttentionBackend
 from archon.models.attention.documents import PackedDocuments, check_lengths
 from archon.models.attention.latent import LatentKeys
@@ -33,11 +34,13 @@ class AttentionMeta(abc.ABC):
 
     Attributes:
         valid_mask: bool [T], False for padding, for the tokens that this rank holds between layers; None: no padding.
+        adapters: of the tokens' documents, for a model with several adapters; None if no document has one.
         gather_index: int64 [N], the index of each of the N requested hidden states among the T computed ones; None if
             they are the computed ones.
     """
 
     valid_mask: Tensor | None = None
+    adapters: AdapterRows | None = None
     gather_index: Tensor | None = None
 
     def prepare(self, hidden: Tensor) -> None:  # noqa: B027 - a cache has nothing to prepare
@@ -55,7 +58,7 @@ class AttentionMeta(abc.ABC):
 
     def attend_latent(self, layer: int, q: Tensor, keys: LatentKeys, spec: AttentionSpec) -> Tensor:
         """Returns attention [T, H, V] of queries q [T, H, N + R] to the keys that `keys` expands to."""
-        k, v = keys.expand(keys.rows)
+        k, v = keys.expand(keys.rows, keys.adapters)
         return self.attend(layer, keys.pad(q), k, v, spec)[..., : keys.value_features]
 
     def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:

@@ -111,7 +111,8 @@ class Attention(nn.Module):
         if self.tp is not None:
             x = all_gather(x, self.tp)
         # The head count is read off the tensor, since a sharded projection holds fewer heads.
-        q_THK, k_TGK, v_TGK = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
+        projected = (proj(x, attention.adapters) for proj in (self.wq, self.wk, self.wv))
+        q_THK, k_TGK, v_TGK = (out.unflatten(-1, (-1, self.head_dim)) for out in projected)
         gate_THK = None
         if self.gated:
             q_THK, gate_THK = q_THK.unflatten(1, (-1, 2)).unbind(2)
@@ -124,4 +125,4 @@ class Attention(nn.Module):
         out_THK = attention.attend(self.layer, q_THK, k_TGK, v_TGK, spec)
         if gate_THK is not None:
             out_THK = out_THK * torch.sigmoid(gate_THK)
-        return self.wo(out_THK.flatten(-2))
+        return self.wo(out_THK.flatten(-2), attention.adapters)

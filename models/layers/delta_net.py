@@ -119,14 +119,15 @@ class DeltaNet(nn.Module):
         if self.tp is not None:
             x = all_gather(x, self.tp)
         # The head counts are read off the tensors, since a sharded projection holds fewer heads.
-        q_TGK, k_TGK = (proj(x).unflatten(-1, (-1, self.key_dim)) for proj in (self.wq, self.wk))
-        v_THV, z_THV = (proj(x).unflatten(-1, (-1, self.value_dim)) for proj in (self.wv, self.wz))
-        gates_TH2 = torch.stack((self.decay(self.wa(x)), self.wb(x).sigmoid()), dim=-1)
+        adapters = attention.adapters
+        q_TGK, k_TGK = (proj(x, adapters).unflatten(-1, (-1, self.key_dim)) for proj in (self.wq, self.wk))
+        v_THV, z_THV = (proj(x, adapters).unflatten(-1, (-1, self.value_dim)) for proj in (self.wv, self.wz))
+        gates_TH2 = torch.stack((self.decay(self.wa(x, adapters)), self.wb(x, adapters).sigmoid()), dim=-1)
         rows = torch.cat((q_TGK, k_TGK), dim=-1), v_THV, gates_TH2
         filters = torch.cat((self.q_conv(), self.k_conv()), dim=1), self.v_conv()
         out_THV = attention.recur(self.layer, rows, filters, self.scan)
         gate = F.silu(z_THV.to(torch.promote_types(z_THV.dtype, torch.float32)))
-        return self.wo((self.norm(out_THV) * gate).to(x.dtype).flatten(-2))
+        return self.wo((self.norm(out_THV) * gate).to(x.dtype).flatten(-2), adapters)
 
     @torch.compiler.disable
     def scan(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from archon.models.adapter_rows import AdapterRows
 from archon.models.layers.fused import clamped_swiglu, swiglu
 from archon.models.layers.linear import Linear
 from archon.models.layers.spec import FeedForwardSpec
@@ -107,7 +108,8 @@ class FeedForward(nn.Module):
         self.w2 = Linear(hidden_dim, dim, bias=False, role="row")
         self.w3 = Linear(dim, hidden_dim, bias=False, role="column")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Returns [T, dim] for x [T, dim]."""
         if self.tp is not None:
             x = all_gather(x, self.tp)
-        return self.w2(gated(self.act, self.w1(x), self.w3(x)))
+        return self.w2(gated(self.act, self.w1(x, adapters), self.w3(x, adapters)), adapters)

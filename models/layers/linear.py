@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.layers.lora import LowRank
+from archon.models.adapter_rows import AdapterRows
+from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.matmul import linear
 from archon.parallel.comm import Group, local, reduce_scatter
 
@@ -38,7 +39,7 @@ class Linear(nn.Linear):
     Attributes:
         heads: number of heads that the rows of the weight form; tensor parallelism shards by heads.
         rows: the rows that this rank uses of a replicated weight with fewer heads than ranks.
-        lora: the layer's adapter.
+        lora: the layer's adapter, or those that rows may have.
     """
 
     tp: Group | None = None
@@ -50,10 +51,10 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.role: Role = role
         self.heads = heads
-        self.lora: LowRank | None = None
+        self.lora: LowRank | LowRanks | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns [T, out] for x [T, in].
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Returns [T, out] for x [T, in], whose rows have `adapters` if the layer has several; None for none of them.
 
         Under tensor parallelism a column layer returns its shard of the features. A row layer takes its shard of the
         features, and returns all features of its shard of the tokens.
@@ -63,11 +64,15 @@ class Linear(nn.Linear):
             weight = weight[self.rows]
             bias = None if bias is None else bias[self.rows]
         if self.tp is not None and self.role == "row":
-            out = reduce_scatter(self._adapted(linear(x, weight), x), self.tp)
+            out = reduce_scatter(self._adapted(linear(x, weight), x, adapters), self.tp)
             return out if bias is None else out + bias
-        return self._adapted(linear(x, weight, bias), x)
+        return self._adapted(linear(x, weight, bias), x, adapters)
 
-    def _adapted(self, out: Tensor, x: Tensor) -> Tensor:
+    def _adapted(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+        if isinstance(self.lora, LowRanks):
+            if adapters is None:
+                return out
+            return self.lora(out, x, adapters.own if self.role == "latent" else adapters, self.rows)
         return out if self.lora is None else out + self.lora(x, self.rows)
 
 

@@ -4,14 +4,20 @@ An adapter adds scale * b a x to a product W x, with a [r, in] and b [out, r]. I
 each rank has all of a and its rows of b, for a row product its columns of a and all of b. What all ranks have gets a
 term of a sum as its gradient, and what a rank adds to a row product is a term of the sum that the layer scatters
 anyway. So adapters need no collective of their own.
+
+A matrix may have several adapters (`LowRanks`), each with parameters of its own, of which every row uses one or none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from archon.models.layers.matmul import linear
+from archon.models.adapter_rows import AdapterRows
+from archon.models.layers.matmul import can_group, grouped_linear, linear, pad_to_grouped
 from archon.parallel.comm import local
 
 
@@ -34,8 +40,88 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor, rows: slice | None = None) -> Tensor:
         """Returns [T, out] for x [T, in] of a linear layer; `rows` of b are this rank's of a shared head."""
+        a, b = self.parts(rows)
+        return linear(linear(x, a) * self.scale, b)
+
+    def parts(self, rows: slice | None = None) -> tuple[Tensor, Tensor]:
+        """Returns a and b as this rank uses them."""
+        a = local(self.a)
         b = local(self.b)
-        return linear(linear(x, local(self.a)) * self.scale, b if rows is None else b[rows])
+        return a, b if rows is None else b[rows]
 
     def extra_repr(self) -> str:
         return f"{tuple(self.a.shape)}, {tuple(self.b.shape)}, scale={self.scale:g}"
+
+
+class LowRanks(nn.ModuleDict):
+    """Several adapters of one matrix, or of one matrix of every expert, by name: `LowRank`s of any ranks and scales."""
+
+    def forward(self, out: Tensor, x: Tensor, adapters: AdapterRows, rows: slice | None = None) -> Tensor:
+        """Returns out [T, out] of a linear layer for x [T, in] plus what each row's adapter adds, see `LowRank`."""
+        if not self._has_any(adapters.names):
+            return out
+        return out + adapters.unsort(self._grouped(adapters.sort(x), adapters.names, adapters.counts, rows))
+
+    def add_to_experts(self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor) -> Tensor:
+        """Returns out [N, out] plus what the adapters of rows x [N, in] add, which are sorted by expert, then adapter.
+
+        Args:
+            names: the n adapters that rows may have; one that this matrix lacks adds nothing.
+            counts: int64 [E (n + 1)], of each expert the rows of each adapter, and last those of none.
+        """
+        return out + self._grouped(x, names, counts) if self._has_any(names) else out
+
+    def _has_any(self, names: Sequence[str]) -> bool:
+        return any(name in self for name in names)
+
+    def _grouped(self, x: Tensor, names: Sequence[str], counts: Tensor, rows: slice | None = None) -> Tensor:
+        """Returns [N, out], 0 for a row without an adapter.
+
+        Every adapter of `names` has a gradient, 0 without rows: ranks that sum gradients need the same ones.
+        """
+        members = [self._modules.get(name) for name in names]
+        adapters = [member if isinstance(member, LowRank) else None for member in members]
+        parts = [None if adapter is None else adapter.parts(rows) for adapter in adapters]
+        scales = [1.0 if adapter is None else adapter.scale for adapter in adapters]
+        a, b = next(part for part in parts if part is not None)
+        if not can_group(x, a.shape[-1], b.shape[-2]):
+            return _loop(x, [*parts, None], [*scales, 1.0], counts, b.shape[-2])
+        rank = pad_to_grouped(max(part[0].shape[-2] for part in parts if part is not None), x)
+        nothing = a.new_zeros(*a.shape[:-2], 0, a.shape[-1]), b.new_zeros(*b.shape[:-1], 0)
+        pairs = [_padded(part or nothing, rank) for part in [*parts, None]]
+        stacked_a, stacked_b = (torch.stack(side, dim=-3).flatten(0, -3) for side in zip(*pairs, strict=True))
+        hidden = grouped_linear(x, stacked_a, counts)
+        return grouped_linear(_scaled(hidden, [*scales, 1.0], counts), stacked_b, counts)
+
+
+def _padded(part: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    """Returns a and b with zeros appended up to `rank`, which add nothing."""
+    a, b = part
+    missing = rank - a.shape[-2]
+    return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else part
+
+
+def _scaled(hidden: Tensor, scales: Sequence[float], counts: Tensor) -> Tensor:
+    """Returns rows hidden [N, r] times the scale of the group of each, rounded once."""
+    if len({*scales[:-1]}) == 1:
+        return hidden * scales[0]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    of_groups = torch.tensor(scales, dtype=wide).to(hidden.device).repeat(counts.shape[0] // len(scales))
+    of_rows = of_groups.repeat_interleave(counts, output_size=hidden.shape[0]).unsqueeze(1)
+    return (hidden * of_rows).to(hidden.dtype)
+
+
+def _loop(
+    x: Tensor, parts: Sequence[tuple[Tensor, Tensor] | None], scales: Sequence[float], counts: Tensor, width: int
+) -> Tensor:
+    """Returns what `LowRanks` adds, [N, width], by a product for each group."""
+    results = []
+    for group, own in enumerate(x.split(counts.tolist())):
+        expert, index = divmod(group, len(parts))
+        part = parts[index]
+        if part is None:
+            results.append(own.new_zeros(own.shape[0], width))
+            continue
+        a, b = part if part[0].dim() == 2 else (part[0][expert], part[1][expert])
+        results.append(linear(linear(own, a) * scales[index], b))
+    return torch.cat(results)

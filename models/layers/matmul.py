@@ -1,4 +1,4 @@
-"""Float32 matrix products on a CPU by oneDNN, where torch uses MKL.
+"""Float32 matrix products on a CPU by oneDNN, where torch uses MKL, and products of groups of rows.
 
 On AMD processors with AVX-512, oneDNN is up to twice as fast as MKL, which uses AVX2 there. torch has oneDNN's float32
 product only as the operator that its compiler emits, without a gradient, so the gradient is implemented here.
@@ -101,3 +101,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.is_grad_enabled():
         return times_transposed(x, weight, bias)
     return _Linear.apply(x, weight, bias)
+
+
+def can_group(x: Tensor, *widths: int) -> bool:
+    """Returns whether `grouped_mm` takes rows x and matrices of these widths: not float64, no rows, and rows that are
+    no multiple of 16 bytes."""
+    aligned = not any(width * x.element_size() % 16 for width in widths)
+    return aligned and x.dtype != torch.float64 and x.shape[0] > 0
+
+
+def pad_to_grouped(width: int, x: Tensor) -> int:
+    """Returns the next width that `can_group` rows of the dtype of x."""
+    step = 16 // x.element_size()
+    return -(-width // step) * step
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Returns x [N, in] times the transpose of its expert's matrix in weight [E, out, in]: [N, out].
+
+    The first counts[0] rows belong to expert 0, and so on. Uses `grouped_mm`, which needs no host synchronization on
+    the counts; a loop for what it does not support.
+    """
+    if not can_group(x, *weight.shape[1:]):
+        parts = x.split(counts.tolist())
+        return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(parts, weight.unbind(), strict=True)])
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))

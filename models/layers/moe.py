@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from archon.models.adapter_rows import AdapterRows
 from archon.models.layers.feed_forward import ClampedSwiGLU, FeedForward, gated, get_activation
 from archon.models.layers.linear import Linear, Role
-from archon.models.layers.lora import LowRank
+from archon.models.layers.lora import LowRank, LowRanks
+from archon.models.layers.matmul import grouped_linear, pad_to_grouped
 from archon.models.layers.spec import FeedForwardSpec
 from archon.parallel.comm import Group, all_gather, all_reduce, all_reduce_replicated, local, reduce_scatter
 from archon.parallel.expert import ExpertParallel
@@ -231,11 +234,18 @@ class GroupedExperts(nn.Module):
         self.b2 = nn.Parameter(torch.empty(n_experts, dim)) if spec.expert_biases else None
         self.b3 = nn.Parameter(torch.empty(n_experts, hidden_dim)) if spec.expert_biases else None
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Returns [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert."""
-        gate, up = (self._product(x, matrix, counts) for matrix in ("w1", "w3"))
+    def forward(self, x: Tensor, counts: Tensor, adapters: tuple[str, ...] = ()) -> Tensor:
+        """Returns [N, dim] for rows x [N, dim] sorted by expert; counts int64 [E] has the rows of each expert.
+
+        With n `adapters` the rows of an expert are sorted by adapter, those without one last: counts [E (n + 1)].
+        """
+        groups = counts
+        if adapters:
+            counts = groups.unflatten(0, (-1, len(adapters) + 1)).sum(1)
+        product = partial(self._product, counts=counts, groups=groups, adapters=adapters)
+        gate, up = (product(x, matrix) for matrix in ("w1", "w3"))
         if self.b1 is None:
-            return self._product(gated(self.act, gate, up), "w2", counts)
+            return product(gated(self.act, gate, up), "w2")
         experts = torch.arange(counts.shape[0], device=counts.device)
         experts = experts.repeat_interleave(counts, output_size=x.shape[0])
         hidden = gated(self.act, _add_rows(gate, local(self.b1), experts), _add_rows(up, local(self.b3), experts))
@@ -244,17 +254,19 @@ class GroupedExperts(nn.Module):
         if self.etp is not None:
             start = self.etp.rank * out_bias.shape[1]
             out_bias = F.pad(out_bias, (start, self.dim - start - out_bias.shape[1]))
-        return _add_rows(self._product(hidden, "w2", counts), out_bias, experts)
+        return _add_rows(product(hidden, "w2"), out_bias, experts)
 
-    def _product(self, x: Tensor, matrix: str, counts: Tensor) -> Tensor:
-        """Returns the rows x [N, in] times their experts' matrix, with its adapter if it has one: [N, out]."""
+    def _product(self, x: Tensor, matrix: str, counts: Tensor, groups: Tensor, adapters: tuple[str, ...]) -> Tensor:
+        """Returns the rows x [N, in] times their experts' matrix, with its adapter if they have one: [N, out]."""
         out = grouped_linear(x, local(getattr(self, matrix)), counts)
         if self.lora is None or matrix not in self.lora:
             return out
         adapter = self.lora[matrix]
+        if isinstance(adapter, LowRanks):
+            return adapter.add_to_experts(out, x, adapters, groups)
         assert isinstance(adapter, LowRank)
-        a, b = local(adapter.a), local(adapter.b)
-        if missing := -a.shape[1] % (16 // x.element_size()):  # a grouped product takes rows of 16 bytes
+        a, b = adapter.parts()
+        if missing := pad_to_grouped(a.shape[1], x) - a.shape[1]:
             a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
         return out + grouped_linear(grouped_linear(x, a, counts) * adapter.scale, b, counts)
 
@@ -270,19 +282,6 @@ def _add_rows(x: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
     assert bias is not None
     wide = torch.promote_types(bias.dtype, torch.float32)
     return x + bias.to(wide).index_select(0, experts).to(x.dtype)
-
-
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Returns x [N, in] times the transpose of its expert's matrix in weight [E, out, in]: [N, out].
-
-    The first counts[0] rows belong to expert 0, and so on. Uses `grouped_mm`, which needs no host synchronization on
-    the counts; a loop for what it does not support: float64, no rows, and rows that are no multiple of 16 bytes.
-    """
-    unaligned = any(width * x.element_size() % 16 for width in weight.shape[1:])
-    if x.dtype == torch.float64 or x.shape[0] == 0 or unaligned:
-        parts = x.split(counts.tolist())
-        return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(parts, weight.unbind(), strict=True)])
-    return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
 
 
 class MoE(nn.Module):
@@ -302,32 +301,41 @@ class MoE(nn.Module):
             self.shared_experts = FeedForward(dim, spec.shared_hidden_dim, spec.hidden_act)
         self.shared_gate = Linear(dim, 1, bias=False, role="router") if spec.shared_gate else None
 
-    def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+    def forward(
+        self, x: Tensor, valid_mask: Tensor | None = None, adapters: AdapterRows | None = None
+    ) -> tuple[Tensor, RouterStats]:
         """Returns [T, dim] for x [T, dim], and the router's statistics over `valid_mask` (bool [T])."""
+        names, ids = ((), None) if adapters is None else (adapters.names, adapters.own.ids)
         weights, experts, stats = self.router(x, valid_mask)
         rows = x
         if self.etp is not None:
             rows, weights = all_gather(x, self.etp), all_gather(weights, self.etp)
             experts = all_gather(experts, self.etp)
-        out = self._routed(rows, weights, experts)
+            ids = None if ids is None else all_gather(ids, self.etp)
+        out = self._routed(rows, weights, experts, names, ids)
         if self.etp is not None:
             out = reduce_scatter(out, self.etp)
         if self.shared_experts is None:
             return out, stats
-        shared = self.shared_experts(x)
+        shared = self.shared_experts(x, adapters)
         return out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared), stats
 
-    def _routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        expert_ids = experts.flatten()
-        order = expert_ids.argsort(stable=True)
-        counts = torch.zeros(self.experts.n_experts, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
+    def _routed(
+        self, x: Tensor, weights: Tensor, experts: Tensor, adapters: tuple[str, ...], ids: Tensor | None
+    ) -> Tensor:
+        """Returns [T, dim] for x [T, dim], weights and experts [T, k], and the index [T] of each row's adapter."""
+        groups = experts if ids is None else experts * (len(adapters) + 1) + ids.unsqueeze(1)
+        group_ids = groups.flatten()
+        order = group_ids.argsort(stable=True)
+        n_groups = self.experts.n_experts * (len(adapters) + 1)
+        counts = torch.zeros(n_groups, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, group_ids, torch.ones_like(group_ids))
         rows = x.index_select(0, order // experts.shape[1])
         if self.ep is None:
-            out = self.experts(rows, counts)
+            out = self.experts(rows, counts, adapters)
         else:
             rows, counts, routes = self.ep.dispatch(rows, counts)
-            out = self.ep.combine(self.experts(rows, counts), routes)
+            out = self.ep.combine(self.experts(rows, counts, adapters), routes)
         out = out.index_select(0, order.argsort()).unflatten(0, experts.shape)
         return torch.bmm(weights.unsqueeze(1), out).squeeze(1)
 

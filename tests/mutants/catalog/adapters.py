@@ -14,8 +14,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the part of a column product's adapter that all ranks have gets one rank's gradient",
         "models/layers/lora.py",
-        "linear(x, local(self.a))",
-        f"linear(x, {UNSUMMED}(self.a))",
+        "a = local(self.a)",
+        f"a = {UNSUMMED}(self.a)",
         (f"{FURTHER_MATRIX}[dense-t2-float64-{OPTIONS}]",),
     ),
     Mutant(

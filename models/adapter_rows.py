@@ -1,0 +1,75 @@
+"""Which of several adapters each row of a layer's input uses: of a batch whose documents have different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from archon.parallel.comm import Group, all_gather
+
+NO_ADAPTER = -1
+"""The index of the adapter of a row that has none: the layer's own output."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRows:
+    """The adapter of each of T rows. Layers take it as an argument, sort their rows by it, and group their products.
+
+    Attributes:
+        names: the n adapters that ids are indices of.
+        ids: int64 [T], with n for a row without an adapter.
+        counts: int64 [n + 1], the rows of each adapter, and last those without.
+        order, inverse: int64 [T], the permutation that sorts rows by id, and the one back; None if they are sorted.
+        share: of the tokens that this rank holds between layers, where tensor parallelism splits them: latent layers
+            and experts compute these. None if they are all rows.
+    """
+
+    names: tuple[str, ...]
+    ids: Tensor
+    counts: Tensor
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+    share: AdapterRows | None = None
+
+    @classmethod
+    def of(cls, names: Sequence[str], ids: Tensor, device: torch.device, *, tp: Group | None = None) -> AdapterRows:
+        """Returns the rows of adapter indices `ids`, int64 [T] on the CPU, on `device`.
+
+        Args:
+            names: the adapters that the indices mean; `NO_ADAPTER` is none of them.
+            tp: the ranks that hold equal parts of the rows between layers.
+        """
+        ids = torch.where(ids == NO_ADAPTER, len(names), ids)
+        share = None
+        if tp is not None and tp.size > 1:
+            share = cls.of(names, ids.chunk(tp.size)[tp.rank], device)
+        order = inverse = None
+        if (ids.diff() < 0).any():
+            order = ids.argsort(stable=True)
+            inverse = order.argsort().to(device)
+            order = order.to(device)
+        counts = ids.bincount(minlength=len(names) + 1).to(device)
+        return cls(tuple(names), ids.to(device), counts, order, inverse, share)
+
+    @property
+    def own(self) -> AdapterRows:
+        """The rows that this rank holds between layers."""
+        return self.share or self
+
+    def sort(self, x: Tensor) -> Tensor:
+        """Returns rows x [T, ...] sorted by adapter."""
+        return x if self.order is None else x.index_select(0, self.order)
+
+    def unsort(self, x: Tensor) -> Tensor:
+        """Undo `sort`, with gradient."""
+        return x if self.inverse is None else x.index_select(0, self.inverse)
+
+    def gathered(self, group: Group) -> AdapterRows:
+        """Returns the adapters of the rows of all ranks, in the order in which `all_gather` joins the rows."""
+        ids = all_gather(self.ids, group)
+        order = ids.argsort(stable=True)
+        counts = torch.zeros_like(self.counts).scatter_add_(0, ids, torch.ones_like(ids))
+        return AdapterRows(self.names, ids, counts, order, order.argsort())

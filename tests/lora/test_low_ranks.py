@@ -1,0 +1,122 @@
+"""Several adapters of one matrix: each row gets what its own adapter alone would add, and so do its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from archon.models.adapter_rows import NO_ADAPTER, AdapterRows
+from archon.models.layers.linear import Linear
+from archon.models.layers.lora import LowRank, LowRanks
+from archon.models.layers.moe import ExpertsLayer, GroupedExperts, MoE
+
+CPU = torch.device("cpu")
+IN, OUT = 16, 24
+RANKS = {"x": (3, 2.0), "y": (8, 0.3), "z": (5, 1.0)}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = [*TOLERANCE]
+IDS = {
+    "sorted": [0, 0, 0, 1, 1, 2, 2, 2, 2],
+    "mixed, some without": [2, -1, 0, 2, 2, 0, -1, 0, 2],
+    "one, all without but it": [-1, -1, -1, -1, -1, -1, -1, 1, -1],
+    "none": [-1] * 9,
+}
+
+
+def random_adapters(experts: int | None = None, out_in: tuple[int, int] = (OUT, IN)) -> LowRanks:
+    out_features, in_features = out_in
+    adapters = {name: LowRank(in_features, out_features, rank, scale, experts) for name, (rank, scale) in RANKS.items()}
+    for parameter in (p for adapter in adapters.values() for p in adapter.parameters()):
+        nn.init.normal_(parameter, std=0.3)
+    return LowRanks(adapters)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().double().norm() / b.detach().double().norm().clamp_min(1e-30))
+
+
+def alone(layer: Linear, adapters: LowRanks, x: Tensor, ids: Sequence[int]) -> Tensor:
+    """Returns the layer's output computed row by row, with the row's adapter as the layer's only one."""
+    rows = []
+    for row, index in zip(x, ids, strict=True):
+        layer.lora = None if index == NO_ADAPTER else adapters[[*RANKS][index]]  # type: ignore[assignment]
+        rows.append(layer(row.unsqueeze(0)))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_each_row_has_its_own_adapter(ids: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer, adapters = Linear(IN, OUT, bias=True, role="column").to(dtype), random_adapters().to(dtype)
+    x = torch.randn(len(ids), IN).to(dtype).requires_grad_()
+    weights = torch.randn(len(ids), OUT).to(dtype)
+    expected = alone(layer, adapters, x, ids)
+    inputs = [x, *adapters.parameters()]
+    wanted = torch.autograd.grad(expected, inputs, weights, allow_unused=True)
+    layer.lora = adapters
+    got = layer(x, AdapterRows.of([*RANKS], torch.tensor(ids), CPU))
+    assert relative(got, expected) <= TOLERANCE[dtype]
+    for found, want in zip(torch.autograd.grad(got, inputs, weights), wanted, strict=True):
+        if want is None:
+            assert not found.any(), "an adapter without rows has a gradient, and it is 0"
+        else:
+            assert relative(found, want) <= 2 * TOLERANCE[dtype]
+
+
+def test_a_batch_names_only_the_adapters_that_it_needs() -> None:
+    torch.manual_seed(0)
+    layer, adapters = Linear(IN, OUT, bias=False, role="row"), random_adapters()
+    layer.lora, x = adapters, torch.randn(4, IN)
+    rows = AdapterRows.of(["z", "unknown", "x"], torch.tensor([0, 2, 1, 0]), CPU)
+    got = layer(x, rows)
+    assert relative(got, alone(layer, adapters, x, [2, 0, -1, 2])) <= 1e-5
+    layer.lora = adapters
+    assert torch.equal(layer(x), layer(x, AdapterRows.of(["unknown"], torch.tensor([0, 0, 0, 0]), CPU)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_each_row_of_an_expert_has_its_own_adapter(dtype: torch.dtype) -> None:
+    """The mixture's rows with one adapter equal those of the same mixture with that adapter alone."""
+    torch.manual_seed(0)
+    moe = MoE(IN, ExpertsLayer(n_experts=4, top_k=2, hidden_dim=OUT, shared_hidden_dim=8)).to(dtype)
+    for parameter in moe.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    shapes = {"w1": (OUT, IN), "w2": (IN, OUT), "w3": (OUT, IN)}
+    adapters = {matrix: random_adapters(4, shape).to(dtype) for matrix, shape in shapes.items()}
+    parameters = [p for several in adapters.values() for p in several.parameters()]
+    ids = torch.tensor([2, -1, 0, 2, 2, 0, -1, 0, 2, 1, 1, 0])
+    x, weights = (torch.randn(len(ids), IN, dtype=dtype) for _ in range(2))
+    moe.experts.lora = nn.ModuleDict(adapters)
+    got, _ = moe(x, None, AdapterRows.of([*RANKS], ids, CPU))
+    expected = torch.empty_like(got)
+    grads = [torch.zeros_like(p) for p in parameters]
+    for index, name in [(NO_ADAPTER, None), *enumerate(RANKS)]:
+        own = ids == index
+        moe.experts.lora = None
+        if name is not None:
+            moe.experts.lora = nn.ModuleDict({matrix: several[name] for matrix, several in adapters.items()})
+        out, _ = moe(x[own])
+        expected[own] = out.detach()
+        if name is not None:
+            for total, g in zip(
+                grads, torch.autograd.grad(out, parameters, weights[own], allow_unused=True), strict=True
+            ):
+                total += 0 if g is None else g
+    assert relative(got, expected) <= TOLERANCE[dtype]
+    for found, want in zip(torch.autograd.grad(got, parameters, weights), grads, strict=True):
+        assert relative(found, want) <= 2 * TOLERANCE[dtype]
+
+
+def test_experts_without_any_adapter_are_the_layer_itself() -> None:
+    torch.manual_seed(0)
+    experts = GroupedExperts(IN, ExpertsLayer(n_experts=2, top_k=1, hidden_dim=OUT))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    x, counts = torch.randn(5, IN), torch.tensor([3, 2])
+    expected = experts(x, counts)
+    experts.lora = nn.ModuleDict({"w1": random_adapters(2)})
+    assert torch.equal(experts(x, counts), expected)
