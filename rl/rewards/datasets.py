@@ -46,10 +46,11 @@ def exact_match_reward(
 def gsm8k_reward(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str, **data: Any
 ) -> float:
-    r"""Returns 1.0 where the last `\boxed{x}`, or else the last `#### x`, is the gold number, else 0.0.
+    r"""Returns 1.0 where the last `\boxed{x}`, or else the last line that is `#### x`, is the gold number, else 0.0.
 
-    `answer` is the gold answer as gsm8k has it (a solution that ends in `#### x`), or the bare number. Raises
-    `RewardError` where it is not a number: a defect of the data is not a reward of 0.
+    `####` must begin its line, after spaces at most: "The answer is #### 72" states no answer. `answer` is the gold
+    answer as gsm8k has it (a solution that ends in `#### x`), or the bare number. Raises `RewardError` where it is not
+    a number: a defect of the data is not a reward of 0.
     """
     return _number_reward("gsm8k", completions, gold_answer(str(answer))[0], form="gsm8k")
 
