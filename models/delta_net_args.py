@@ -18,7 +18,7 @@ from archon.models.hf_config import (
     dense_fields,
     reject_field,
 )
-from archon.models.hf_names import prefixed
+from archon.models.hf_names import DENSE_HF_MAP, QK_NORM_HF_MAP, prefixed
 from archon.models.hf_rope import RopePolicy
 from archon.models.layers.delta_net import DeltaNetLayer
 from archon.models.layers.delta_rule import DeltaRule
@@ -30,8 +30,8 @@ from archon.schema.errors import ConfigError
 DELTA_NET, ATTENTION = "linear_attention", "full_attention"
 """The kinds of layers, by their Hugging Face names."""
 
-# How positions of images are laid out; those of text have one coordinate.
-MROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
+# The ignored fields say how positions of images are laid out; those of text have one coordinate.
+QWEN3_5_ROPES = RopePolicy(partial=0.25, ignored=frozenset({"mrope_section", "mrope_interleaved"}))
 # Qwen3.5's published configs have these besides the fields of transformers' classes, which ignore them.
 QWEN3_5_MUST_BE: dict[str, Any] = {
     "attn_output_gate": True,
@@ -183,20 +183,23 @@ def mtp_fields() -> dict[str, Field]:
 _HF, _NATIVE = "model.layers.{}.linear_attn.", "layers.{}.delta_net."
 # What all these families' checkpoints share.
 DELTA_NET_HF_MAP: dict[str, str | Fused | None] = {
+    **DENSE_HF_MAP,
+    **QK_NORM_HF_MAP,
     f"{_HF}conv1d.weight": Fused(tuple(f"{_NATIVE}{part}_conv.weight" for part in "qkv")),
     f"{_HF}A_log": f"{_NATIVE}decay.A_log",
     f"{_HF}dt_bias": f"{_NATIVE}decay.dt_bias",
     f"{_HF}norm.weight": f"{_NATIVE}norm.weight",
     f"{_HF}out_proj.weight": f"{_NATIVE}wo.weight",
 }
-# Qwen3.5's projections.
-DELTA_NET_PROJECTIONS_HF_MAP: dict[str, str | Fused | None] = {
+# Qwen3.5 has a matrix for each projection.
+QWEN3_5_HF_MAP: dict[str, str | Fused | None] = {
+    **DELTA_NET_HF_MAP,
     f"{_HF}in_proj_qkv.weight": Fused(tuple(f"{_NATIVE}w{part}.weight" for part in "qkv")),
     f"{_HF}in_proj_z.weight": f"{_NATIVE}wz.weight",
     f"{_HF}in_proj_b.weight": f"{_NATIVE}wb.weight",
     f"{_HF}in_proj_a.weight": f"{_NATIVE}wa.weight",
 }
-# Qwen3-Next's, which are in blocks of one key head and its value heads.
+# Qwen3-Next's projections, which are in blocks of one key head and its value heads.
 DELTA_NET_BLOCKS_HF_MAP: dict[str, str | Fused | None] = {
     f"{_HF}in_proj_qkvz.weight": Fused(
         tuple(f"{_NATIVE}w{part}.weight" for part in "qkvz"), blocks=lambda args: args.delta_key_heads

@@ -27,6 +27,7 @@ class MoEModelArgs(BaseModelArgs):
         n_dense_layers: the first layers, which are dense.
         decoder_sparse_step: of the others every n-th layer is sparse, counted from one.
         mlp_only_layers: layers that are dense nevertheless, counted from zero.
+        shared_gate: see `ExpertsLayer`.
         hf_aliases: other names of config fields, which transformers accepts too.
 
     Raises ConfigError for values that contradict each other.
@@ -41,6 +42,7 @@ class MoEModelArgs(BaseModelArgs):
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
 
+    shared_gate: ClassVar[bool] = False
     hf_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     def __post_init__(self) -> None:
@@ -80,6 +82,7 @@ class MoEModelArgs(BaseModelArgs):
             self.hidden_act,
             normalize=self.norm_topk_prob,
             shared_hidden_dim=self.shared_hidden_dim,
+            shared_gate=self.shared_gate,
         )
 
     @classmethod
@@ -153,6 +156,7 @@ class GroupRoutedArgs(MoEModelArgs):
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 1
 
+    shared_gate: ClassVar[bool] = False
     hf_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "n_routed_experts"}
 
     def __post_init__(self) -> None:

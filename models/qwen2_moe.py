@@ -4,14 +4,13 @@ shared expert."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.hf_checks import check_kind
 from archon.models.hf_config import SWITCHED_WINDOW, Field, WindowPolicy, Windows, dense_fields, read_switched_window
 from archon.models.hf_names import DENSE_HF_MAP, EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
-from archon.models.layers.moe import ExpertsLayer
 from archon.models.moe_args import MoEModelArgs, stepped_expert_fields
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
@@ -35,6 +34,7 @@ class Qwen2MoEModelArgs(MoEModelArgs):
     attention_bias: bool = True
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen2_moe"})
+    shared_gate: ClassVar[bool] = True
     hf_windows: ClassVar[WindowPolicy] = WindowPolicy(SWITCHED_WINDOW.fields, _read_windows)
     hf_aliases: ClassVar[dict[str, str]] = {}
     hf_fields: ClassVar[dict[str, Field]] = (
@@ -47,10 +47,6 @@ class Qwen2MoEModelArgs(MoEModelArgs):
         }
         | stepped_expert_fields(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
     )
-
-    def experts(self) -> ExpertsLayer:
-        """See `MoEModelArgs.experts`."""
-        return replace(super().experts(), shared_gate=True)
 
 
 class Qwen2MoEModel(BaseArchonModel):

@@ -3,24 +3,22 @@ attention; experts in every layer, with a gated shared expert."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.delta_net_args import (
-    DELTA_NET_HF_MAP,
-    DELTA_NET_PROJECTIONS_HF_MAP,
-    MROPE_FIELDS,
+    QWEN3_5_HF_MAP,
     QWEN3_5_MUST_BE,
+    QWEN3_5_ROPES,
     CompositeStateDictAdapter,
     DeltaNetModelArgs,
     delta_net_fields,
     mtp_fields,
 )
 from archon.models.hf_config import Field
-from archon.models.hf_names import DENSE_HF_MAP, EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP, QK_NORM_HF_MAP
+from archon.models.hf_names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.hf_rope import RopePolicy
-from archon.models.layers.moe import ExpertsLayer
 from archon.models.moe_args import MoEModelArgs
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
@@ -37,7 +35,8 @@ class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_moe_text", "qwen3_5_moe"})
     composite_types: ClassVar[dict[str, str]] = {"qwen3_5_moe": "qwen3_5_moe_text"}
-    hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
+    shared_gate: ClassVar[bool] = True
+    hf_ropes: ClassVar[RopePolicy] = QWEN3_5_ROPES
     hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=2) | {
         "intermediate_size": Field("", int, 0, minimum=0),
         "num_experts": Field("n_experts", int, 256),
@@ -57,10 +56,6 @@ class Qwen35MoeTextModelArgs(DeltaNetModelArgs, MoEModelArgs):
         self.moe_hidden_dim = self.hidden_dim
         super().__post_init__()
 
-    def experts(self) -> ExpertsLayer:
-        """See `MoEModelArgs.experts`."""
-        return replace(super().experts(), shared_gate=True)
-
 
 class Qwen35MoeTextModel(BaseArchonModel):
     """See `BaseArchonModel`; what differs is in `Qwen35MoeTextModelArgs`."""
@@ -75,14 +70,7 @@ class Qwen35MoeTextStateDictAdapter(CompositeStateDictAdapter):
     """
 
     model_class = Qwen35MoeTextModel
-    from_hf_map = (
-        DENSE_HF_MAP
-        | QK_NORM_HF_MAP
-        | DELTA_NET_HF_MAP
-        | DELTA_NET_PROJECTIONS_HF_MAP
-        | EXPERTS_HF_MAP
-        | GATED_SHARED_EXPERT_HF_MAP
-    )
+    from_hf_map = QWEN3_5_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
 
 
 parallelize_qwen3_5_moe_text = make_parallelize_fn(MOE_TP_PLAN)

@@ -7,17 +7,15 @@ from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.delta_net_args import (
-    DELTA_NET_HF_MAP,
-    DELTA_NET_PROJECTIONS_HF_MAP,
-    MROPE_FIELDS,
+    QWEN3_5_HF_MAP,
     QWEN3_5_MUST_BE,
+    QWEN3_5_ROPES,
     CompositeStateDictAdapter,
     DeltaNetModelArgs,
     delta_net_fields,
     mtp_fields,
 )
 from archon.models.hf_config import Field
-from archon.models.hf_names import DENSE_HF_MAP, QK_NORM_HF_MAP
 from archon.models.hf_rope import RopePolicy
 from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
@@ -29,7 +27,7 @@ class Qwen35TextModelArgs(DeltaNetModelArgs):
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_text", "qwen3_5"})
     composite_types: ClassVar[dict[str, str]] = {"qwen3_5": "qwen3_5_text"}
-    hf_ropes: ClassVar[RopePolicy] = RopePolicy(partial=0.25, ignored=MROPE_FIELDS)
+    hf_ropes: ClassVar[RopePolicy] = QWEN3_5_ROPES
     hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=4) | mtp_fields()
     hf_must_be: ClassVar[dict[str, Any]] = QWEN3_5_MUST_BE
 
@@ -44,7 +42,7 @@ class Qwen35TextStateDictAdapter(CompositeStateDictAdapter):
     """Maps the names of dense decoders, and those of delta nets with a matrix for each projection."""
 
     model_class = Qwen35TextModel
-    from_hf_map = DENSE_HF_MAP | QK_NORM_HF_MAP | DELTA_NET_HF_MAP | DELTA_NET_PROJECTIONS_HF_MAP
+    from_hf_map = QWEN3_5_HF_MAP
 
 
 parallelize_qwen3_5_text = make_parallelize_fn(DENSE_TP_PLAN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from archon.models.base import BaseArchonModel, BaseModelArgs
@@ -13,8 +13,7 @@ from archon.models.delta_net_args import (
     delta_net_fields,
 )
 from archon.models.hf_config import Field
-from archon.models.hf_names import DENSE_HF_MAP, EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP, QK_NORM_HF_MAP
-from archon.models.layers.moe import ExpertsLayer
+from archon.models.hf_names import EXPERTS_HF_MAP, GATED_SHARED_EXPERT_HF_MAP
 from archon.models.moe_args import MoEModelArgs, stepped_expert_fields
 from archon.models.parallelize import MOE_TP_PLAN, make_parallelize_fn
 from archon.models.spec import family_spec
@@ -32,6 +31,7 @@ class Qwen3NextModelArgs(DeltaNetModelArgs, MoEModelArgs):
     norm_topk_prob: bool = True
 
     model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_next"})
+    shared_gate: ClassVar[bool] = True
     hf_fields: ClassVar[dict[str, Field]] = (
         delta_net_fields(num_key_value_heads=2)
         | {
@@ -40,10 +40,6 @@ class Qwen3NextModelArgs(DeltaNetModelArgs, MoEModelArgs):
         | stepped_expert_fields(num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True)
     )
     hf_must_be: ClassVar[dict[str, Any]] = {"attn_output_gate": True}
-
-    def experts(self) -> ExpertsLayer:
-        """See `MoEModelArgs.experts`."""
-        return replace(super().experts(), shared_gate=True)
 
 
 class Qwen3NextModel(BaseArchonModel):
@@ -56,14 +52,7 @@ class Qwen3NextStateDictAdapter(BaseStateDictAdapter):
     """Maps delta nets in blocks of key heads, and experts; carries the layers that predict further tokens."""
 
     model_class = Qwen3NextModel
-    from_hf_map = (
-        DENSE_HF_MAP
-        | QK_NORM_HF_MAP
-        | DELTA_NET_HF_MAP
-        | DELTA_NET_BLOCKS_HF_MAP
-        | EXPERTS_HF_MAP
-        | GATED_SHARED_EXPERT_HF_MAP
-    )
+    from_hf_map = DELTA_NET_HF_MAP | DELTA_NET_BLOCKS_HF_MAP | EXPERTS_HF_MAP | GATED_SHARED_EXPERT_HF_MAP
     carried = ("mtp.*",)
 
 
