@@ -8,14 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.data.encoding import tokenize
 from archon.engine.engine import ArchonEngine
 from archon.generation.types import GenerationHyperparameters
-from archon.models.base import BaseArchonModel
 from archon.rl import RLTrainer
 from archon.rl.bootstrap import make_tokenizer, write_blank
 from archon.rl.config import RLConfig
@@ -24,6 +21,7 @@ from archon.serve import AgentServer
 from archon.training.config import BootstrapConfig, TokenizerRecipe
 from tests.rl import sdk_agents
 from tests.serve.scripted import Scripted
+from tests.serve.taught import teach
 from tests.small_qwen3 import SMALL_QWEN3
 from tests.tolerances import FIRST_RATIO_FP32
 
@@ -53,24 +51,6 @@ async def talk(agent: type, row: dict[str, str], tokenizer: Any) -> list[tuple[s
     return list(zip(prompts, answers, strict=True))
 
 
-def learn(model: BaseArchonModel, pairs: list[tuple[list[int], list[int]]]) -> None:
-    lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs])
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    tokens = torch.tensor([[token for prompt, answer in pairs for token in prompt + answer]])
-    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
-    marks = torch.tensor([mark for prompt, answer in pairs for mark in [0] * len(prompt) + [1] * len(answer)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(800):
-        logits = model(tokens, positions, bounds, int(lengths.max()))[0]
-        losses = cross_entropy(logits[:-1], tokens[0, 1:], reduction="none")[marks[1:] == 1]
-        if torch.exp(-losses.max()) > SURE:
-            return
-        optimizer.zero_grad()
-        losses.mean().backward()
-        optimizer.step()
-    raise AssertionError(f"the model is no surer than {torch.exp(-losses.max()):.4f}")
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model that has learned to call the tool in the words of every framework."""
@@ -90,7 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = load_tokenizer(folder / "blank")
     end = [tokenizer.eos_token_id]
     encoded = [[list(tokenize(tokenizer, text, "a text")["input_ids"]) for text in pair] for pair in talks]
-    learn(engine.whole_model, [(prompt, answer + end) for prompt, answer in encoded])
+    teach(engine.whole_model, [(prompt, answer + end) for prompt, answer in encoded], SURE)
     engine.save(folder / "made")
     return folder / "made"
 

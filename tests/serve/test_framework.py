@@ -10,17 +10,16 @@ import torch
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from torch.nn.functional import cross_entropy
 
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest, ModelResponse
-from archon.models.base import BaseArchonModel
 from archon.rl.bootstrap import make_tokenizer
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
 from archon.rl.workflows.agent import AgentWorkflow
 from archon.training.config import TokenizerRecipe
 from tests.serve.scripted import Scripted
+from tests.serve.taught import teach
 from tests.small_qwen3 import small_model
 
 WEATHER = {"Rome": "sunny", "Oslo": "snowy"}
@@ -85,30 +84,11 @@ def asked(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
-def learn(model: BaseArchonModel, pairs: list[tuple[list[int], list[int]]]) -> None:
-    """Fine-tune until each token of each answer is the likeliest by far."""
-    lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs])
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    tokens = torch.tensor([[token for prompt, answer in pairs for token in prompt + answer]])
-    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
-    marks = torch.tensor([mark for prompt, answer in pairs for mark in [0] * len(prompt) + [1] * len(answer)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(600):
-        logits = model(tokens, positions, bounds, int(lengths.max()))[0]
-        losses = cross_entropy(logits[:-1], tokens[0, 1:], reduction="none")[marks[1:] == 1]
-        if torch.exp(-losses.max()) > SURE:
-            return
-        optimizer.zero_grad()
-        losses.mean().backward()
-        optimizer.step()
-    raise AssertionError(f"the model is no surer than {torch.exp(-losses.max()):.4f}")
-
-
 @pytest.mark.filterwarnings("ignore:.httpx.AsyncClient. support for:UserWarning")
 def test_a_published_framework_calls_a_tool_and_its_answers_alone_are_trained(tokenizer: Any) -> None:
     pairs = asked(tokenizer)
     model = small_model(len(tokenizer), max_seq_len=1024)
-    learn(model, pairs)
+    teach(model, pairs, SURE)
     engine = Keeps.from_model(model, tokenizer, max_slots=8)
     assert isinstance(engine, Keeps)
     engine.answered = []
