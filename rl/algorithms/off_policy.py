@@ -39,19 +39,27 @@ def sppo(terms: PolicyTerms, settings: SPPOLoss) -> TokenLoss:
     return TokenLoss(-terms.advantages * clipped, terms.ratio.detach(), (log_ratio != clipped).detach())
 
 
+RING_LOW, RING_HIGH = 0.6, 2.0
+"""Outer bounds of REC-Ring, those of its published implementation."""
+
+
 class RECLoss(ClipSettings):
     """The settings of policy loss `rec`; the bounds are those of PPO, from which its paper starts."""
 
-    sides: Literal["one", "two"] = Field(
-        "one", description="tokens left out: those that would be pushed further, or all outside the bounds"
+    sides: Literal["one", "two", "ring"] = Field(
+        "one",
+        description="tokens left out: those that would be pushed further, or all outside the bounds; ring: of these "
+        "none that are far outside and would be pushed back",
     )
 
 
 @POLICY_LOSSES.register("rec")
 def rec(terms: PolicyTerms, settings: RECLoss) -> TokenLoss:
-    """−M·A·log π, where M is 0 for the tokens left out, else 1 (REC-OneSide-NoIS and REC-TwoSide-NoIS, arXiv
-    2509.24203, section 4.1). With importance weights REC-OneSide has the gradient of `ppo`."""
+    """−M·A·log π, where M is 0 for the tokens left out, else 1 (REC-OneSide-NoIS, REC-TwoSide-NoIS and REC-Ring-NoIS,
+    arXiv 2509.24203, section 4.1). With importance weights REC-OneSide has the gradient of `ppo`."""
     ratio = terms.ratio.detach()
     below, above = ratio < 1 - settings.clip_low, ratio > 1 + settings.clip_high
-    out = below | above if settings.sides == "two" else torch.where(terms.advantages >= 0, above, below)
+    out = below | above if settings.sides != "one" else torch.where(terms.advantages >= 0, above, below)
+    if settings.sides == "ring":
+        out = out & ~torch.where(terms.advantages >= 0, ratio <= 1 - RING_LOW, ratio >= 1 + RING_HIGH)
     return TokenLoss(-terms.advantages * terms.logprobs * ~out, ratio, out)

@@ -176,10 +176,14 @@ def plain_loss(logprob: float, ratio: float, advantage: float, settings: Any) ->
 
 
 def plain_rec(ratio: float, advantage: float, settings: Any) -> int:
-    """Whether a token is trained, by each of the two masks."""
+    """Whether a token is trained, by each of the masks."""
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     if settings.sides == "one":
         return int(ratio <= high if advantage >= 0 else ratio >= low)
+    if settings.sides == "ring" and advantage >= 0 and ratio <= 0.4:
+        return 1
+    if settings.sides == "ring" and advantage < 0 and ratio >= 3:
+        return 1
     return int(low <= ratio <= high)
 
 

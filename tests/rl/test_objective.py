@@ -54,7 +54,8 @@ def test_policy_loss_equals_plain_loop(policy_loss: str, correction: str, dual_c
     settings: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": dual_clip, "tau_positive": 0.8}
     settings["tau_negative"] = 1.3
     settings["max_second_moment"] = 0.3
-    settings |= {"epsilon": 0.2, "sides": "one" if dual_clip is None else "two"}
+    sides = {("none", None): "one", ("none", 1.5): "two", ("tis", None): "ring", ("tis", 1.5): "ring"}
+    settings |= {"epsilon": 0.2, "sides": sides[correction, dual_clip]}
     known = POLICY_LOSSES.settings_class(policy_loss).model_fields
     given = {name: value for name, value in settings.items() if name in known}
     config = AlgorithmConfig.parse({"policy_loss": {"kind": policy_loss, **given}, "correction": correction})

@@ -156,6 +156,8 @@ def test_sppo_worked_by_hand() -> None:
         # One side: above 1.2 is left out where A > 0, below 0.8 where A < 0.
         ("one", [1, 1, 0, 0, 0, 1, 1, 1]),
         ("two", [0, 1, 0, 0, 0, 1, 0, 0]),
+        # A ring, with outer bounds 0.4 and 3: 0.3 is trained again where A > 0, 4 where A < 0.
+        ("ring", [1, 1, 0, 0, 0, 1, 0, 1]),
     ],
 )
 def test_rec_worked_by_hand(sides: str, kept: list[int]) -> None:
