@@ -18,7 +18,7 @@ from archon.rl.algorithms.config import ZeroVarianceGroups
 from archon.rl.episode import Episode, error_kind, is_one_line, pack_episodes, unpack_episodes
 from archon.rl.episode_context import EpisodeContext, EpisodeEngine, workflow_context
 from archon.rl.prompts import Prompt
-from archon.rl.trajectories import checked_group, concat_padded_tensors, trajectory_ids
+from archon.rl.trajectories import checked_group, join_groups, trajectory_ids
 from archon.rl.workflow_row import WorkflowRow, copy_containers
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.schema.errors import ConfigError, RolloutError, UserError
@@ -72,9 +72,7 @@ class RolloutBatch:
                 ids = trajectory_ids(group)
                 unique = {"group_ids": torch.full_like(ids, number), "trajectory_ids": number * size + ids}
                 numbered.append({**group, **unique})
-            if any("temperatures" in group for group in numbered):
-                numbered = [{"temperatures": torch.zeros(group["logprobs"].shape)} | group for group in numbered]
-            batch.trajectories = concat_padded_tensors(numbered)
+            batch.trajectories = join_groups(numbered)
         return batch
 
     def __bool__(self) -> bool:

@@ -149,6 +149,14 @@ def trajectory_tensors(
     }
 
 
+def join_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns groups of trajectories as `concat_padded_tensors`; one without the column `temperatures` that another has
+    gets its zeros, the run's own temperature."""
+    if any("temperatures" in group for group in groups):
+        groups = [{"temperatures": torch.zeros(group["logprobs"].shape), **group} for group in groups]
+    return concat_padded_tensors(groups)
+
+
 def with_temperatures(
     group: dict[str, Tensor], records: Sequence[TokenRecord], temperature: float
 ) -> dict[str, Tensor]:

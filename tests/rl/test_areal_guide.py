@@ -13,6 +13,7 @@ import torch
 
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.generation import InProcessEngine
+from archon.generation.record import TokenRecord
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.rl import AsyncRewardWrapper, RLTrainer, RolloutWorkflow
@@ -21,6 +22,7 @@ from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout
+from archon.rl.trajectories import trajectory_tensors, with_temperatures
 from archon.schema.errors import RolloutError
 from archon.training.metrics import read_jsonl
 from tests.rl import areal_guide as guide
@@ -154,6 +156,22 @@ def test_a_run_that_fails_or_rejects_costs_its_sample_and_is_counted(engine: InP
     for episode, n in zip(episodes, lost, strict=True):
         assert episode.context.drops["rejected_run"] == 1
         assert (len(episode.rewards) == 3 - n) if n < 3 else episode.error is not None
+
+
+def test_runs_with_and_without_temperatures_make_one_group(engine: InProcessEngine, tokenizer: Any) -> None:
+    class OneWarmer(guide.OneAnswer):
+        returns_group = False
+
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+            temperature = 0.5 if workflow_context.get().sample_index == 1 else 1.0
+            record = TokenRecord.of_answer(await self.ask(engine, data["messages"]), temperature)
+            return with_temperatures(trajectory_tensors([record], [0.0]), [record], 1.0)
+
+    (episode,), _ = run(engine, OneWarmer(GCONFIG, tokenizer, rewards.constant), 1)
+    assert episode.error is None and episode.trajectories is not None
+    expected = 0.5 * episode.trajectories["loss_mask"]
+    expected[[0, 2, 3]] = 0.0
+    assert episode.trajectories["temperatures"].tolist() == expected.tolist()
 
 
 def test_an_evaluation_repeats_as_often_as_its_own_values_say(

@@ -13,7 +13,7 @@ from archon.generation.seeds import derive_seed
 from archon.generation.types import InferenceEngine
 from archon.rl.compat.areal.short_forms import SHORT_FORM, expand_short_form
 from archon.rl.episode_context import EpisodeEngine, workflow_context
-from archon.rl.trajectories import checked_group, concat_padded_tensors, require_usable_tensors, trajectory_ids
+from archon.rl.trajectories import checked_group, join_groups, require_usable_tensors, trajectory_ids
 from archon.rl.workflow_row import copy_containers
 from archon.rl.workflows.base import RolloutWorkflow, count_failure, split_outcomes
 from archon.schema.errors import RolloutError
@@ -125,4 +125,4 @@ def joined(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ids = trajectory_ids(sample)
         parts.append({**sample, "trajectory_ids": before + ids})
         before += int(ids.max()) + 1
-    return concat_padded_tensors(parts)
+    return join_groups(parts)
