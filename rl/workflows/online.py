@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from archon.rl.trajectories import trajectory_tensors, with_temperatures
 from archon.rl.workflows.agent import AgentWorkflow, record_session
 from archon.rl.workflows.base import RolloutWorkflow, SamplingWorkflow
 from archon.rl.workflows.rlvr import RLVRWorkflow
+from archon.schema.config import MAX_SECONDS
 from archon.schema.errors import ConfigError, RolloutError
 from archon.serve.sessions import ExportStyle, InvalidRewardError, Session, Training, Trajectory
 
@@ -36,7 +36,8 @@ class OnlineWorkflow(SamplingWorkflow):
 
     An episode takes the next group of `gconfig.n_samples` rated sessions: those opened with the same `group`. With
     `n_samples` = 1 each session is a group, and the advantage must be one that compares no answers of a group. A
-    session with a token older than `max_age` versions of the weights is dropped and counted as `stale_session`.
+    session with a token older than `max_age` versions of the weights is dropped and counted as `stale_session`; the
+    sessions of a group that is not complete `group_timeout` seconds after its first rating, as `incomplete_group`.
     Evaluations do not use sessions: they run `eval_agent`, or ask the held-out prompts and score them with the run's
     reward.
 
@@ -51,6 +52,7 @@ class OnlineWorkflow(SamplingWorkflow):
         port: 0 takes a free one.
         style, turn_discount: see `AgentWorkflow`.
         max_age: versions by which a session's oldest token may be behind.
+        group_timeout: seconds within which all sessions of a group must be rated, counted from the first.
         eval_agent: an agent for evaluations, as `AgentWorkflow` takes it.
         tool_call_parser: see `AgentWorkflow`.
     """
@@ -65,21 +67,27 @@ class OnlineWorkflow(SamplingWorkflow):
         style: ExportStyle = "concat",
         turn_discount: float = 1.0,
         max_age: int = 2,
+        group_timeout: float = 1800.0,
         eval_agent: str | None = None,
         tool_call_parser: str | None = None,
     ) -> None:
         super().__init__(gconfig, tokenizer)
         if max_age < 0:
             raise ConfigError(f"max_age = {max_age} must be a number of versions, from 0 on")
+        if not 0 < group_timeout <= MAX_SECONDS:
+            raise ConfigError(
+                f"group_timeout = {group_timeout} must be a number of seconds above 0, {MAX_SECONDS:g} at most"
+            )
         if ControlPlane.of_run().size > 1:
             raise ConfigError("sessions are served by one process; set a layout of one")
         self._reward_fn, self._host, self._port = reward_fn, host, port
         self._style: ExportStyle = style
         self._turn_discount, self._max_age, self._tool_call_parser = turn_discount, max_age, tool_call_parser
-        self._eval_agent = eval_agent
+        self._group_timeout, self._eval_agent = group_timeout, eval_agent
         self.url: str | None = None  # once the server listens
-        self._rated: asyncio.Queue[list[Session]] = asyncio.Queue()
-        self._waiting: defaultdict[str, list[Session]] = defaultdict(list)  # rated sessions of incomplete groups
+        self._rated: asyncio.Queue[list[Session]] = asyncio.Queue()  # complete groups, and those whose time is up
+        self._waiting: dict[str, list[Session]] = {}  # rated sessions of incomplete groups
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._starting = asyncio.Lock()
         self._server: AgentServer | None = None
 
@@ -95,6 +103,9 @@ class OnlineWorkflow(SamplingWorkflow):
                 self._server = await self._serve(engine)
         while True:
             group = await self._rated.get()
+            if len(group) < self.gconfig.n_samples:
+                self._count_incomplete(group)
+                continue
             rows: list[Trajectory] = []
             runs: list[int] = []
             for index, session in enumerate(group):
@@ -123,16 +134,34 @@ class OnlineWorkflow(SamplingWorkflow):
         record_session(session, rows)
         return rows
 
+    def _count_incomplete(self, group: list[Session]) -> None:
+        missing = RolloutError(
+            f"group {group[0].group} had {len(group)} of its {self.gconfig.n_samples} rated sessions "
+            f"{self._group_timeout:g} s after the first; rate all of a group, or raise group_timeout"
+        )
+        for _ in group:
+            workflow_context.drop("incomplete_group", missing)
+
     def _finish(self, session: Session) -> None:
         """Takes a rated session; the last one of its group completes it."""
         size = self.gconfig.n_samples
         name = session.group or session.id
+        if name not in self._waiting:
+            self._waiting[name] = []
+            self._timers[name] = asyncio.get_running_loop().call_later(self._group_timeout, self._pass_on, name)
         self._waiting[name].append(session)
         if len(self._waiting[name]) == size:
-            self._rated.put_nowait(self._waiting.pop(name))
+            self._pass_on(name)
+
+    def _pass_on(self, name: str) -> None:
+        """Gives a group, complete or not, to the next episode."""
+        self._timers.pop(name).cancel()
+        self._rated.put_nowait(self._waiting.pop(name))
 
     async def aclose(self) -> None:
         """Stops serving; sessions that are not trained yet are lost."""
+        for timer in self._timers.values():
+            timer.cancel()
         if self._server is not None:
             await self._server.close()
 

@@ -133,6 +133,35 @@ async def test_a_session_of_old_weights_is_dropped_and_counted(
     assert running._context.drops == {"stale_session": 1}
 
 
+async def test_a_group_that_is_never_full_is_dropped_after_its_time_and_counted(
+    engine: InProcessEngine, make: Make, client: httpx.AsyncClient
+) -> None:
+    running = episode_engine(engine)
+    workflow = make(3, group_timeout=0.3)
+    task, outside = await begin(workflow, running, client)
+    for _ in range(2):
+        session = await outside.session("never full")
+        await outside.ask(session)
+        await outside.rate(session, 1.0)
+    while running._context.drops != {"incomplete_group": 2}:  # noqa: ASYNC110 (it tells nobody)
+        await asyncio.sleep(0.01)
+    lost = running._context.first_errors["incomplete_group"]
+    assert "group never full had 2 of its 3 rated sessions 0.3 s after the first" in str(lost)
+    workflow._group_timeout = 60.0  # a slow machine rates all of the next in time
+    sessions = [await outside.session(group) for group in ("full", "never full", "full", "full")]
+    for session in sessions:
+        await outside.ask(session)
+    await asyncio.gather(*(outside.rate(session, float(i)) for i, session in enumerate(sessions)))
+    group = await asyncio.wait_for(task, 20)
+    assert sorted(group["rewards"].tolist()) == [0.0, 2.0, 3.0], "what comes late is of a new group"
+
+
+async def test_a_group_timeout_must_be_a_time(tokenizer: Any) -> None:
+    for seconds in (0, float("inf")):
+        with pytest.raises(ConfigError, match=f"group_timeout = {seconds} must be a number of seconds above 0"):
+            online(tokenizer, 2, group_timeout=seconds)
+
+
 async def test_rewards_that_cannot_be_trained_are_refused_and_leave_the_session_as_it_was(
     engine: InProcessEngine, make: Make, client: httpx.AsyncClient
 ) -> None:
