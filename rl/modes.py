@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ class BufferTrainer(RLTrainer):
     """Trains on the groups of the experience buffer, in their order, each once a pass.
 
     It waits for groups that the explorer has not added yet, and ends early where none will come. A checkpoint has the
-    number of groups that were trained on, so that a resumed run trains on the following ones.
+    number of groups that were trained on, so that a resumed run trains on the following ones. Second passes begin when
+    the explorer is finished; what it adds after that, when it is resumed, is trained on after them, in its own passes.
     """
 
     mode = "train"
@@ -143,13 +145,14 @@ class BufferTrainer(RLTrainer):
         assert config.experiences is not None
         self._buffer = ExperienceBuffer(config.experiences.path or "")
         self._taken = self._trained = 0  # groups, of all passes: in this step and after the last complete one
+        self._ends: list[int] = []  # the buffer's size each time the explorer was finished
 
     @property
     def finished(self) -> bool:
         """Whether the last step is done, or nothing is left to train on."""
         if super().finished:
             return True
-        return bool(ControlPlane.of_run().broadcast_json(lambda: self._numbers(1) == []))
+        return self._numbers(1) == []
 
     def rollout_batch(self) -> RolloutBatch:
         """Returns the next groups of the buffer, fewer at its end."""
@@ -164,30 +167,35 @@ class BufferTrainer(RLTrainer):
         return {"experiences": float(self._trained)}
 
     def position(self) -> dict[str, Any]:
-        return super().position() | {"experiences": self._trained}
+        return super().position() | {"experiences": self._trained, "experience_ends": self._ends}
 
     def load_position(self, state: dict[str, Any]) -> None:
         super().load_position(state)
         self._trained = self._taken = state["experiences"]
+        self._ends = list(state["experience_ends"])
 
     def _numbers(self, count: int) -> list[int] | None:
         """Returns the next `count` numbers, fewer where no more will come; None where they are not there yet."""
+        found, self._ends = ControlPlane.of_run().broadcast_json(lambda: self._find_numbers(count))
+        return None if found is None else list(found)
+
+    def _find_numbers(self, count: int) -> tuple[list[int] | None, list[int]]:
         assert self.config.experiences is not None
         finished = self._buffer.finished  # before the size, which grows until then
-        size, start = len(self._buffer), self._trained
-        if finished:
-            end = min(start + count, self.config.experiences.passes * size)
-            return [number % size for number in range(start, end)]
-        return list(range(start, start + count)) if start + count <= size else None
+        size, passes = len(self._buffer), self.config.experiences.passes
+        ends = self._ends
+        if finished and size > (ends[-1] if ends else 0):
+            ends = [*ends, size]
+        found = group_numbers(self._trained, count, size, ends, passes)
+        return found if finished or len(found) == count else None, ends
 
     async def _next_numbers(self) -> list[int]:
         assert self.config.experiences is not None
-        limit, world = self.config.experiences.wait_seconds, ControlPlane.of_run()
-        waited = 0.0
+        limit, waited = self.config.experiences.wait_seconds, 0.0
         while waited <= limit:
-            numbers = world.broadcast_json(lambda: self._numbers(self.config.rollout.prompts_per_step))
+            numbers = self._numbers(self.config.rollout.prompts_per_step)
             if numbers is not None:
-                return list(numbers)
+                return numbers
             await asyncio.sleep(POLL_SECONDS)
             waited += POLL_SECONDS
         raise RolloutError(
@@ -199,6 +207,23 @@ class BufferTrainer(RLTrainer):
         """Checks the first batch that was sampled with the weights it is trained on; others differ by their nature."""
         if batch.is_on_policy(self.generator.version):
             super()._check_logprobs(batch)
+
+
+def group_numbers(start: int, count: int, size: int, ends: Sequence[int], passes: int) -> list[int]:
+    """Returns which groups are trained on as number `start`, `start` + 1, …; `count`, or fewer where no more are there.
+
+    Args:
+        size: of the buffer.
+        ends: increasing numbers; the groups up to each, from the one before on, are taken `passes` times.
+    """
+    found: list[int] = []
+    first = 0
+    for end, times in [*((end, passes) for end in ends), (size, 1)]:
+        length = end - first
+        stop = min(start + count - len(found), times * length)
+        found += [first + number % length for number in range(start, stop)]
+        start, first = max(0, start - times * length), end
+    return found
 
 
 class Bench(_ReadsWeights):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from archon.rl import RLTrainer, SFTTrainer
+from archon.rl import RLTrainer, SFTTrainer, make_trainer
 from archon.rl.bootstrap import write_blank
 from archon.rl.config import RLConfig
 from archon.training.config import BootstrapConfig, SFTConfig, TokenizerRecipe
@@ -82,3 +82,20 @@ def train_rl(folder: str, layout: str, changes: dict[str, Any]) -> dict[str, Ten
     trainer = RLTrainer(rl_config(Path(folder), layout, **changes))
     trainer.train()
     return {name: tensor.clone() for name, tensor in trainer.generator.model.named_parameters()}
+
+
+def modes_config(folder: Path, mode: str, layout: str, step: int) -> RLConfig:
+    """An explorer, or a trainer of its buffer, that ends after `step`, resumed where it has begun."""
+    experiences = {"path": str(folder / "buffer.db"), "weights_from": str(folder / "train"), "passes": 2}
+    changes: dict[str, Any] = {"mode": mode, "run_dir": str(folder / mode), "total_steps": step, "resume": True}
+    changes |= {"experiences": experiences, "checkpoint": {"every": 1}}
+    if mode == "explore":
+        changes["algorithm"] = {"kl": {"coef": 0.0}}
+    return rl_config(folder, layout, **changes)
+
+
+def explore_and_train(folder: str, explorer: str, trainer: str) -> None:
+    """In turns: each explores and trains one step, then another, after which the trainer has all passes left."""
+    for mode, layout, step in (("explore", explorer, 1), ("train", trainer, 1), ("explore", explorer, 2)):
+        make_trainer(modes_config(Path(folder), mode, layout, step)).train()
+    make_trainer(modes_config(Path(folder), "train", trainer, 20)).train()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from archon.check.rank_pool import Pool
 from tests.distributed.runs import make_inputs
@@ -60,6 +61,30 @@ def test_loss_and_gradients_of_pairs_do_not_change_with_the_data_parallel_size(
         assert found.keys() == set(PREFERENCES)
         for name, one in found.items():
             assert_same(one, expected[name])
+
+
+def at_own_temperatures(path: str, layout: str) -> tuple[dict[str, float], Found]:
+    """An update with a reference, on answers whose tokens were sampled at temperatures of their own; 0 is the run's."""
+    rows = trajectories()
+    n, size = rows["loss_mask"].shape
+    column = 0.5 + 0.1 * torch.arange(n).unsqueeze(1) + 0.05 * torch.arange(size)
+    column[:, ::3] = 0.0
+    engine = float64_engine(path, layout=layout)
+    return of_objective(engine, engine, rows | {"temperatures": column * rows["loss_mask"]}, {})
+
+
+@pytest.mark.parametrize("layout", ["t2", "c2", "p2"])
+def test_tokens_of_their_own_temperatures_in_every_layout(
+    layout: str, folder: Path, ranks: Callable[[int], Pool]
+) -> None:
+    metrics, gradients = at_own_temperatures(str(folder / "blank"), "d1")
+    found = ranks(2).run(at_own_temperatures, str(folder / "blank"), layout)
+    assert {name for _, own in found for name in own} >= gradients.keys()
+    for own_metrics, own in found:  # a pipeline's rank has its part, with a copy of the embedding where it is the head
+        shared = gradients.keys() & own.keys()
+        assert_same(
+            (own_metrics, {name: own[name] for name in shared}), (metrics, {name: gradients[name] for name in shared})
+        )
 
 
 def score_with_few_tokens(path: str, pairs: str, layout: str) -> tuple[float, list[tuple[dict[str, float], Found]]]:

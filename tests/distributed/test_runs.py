@@ -21,10 +21,11 @@ from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.rl import SFTTrainer
 from archon.rl.bootstrap import warm_up
+from archon.rl.experience_buffer import ExperienceBuffer
 from archon.schema.errors import ConfigError
 from archon.training.config import WarmupConfig
 from archon.training.metrics import read_jsonl
-from tests.distributed.runs import make_inputs, rl_config, sft_config, train_rl, train_sft
+from tests.distributed.runs import explore_and_train, make_inputs, rl_config, sft_config, train_rl, train_sft
 from tests.tolerances import SAME_RUN
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -108,6 +109,27 @@ def test_rl_samples_and_trains_the_same(
     assert_same(records(config.run_dir), records(alone.run_dir))
     assert_same(records(config.run_dir, "trajectories.jsonl"), records(alone.run_dir, "trajectories.jsonl"))
     assert_same_weights(weights, rl_alone, config.run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [("d2", "t2"), ("p2", "d2")], ids=" then ".join)
+def test_explorer_and_trainer_of_several_processes_do_as_those_of_one(
+    layouts: tuple[str, str], ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """The explorer loads what the trainer has saved in another layout, and each step's groups are there once."""
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    for folder in (alone, shared):
+        make_inputs(folder)
+    explore_and_train(str(alone), "d1", "d1")
+    ranks(2).run(explore_and_train, str(shared), *layouts)
+    for mode in ("explore", "train"):
+        assert_same(records(str(shared / mode)), records(str(alone / mode)))
+    both = [ExperienceBuffer(folder / "buffer.db") for folder in (alone, shared)]
+    assert len(both[0]) == len(both[1]) >= 8
+    for one, other in zip(*(buffer.read(range(len(buffer))) for buffer in both), strict=True):
+        assert one.prompt == other.prompt
+        assert one.trajectories is not None and other.trajectories is not None
+        torch.testing.assert_close(other.trajectories, one.trajectories, rtol=0, atol=SAME_RUN)
 
 
 def test_a_run_goes_on_where_it_stood(

@@ -17,6 +17,7 @@ import torch
 from archon.rl import RLTrainer, make_trainer
 from archon.rl.config import RLConfig
 from archon.rl.experience_buffer import ExperienceBuffer, split_groups
+from archon.rl.modes import group_numbers
 from archon.rl.prompts import Prompt
 from archon.schema.errors import ConfigError, RolloutError
 from archon.training.metrics import read_jsonl
@@ -164,6 +165,43 @@ def test_passes_say_how_often_a_group_is_trained_on(alone: Any, tmp_path: Path) 
     make_trainer(alone("train", total_steps=10, rollout=rollout, experiences={"passes": 2})).train()
     records = read_jsonl(tmp_path / "train" / "metrics.jsonl")
     assert [(r["experiences"], r["groups"]) for r in records] == [(3, 3), (6, 3), (8, 2)]
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+@pytest.mark.parametrize(("ends", "size"), [((), 4), ((3,), 3), ((3,), 5), ((2, 5), 5), ((1, 4), 6)])
+def test_groups_of_several_passes_are_numbered_as_a_plain_loop_does(
+    ends: tuple[int, ...], size: int, passes: int
+) -> None:
+    order: list[int] = []
+    first = 0
+    for end in ends:
+        for _ in range(passes):
+            order += range(first, end)
+        first = end
+    order += range(first, size)
+    for start in range(len(order) + 2):
+        for count in (1, 3, len(order)):
+            assert group_numbers(start, count, size, ends, passes) == order[start : start + count]
+
+
+@pytest.mark.slow
+def test_what_an_explorer_adds_when_resumed_gets_its_own_passes(
+    alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is in its second pass over the groups of the first step, when the explorer adds another step's."""
+    read, seen = ExperienceBuffer.read, list[int]()
+
+    def noted(buffer: ExperienceBuffer, numbers: Any) -> Any:
+        seen.extend(numbers)
+        return read(buffer, numbers)
+
+    monkeypatch.setattr(ExperienceBuffer, "read", noted)
+    rollout = {"prompts_per_step": 3, "gold_checked": 0, "reward_workers": 1}
+    make_trainer(alone("explore", total_steps=1)).train()
+    make_trainer(alone("train", total_steps=2, rollout=rollout, experiences={"passes": 2})).train()
+    make_trainer(alone("explore", total_steps=2)).train()
+    make_trainer(alone("train", total_steps=20, rollout=rollout, experiences={"passes": 2})).train()
+    assert seen == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]
 
 
 def test_a_trainer_whose_explorer_is_gone_says_so(alone: Any, tmp_path: Path) -> None:
