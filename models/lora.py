@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -128,6 +129,14 @@ def add_adapters(model: nn.Module, sizes: Mapping[str, AdapterSize], dtype: torc
             module.lora = LowRank(module.in_features, module.out_features, size.rank, size.scale).to(dtype)
 
 
+def mirror_adapters(model: nn.Module, like: nn.Module) -> None:
+    """Add the adapters that `like`, of the same layers, has; on the meta device."""
+    for name, module in like.named_modules():
+        adapter = getattr(module, "lora", None)
+        if adapter is not None:
+            model.get_submodule(name).lora = copy.deepcopy(adapter).to("meta")
+
+
 def initializers(model: nn.Module, kind: Literal["zero", "gaussian", "random"]) -> Iterator[Fill]:
     """Yields what gives the adapters' parameters their first values, as PEFT does; see `LoRAConfig.init`."""
     for prefix, module in model.named_modules():
@@ -141,6 +150,21 @@ def _uniform(x: Tensor) -> Tensor:
     """Fill a weight, or a stack of them, as PyTorch fills a linear layer's: uniform within 1 / sqrt(in)."""
     bound = 1 / math.sqrt(x.shape[-1])
     return nn.init.uniform_(x, -bound, bound)
+
+
+def parameter_count(shape: Sequence[int], size: AdapterSize) -> int:
+    """Returns the parameters of the adapter of a matrix of this shape, or of a stack of them."""
+    return math.prod(shape[:-2]) * size.rank * (shape[-2] + shape[-1])
+
+
+def active_parameters(adapter: BaseStateDictAdapter, sizes: Mapping[str, AdapterSize]) -> int:
+    """Returns how many parameters of adapters a token uses: of stacks of experts those of the chosen ones."""
+    active = 0
+    for name, size in sizes.items():
+        *experts, rows, columns = adapter.native_shapes[name]
+        chosen = adapter.args.layer_specs[int(name.split(".")[1])].feed_forward.n_active_experts if experts else 1
+        active += chosen * parameter_count((rows, columns), size)
+    return active
 
 
 def is_adapter(name: str) -> bool:

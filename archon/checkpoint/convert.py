@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from archon.checkpoint.adapter_export import Adapters, merge, read_adapters
 from archon.checkpoint.atomic import publish, staged_folder, sync_tree, write_errors, write_json
 from archon.checkpoint.dcp.folder import is_dcp_folder, open_dcp, write_dcp
 from archon.checkpoint.dcp.metadata import METADATA_FILE
@@ -70,6 +71,7 @@ def convert(
     dtype: torch.dtype | None = None,
     drop_padding: bool = False,
     names: Names | None = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> OpenWeights:
     """Write the weights of `source` to the new folder `target`, atomically.
 
@@ -83,6 +85,8 @@ def convert(
         drop_padding: for a `megatron` source: see `open_ranks`.
         names: of the tensors in `target` where it is `dcp`, by default `native`; otherwise of those in a `dcp` source,
             by default detected.
+        adapter: merge this adapter of the weights on the way, each tensor in float32 and in memory alone: a folder of
+            PEFT's, or a checkpoint of a run that trained adapters on the Hugging Face checkpoint `source`.
 
     A native source may be the checkpoint of a run; only its weights are used. A native target holds weights alone, and
     `ArchonEngine.load` reads it.
@@ -98,6 +102,9 @@ def convert(
         )
     names_there = None if to == "dcp" else names
     with open_weights(folder, source_format, like, drop_padding=drop_padding, names=names_there) as weights:
+        if adapter is not None:
+            base = folder if source_format == "hf" else None
+            weights = _with_adapter(weights, read_adapters(adapter, weights.adapter, base), dtype)
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
             save_hf(destination, tensors, weights.hf_config, like=weights.assets, dtype=dtype)
@@ -115,6 +122,14 @@ def convert(
 
             _write_folder(destination, write)
     return weights
+
+
+def _with_adapter(weights: OpenWeights, adapters: Adapters, dtype: torch.dtype | None) -> OpenWeights:
+    """Returns weights whose tensors have their adapters merged when they are read; others are read as they are."""
+    family = weights.adapter
+    changed = [key for key in weights.tensors if any(x.name in adapters.sizes for x in family.hf_to_native(key))]
+    merged = _hf_tensors(merge(_parameters(family, weights.tensors), adapters, dtype), family)
+    return replace(weights, tensors={**weights.tensors, **{key: merged[key] for key in changed}})
 
 
 def detect_format(folder: Path) -> Format:
@@ -195,6 +210,8 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
         fail(folder, "it is not a training checkpoint: it holds no step-* folder")
     hf_config = read_hf_config(assets)
     saved = read_manifest(found)["fingerprint"] or {}
+    if "adapters" in saved:
+        fail(found, "it holds adapters alone; archon export writes them in PEFT's format, or merged into their base")
     adapter = _adapter(hf_config, assets, is_critic=bool(saved.get("is_critic")))
     args = adapter.args
     if saved.get("balance_by_bias"):  # a Hugging Face config has no field for it

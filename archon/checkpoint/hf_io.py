@@ -30,9 +30,11 @@ from archon.checkpoint.hf_reader import (
     loadable_tensors,
     read_hf_config,
 )
+from archon.checkpoint.peft_adapter import load_adapter, read_sizes
 from archon.models import get_model_spec
 from archon.models.base import BaseArchonModel
 from archon.models.hf_config import as_dict
+from archon.models.lora import add_adapters, is_adapter
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.gather import whole_tensors
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
@@ -45,6 +47,7 @@ def load_model(
     is_critic: bool = False,
     init_score: bool = False,
     attn_type: str = "auto",
+    lora: str | os.PathLike[str] | None = None,
 ) -> BaseArchonModel:
     """Returns the model of a checkpoint folder, with its weights, as a plain unsharded module on `device`.
 
@@ -56,6 +59,8 @@ def load_model(
         init_score: build a critic from an actor's checkpoint: `score` is drawn from normal(0, initializer_range) by the
             global random generator, and `lm_head` is not loaded.
         attn_type: the attention backend, `auto` or a registered name.
+        lora: the folder of an adapter in PEFT's format, which the model's layers add to their products; the weights
+            are then frozen, and the adapter is as wide as they are.
 
     Raises CheckpointError, ConfigError or UnknownModelError for a folder that archon cannot load exactly.
     """
@@ -77,8 +82,11 @@ def load_model(
     spec = get_model_spec(hf_config["model_type"])
     args = spec.model_args_class.from_hf_config(hf_config, is_critic=is_critic, attn_type=attn_type)
     adapter = spec.state_dict_adapter_class(hf_config, assets, is_critic=is_critic, init_score=init_score)
+    sizes = {} if lora is None else read_sizes(lora, adapter)
     with torch.device("meta"):
         model = spec.model_class(args).to(dtype)
+        if sizes:
+            add_adapters(model, sizes, dtype)
     materialize(model, device)
     model.tie_weights()
     model.init_buffers(device)
@@ -89,6 +97,8 @@ def load_model(
     if init_score:
         assert model.score is not None
         nn.init.normal_(model.score.weight, std=args.initializer_range)
+    if lora is not None:
+        load_adapter(lora, model, adapter, sizes)
     return model
 
 
@@ -158,8 +168,14 @@ def save_model(
 ) -> None:
     """Export a model with the config and the tokenizer of the checkpoint folder `like`; see `save_hf`.
 
-    Raises CheckpointError where that config is of another model, or a balancing bias is not 0.
+    Raises CheckpointError where that config is of another model, where a balancing bias is not 0, and for a model with
+    adapters, which the checkpoint could hold only merged.
     """
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
+        raise CheckpointError(
+            f"{os.fspath(path)}: the model has adapters, which an export of its weights would lose; write them merged "
+            "with archon export --merge, or load the model without them"
+        )
     hf_config = read_hf_config(like)
     spec = get_model_spec(hf_config["model_type"])
     saved_args = asdict(model.args)

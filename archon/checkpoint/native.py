@@ -309,14 +309,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _require_same_model(folder: Path, saved: Mapping[str, Any] | None, given: Mapping[str, Any]) -> None:
-    for name in [*given, *(saved or {})]:
-        before, now = (saved or {}).get(name), given.get(name)
-        if before != now:
-            fail(
-                folder,
-                f"it was written by another model: {name} is {before!r} there and {now!r} here; "
-                "resume with the model that wrote it, or choose another run directory",
-            )
+    for name, before, now in _differences(saved or {}, given):
+        what = f"{name} is {before!r} there and {now!r} here"
+        how = "resume with the model that wrote it, or choose another run directory"
+        if name == "base":
+            what = f"its adapters were trained on another base, whose digest is {before} there and {now} here"
+            how = "name the checkpoint that they were trained on by path, or choose another run directory"
+        elif name == "adapters":
+            have = ("there", "here") if before else ("here", "there")
+            what = f"adapters are trained {have[0]} and all weights {have[1]}"
+            how = f"{'set lora as it was' if before else 'set lora to null'}, or choose another run directory"
+        fail(folder, f"it was written by another model: {what}; {how}")
+
+
+def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (dotted name, value there, value here) of what differs; None for a value that one side lacks."""
+    for name in [*given, *(name for name in saved if name not in given)]:
+        before, now = saved.get(name), given.get(name)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            yield from ((f"{name}.{part}", *values) for part, *values in _differences(before, now))
+        elif before != now:
+            yield name, before, now
 
 
 def _step_and_repeat(folder: Path) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> d
     linear layers, and for a pair with a missing half or the wrong shape.
     """
     folder = Path(path)
-    config = _read_config(folder)
+    config = read_adapter_config(folder)
     names = _names_of_modules(adapter)
     sizes: dict[str, AdapterSize] = {}
     with SafetensorsFile(folder / WEIGHTS_FILE) as file:
@@ -83,8 +83,8 @@ def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> d
     return {name: sizes[name] for name in adaptable(adapter) if name in sizes}
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Returns a folder's `adapter_config.json`, with PEFT's defaults."""
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Returns a folder's `adapter_config.json`, with PEFT's defaults. Raises CheckpointError as `read_sizes` does."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         fail(folder, f"it has no {CONFIG_FILE}; expected the folder of an adapter that PEFT wrote")
@@ -182,17 +182,15 @@ def _key(module: str, part: str) -> str:
     return f"{PREFIX}{module}.{part}.weight"
 
 
-@torch.no_grad()
-def load_adapter(
-    path: str | os.PathLike[str], model: nn.Module, adapter: BaseStateDictAdapter, sizes: Mapping[str, AdapterSize]
-) -> None:
-    """Copy this rank's part of a folder's adapters, of the sizes that `read_sizes` returned, into the model's.
+def read_adapter(
+    path: str | os.PathLike[str], adapter: BaseStateDictAdapter, sizes: Mapping[str, AdapterSize]
+) -> dict[str, Tensor]:
+    """Returns a folder's adapters, of the sizes that `read_sizes` returned, by native name (`lora.adapter_names`).
 
-    Raises CheckpointError for a value that is not finite, before any is copied.
+    Raises CheckpointError for a value that is not finite.
     """
-    own = dict(model.named_parameters())
+    tensors = {}
     with SafetensorsFile(Path(path) / WEIGHTS_FILE) as file:
-        tensors = {}
         for name in sizes:
             for parameter, part in zip(adapter_names(name), PARTS, strict=True):
                 entry = file.entries[_key(hf_modules(adapter, name)[0], part)]
@@ -202,7 +200,16 @@ def load_adapter(
                 if not tensor.float().isfinite().all():
                     fail(file.path, f"key {entry.name!r} has values that are not finite")
                 tensors[parameter] = tensor
-    for name, tensor in tensors.items():
+    return tensors
+
+
+@torch.no_grad()
+def load_adapter(
+    path: str | os.PathLike[str], model: nn.Module, adapter: BaseStateDictAdapter, sizes: Mapping[str, AdapterSize]
+) -> None:
+    """Copy this rank's part of a folder's adapters into the model's; see `read_adapter`, which reads all first."""
+    own = dict(model.named_parameters())
+    for name, tensor in read_adapter(path, adapter, sizes).items():
         if name in own:  # else in another stage of the pipeline
             local_tensor(own[name]).copy_(tensor[own_part(own[name])])
 

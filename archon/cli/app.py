@@ -21,6 +21,7 @@ from archon.cli import (
     convert,
     doctor,
     evaluate,
+    export,
     generate,
     inspect,
     models,
@@ -82,7 +83,7 @@ def every_command(
     pass
 
 
-for module in (models, inspect, check_model, new_model, plan, convert, bootstrap):
+for module in (models, inspect, check_model, new_model, plan, convert, export, bootstrap):
     app.command(**module.SETTINGS)(module.command)
 for name in train.RUNS:
     train.add_command(app, name)

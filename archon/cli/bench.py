@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from archon.cli.options import AdapterFolder
 from archon.schema.config import require_folder
 
 SETTINGS: dict[str, Any] = {
@@ -52,6 +53,7 @@ def command(
     ] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="time limit of a point")] = 600.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="random weights instead of the checkpoint's")] = False,
+    adapter: AdapterFolder = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="set a field of the engine's config")
     ] = None,
@@ -99,6 +101,8 @@ def command(
     }
     planned = {} if run is None else sweep_of(run, device)
     engine = merge_sections(planned.pop("engine", {}), read_values(None, set_ or []))
+    if adapter is not None:
+        engine = merge_sections(engine, {"lora": {"path": str(adapter)}})
     if lengths:
         planned.pop("seq", None)
     chosen = {name: value for name, value in given.items() if value not in (None, [])}

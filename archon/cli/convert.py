@@ -50,6 +50,10 @@ def command(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="hf: dtype to convert to; kept when left out"),
     ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="merge this adapter, in PEFT's format, into the weights that are written"),
+    ] = None,
     drop_padding: Annotated[
         bool, typer.Option("--drop-padding", help="from megatron: cut rows beyond the vocabulary that are not zero")
     ] = False,
@@ -86,6 +90,7 @@ def command(
         dtype=None if dtype is None else getattr(torch, dtype),
         drop_padding=drop_padding,
         names=names,
+        adapter=adapter,
     )
     files = [file for pattern in ("*.safetensors", "*.distcp") for file in target.rglob(pattern)]
     size = sum(file.stat().st_size for file in files)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from archon.cli.options import AdapterFolder
+
 if TYPE_CHECKING:
     from archon.doctor.checks import ParameterPlacement
     from archon.engine.dry_run import RankReport
@@ -16,7 +18,8 @@ SETTINGS: dict[str, Any] = {
     "name": "doctor",
     "help": "Check a layout: groups, placements, copies, memory.\n\n"
     "Under torchrun every rank builds its shards, runs a training step and compares copies. With --rank this process "
-    "alone predicts what that rank of a layout of any size would hold and send.",
+    "alone predicts what that rank of a layout of any size would hold and send. With --adapter its folder is checked, "
+    "and it is what the step trains.",
 }
 
 GIB = 2**30
@@ -32,6 +35,7 @@ def command(
     micro_batches: Annotated[int, typer.Option(min=1, max=2**16, help="micro-batches per step")] = 1,
     dtype: Annotated[str, typer.Option(help="compute dtype: float32 | bfloat16 | float64")] = "bfloat16",
     fresh: Annotated[bool, typer.Option("--fresh", help="initialize weights instead of loading them")] = False,
+    adapter: AdapterFolder = None,
     stall_seconds: Annotated[
         float | None, typer.Option(min=0.001, help="write every rank's stacks if the checks take longer")
     ] = None,
@@ -45,6 +49,7 @@ def command(
         "dtype": dtype,
         "max_tokens_per_mb": tokens,
         "stall_s": stall_seconds,
+        "lora": None if adapter is None else {"path": str(adapter)},
     }
     config = EngineConfig.parse(options | {"init_from_scratch": fresh}, source="doctor")
     if rank is not None:

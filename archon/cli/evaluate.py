@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from archon.cli.config import config_command, load_config, to_yaml
-from archon.cli.options import ConfigFile, Overrides
+from archon.cli.options import AdapterFolder, ConfigFile, Overrides
 from archon.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def command(
     url: Annotated[str | None, typer.Option(help="base URL of an OpenAI endpoint, which ends in /v1")] = None,
     model: Annotated[str, typer.Option(help="name of the model at --url")] = "",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="default: runs/eval-TIME")] = None,
+    adapter: AdapterFolder = None,
 ) -> None:
     from archon.cli.eval_config import EvalConfig
 
@@ -52,16 +53,20 @@ def command(
         checkpoint, given = None, [str(checkpoint), *given]
     if (checkpoint is None) == (url is None):
         raise ConfigError("name who answers: a checkpoint folder, or --url of an OpenAI endpoint, and not both")
+    if adapter is not None and url is not None:
+        raise ConfigError("--adapter belongs to a checkpoint; the model behind --url has what its server gave it")
     options = {"data.path": data, "reward": reward, "n": n, "temperature": temperature}
     given += [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
     resolved = load_config(EvalConfig, config, given)
     folder = out or Path("runs") / time.strftime("eval-%Y%m%d-%H%M%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; name another folder with --out")
-    evaluate(resolved, folder, checkpoint, url, model)
+    evaluate(resolved, folder, checkpoint, url, model, adapter)
 
 
-def evaluate(config: EvalConfig, folder: Path, checkpoint: Path | None, url: str | None, model: str) -> None:
+def evaluate(
+    config: EvalConfig, folder: Path, checkpoint: Path | None, url: str | None, model: str, adapter: Path | None = None
+) -> None:
     """Answers and scores all rows, and writes the results to `folder`."""
     from archon.data.registry import load_rows
     from archon.report.eval_page import write_eval_page
@@ -73,7 +78,7 @@ def evaluate(config: EvalConfig, folder: Path, checkpoint: Path | None, url: str
     with AsyncRewardWrapper(config.reward, config.reward_timeout, config.reward_workers) as reward:
         answerer: Answerer
         if checkpoint is not None:
-            answerer, tokenizer = load_answerer(checkpoint, config)
+            answerer, tokenizer = load_answerer(checkpoint, config, adapter)
         else:
             assert url is not None
             sampling = {"temperature": config.temperature, "top_p": config.top_p, "max_tokens": config.max_new_tokens}
@@ -87,7 +92,7 @@ def evaluate(config: EvalConfig, folder: Path, checkpoint: Path | None, url: str
         raise next(one.first_error for one in scored if one.first_error)
     found = summarize([one.rewards for one in scored], config.ks, config.passing)
     result = {
-        "who": url or str(checkpoint),
+        "who": url or (str(checkpoint) if adapter is None else f"{checkpoint} with {adapter}"),
         "model": model,
         "prompts": len(rows),
         "answers": sum(len(one.records) for one in scored),
@@ -117,8 +122,8 @@ async def collect(
     return sorted(scored, key=lambda one: one.index)
 
 
-def load_answerer(checkpoint: Path, config: EvalConfig) -> tuple[Answerer, Any]:
-    """Returns who answers with the checkpoint, and its tokenizer."""
+def load_answerer(checkpoint: Path, config: EvalConfig, adapter: Path | None = None) -> tuple[Answerer, Any]:
+    """Returns who answers with the checkpoint and its adapter, and the tokenizer."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer
@@ -130,7 +135,8 @@ def load_answerer(checkpoint: Path, config: EvalConfig) -> tuple[Answerer, Any]:
 
     read_hf_config(checkpoint)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
     tokenizer = load_tokenizer(config.tokenizer or checkpoint)
-    model = load_model(checkpoint, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
+    device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
+    model = load_model(checkpoint, device=device, dtype=dtype, lora=adapter)
     engine = InProcessEngine.from_model(
         model, tokenizer, max_slots=config.max_concurrent, max_seq_len=config.max_tokens, seed=config.seed or 0
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from archon.cli.config import config_command, load_config
-from archon.cli.options import CheckpointFolder, ConfigFile, Overrides
+from archon.cli.options import AdapterFolder, CheckpointFolder, ConfigFile, Overrides
 from archon.schema.errors import CheckpointError, ConfigError, NotFiniteError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def command(
     config: ConfigFile = None,
     prompt: Annotated[list[str] | None, typer.Option(help="prompt to answer; repeatable")] = None,
     prompts_file: Annotated[Path | None, typer.Option(metavar="FILE", help="one prompt per line")] = None,
+    adapter: AdapterFolder = None,
 ) -> None:
     from archon.cli.generate_config import GenerateConfig
 
@@ -47,11 +48,11 @@ def command(
             ) from None
     if not prompts:
         raise ConfigError("no prompt was given; use --prompt TEXT or --prompts-file FILE")
-    answer(path, prompts, resolved)
+    answer(path, prompts, resolved, adapter)
 
 
-def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
-    """Loads the checkpoint, answers every prompt and prints the answers."""
+def answer(path: Path, prompts: Sequence[str], config: GenerateConfig, adapter: Path | None) -> None:
+    """Loads the checkpoint and its adapter, answers every prompt and prints the answers."""
     import torch
 
     from archon.checkpoint.hf_io import load_model, load_tokenizer
@@ -62,7 +63,8 @@ def answer(path: Path, prompts: Sequence[str], config: GenerateConfig) -> None:
     read_hf_config(path)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
     tokenizer = load_tokenizer(config.tokenizer or path)
     requests = make_requests(prompts, config, tokenizer)
-    model = load_model(path, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
+    device, dtype = str(resolve_device(config.device)), getattr(torch, config.dtype)
+    model = load_model(path, device=device, dtype=dtype, lora=adapter)
     longest = max(len(request.input_ids) for request in requests) + config.max_new_tokens
     engine = InProcessEngine.from_model(
         model,

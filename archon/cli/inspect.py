@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from archon.cli.options import AdapterFolder
+
 if TYPE_CHECKING:
     from archon.models.layers.rope import RopeSpec
     from archon.planner.inspection import Inspection
 
-SETTINGS: dict[str, Any] = {"name": "inspect", "help": "Show family, parameters, FLOPs, memory and refused fields."}
+SETTINGS: dict[str, Any] = {
+    "name": "inspect",
+    "help": "Show family, parameters, FLOPs, memory and refused fields; with --adapter also an adapter of it.",
+}
 
 GIB = 2**30
 
@@ -21,6 +27,7 @@ def command(
     seq_len: Annotated[
         int, typer.Option("--seq-len", metavar="TOKENS", min=1, max=2**40, help="document length for FLOPs")
     ] = 4096,
+    adapter: AdapterFolder = None,
 ) -> None:
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.planner.inspection import inspect_checkpoint
@@ -30,6 +37,8 @@ def command(
     print("\n".join(describe(found)))
     if found.refused:
         raise ConfigError(f"{path}: archon refuses this checkpoint: {'; '.join(found.refused)}")
+    if adapter is not None:
+        print("\n".join(describe_adapter(adapter, path, found.parameters)))
 
 
 def describe(found: Inspection) -> list[str]:
@@ -54,6 +63,43 @@ def describe(found: Inspection) -> list[str]:
     if found.parts:
         lines += ["", *_memory(found)]
     return lines
+
+
+def describe_adapter(folder: Path, checkpoint: Path, parameters: int) -> list[str]:
+    """Returns an adapter as lines of text. Raises CheckpointError where it is none of the checkpoint's model.
+
+    Args:
+        parameters: of the checkpoint.
+    """
+    from collections import Counter
+
+    from archon.checkpoint.hf_reader import read_hf_config
+    from archon.checkpoint.peft_adapter import WEIGHTS_FILE, read_adapter_config, read_sizes
+    from archon.checkpoint.safetensors_file import SafetensorsFile
+    from archon.models import get_model_spec
+    from archon.models.lora import hf_modules
+
+    config, hf_config = read_adapter_config(folder), read_hf_config(checkpoint)
+    family = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config)
+    sizes = read_sizes(folder, family)
+    with SafetensorsFile(folder / WEIGHTS_FILE) as file:
+        count = sum(math.prod(entry.shape) for entry in file.entries.values())
+        size = sum(entry.end - entry.start for entry in file.entries.values())
+        dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in file.entries.values()})
+    modules = sorted({module.rpartition(".")[2] for name in sizes for module in hf_modules(family, name)})
+    kinds = Counter((one.rank, one.alpha, one.scale) for one in sizes.values()).most_common()
+    return [
+        "",
+        f"  adapter      {folder}",
+        f"  base         {config.get('base_model_name_or_path') or 'not named'}; it fits this checkpoint",
+        *(
+            f"  rank         {rank}, alpha {alpha:g}, counted {scale:.4g} times, of {matrices} matrices"
+            for (rank, alpha, scale), matrices in kinds
+        ),
+        f"  targets      {', '.join(modules)}",
+        f"  parameters   {count:,}, {100 * count / parameters:.2g} % of the checkpoint's",
+        f"  size         {size:,} bytes of {' and '.join(dtypes)}",
+    ]
 
 
 def _rope(rope: RopeSpec) -> str:

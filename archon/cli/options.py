@@ -8,6 +8,10 @@ from typing import Annotated
 import typer
 
 CheckpointFolder = Annotated[Path, typer.Argument(help="checkpoint folder")]
+AdapterFolder = Annotated[
+    Path | None,
+    typer.Option("--adapter", metavar="FOLDER", help="adapter of the checkpoint, in PEFT's format; it is not merged"),
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE.yaml", help="configuration file")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="override values of the file; keys are dotted")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -102,6 +103,7 @@ class ArchonEngine:
         """Writes every rank's stacks to its `folder` when a step takes longer than `config.stall_s`."""
         self._loaded_from: str | os.PathLike[str] | None = None if config.init_from_scratch else config.path
         """The Hugging Face checkpoint of the weights, from which an export copies what the model does not compute."""
+        self._digest: tuple[str, str] | None = None
         self._skips = SkippedSteps()
         self._offloaded = False
         # True during a sharded model's forward and backward: an error there leaves gathered weights and gradients that
@@ -176,7 +178,8 @@ class ArchonEngine:
         self.stall_watch = StallWatch(config.stall_s)
         weakref.finalize(self, self.stall_watch.end)
         build.load_weights(self.model, self.adapter)
-        if config.lora is not None and config.lora.path is not None:
+        # A dry run, whose weights are not read, has the sizes of the folder's adapters alone.
+        if config.lora is not None and config.lora.path is not None and not config.init_from_scratch:
             load_adapter(config.lora.path, self.model, self.adapter, self.lora)
         self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
         self.scheduler = None
@@ -338,6 +341,13 @@ class ArchonEngine:
         return os.fspath(self._loaded_from or self.config.path)
 
     @property
+    def _base_digest(self) -> str:
+        """The base's `checkpoint_digest`, read once: a save must not wait for the heads of its tensors."""
+        if self._digest is None or self._digest[0] != self._base:
+            self._digest = self._base, checkpoint_digest(self._base)
+        return self._digest[1]
+
+    @property
     def export_format(self) -> SaveFormat:
         """What a run leaves at its end: `peft` for a model with adapters, else `hf`."""
         return "peft" if self.lora else "hf"
@@ -349,8 +359,8 @@ class ArchonEngine:
         model = model_fingerprint(self.args)
         if not self.lora:
             return model
-        sizes = {name: [size.rank, size.alpha, size.rslora] for name, size in self.lora.items()}
-        return {**model, "adapters": sizes, "base": checkpoint_digest(self._base)}
+        sizes = {name: asdict(size) for name, size in self.lora.items()}
+        return {**model, "adapters": sizes, "base": self._base_digest}
 
     def save(
         self,

@@ -14,6 +14,7 @@ from archon.models.head import LMHead
 from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
 from archon.models.layers.moe import expert_biases
+from archon.models.lora import mirror_adapters
 from archon.models.token_scores import soft_capped
 from archon.parallel.gather import whole_tensors
 from archon.schema.errors import RolloutError
@@ -54,6 +55,8 @@ def build_replica(
 ) -> tuple[BaseArchonModel, bool]:
     """Returns an unsharded replica of `model` in evaluation mode, and whether it shares the model's parameters.
 
+    The replica of a model with an adapter has it as well, unmerged.
+
     Args:
         mode: `snapshot` copies the weights. `alias` shares them: the model must be unwrapped, unsharded and of the same
             dtype, and the trainer must not step while answers are unfinished. `auto` shares them where possible.
@@ -65,6 +68,7 @@ def build_replica(
     own = dict(model.named_parameters())
     with torch.device("meta"):
         replica = model.model_class(model.args)
+    mirror_adapters(replica, model)
     dtypes = _replica_dtypes(replica, dtype)
     # A sharded parameter has the name of the full one and another tensor.
     shareable = own.keys() == weights.keys() - expert_biases(model).keys() and all(

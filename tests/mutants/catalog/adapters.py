@@ -63,7 +63,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a checkpoint of adapters fits every base",
         "archon/engine/engine.py",
-        '"adapters": sizes, "base": checkpoint_digest(self._base)}',
+        '"adapters": sizes, "base": self._base_digest}',
         '"adapters": sizes}',
         (f"{TRAINING}::test_a_checkpoint_of_another_base_or_size_is_refused",),
     ),

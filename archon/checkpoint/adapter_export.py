@@ -1,0 +1,132 @@
+"""Adapters outside of training: read from a folder of PEFT's or from a run's checkpoint, and merged into weights while
+these are written, tensor by tensor. The weights that they are merged into are a copy; none is ever unmerged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from archon.checkpoint.hf_io import checkpoint_digest
+from archon.checkpoint.hf_reader import read_hf_config
+from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
+from archon.checkpoint.peft_adapter import (
+    CONFIG_FILE,
+    read_adapter,
+    read_adapter_config,
+    read_sizes,
+    save_adapter,
+)
+from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
+from archon.models import get_model_spec
+from archon.models.lora import AdapterSize, adapter_names
+from archon.models.state_dict import BaseStateDictAdapter
+from archon.schema.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of a model: their sizes by the name of the matrix, and their tensors by `lora.adapter_names`."""
+
+    sizes: Mapping[str, AdapterSize]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+
+def is_peft_folder(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a folder holds an adapter in PEFT's format."""
+    return (Path(path) / CONFIG_FILE).is_file()
+
+
+def named_base(path: str | os.PathLike[str]) -> Path:
+    """Returns the checkpoint that a folder of PEFT's names as its base.
+
+    Raises ConfigError where that is no folder here, and for a run's checkpoint, which names its base by a digest alone.
+    """
+    base = read_adapter_config(Path(path)).get("base_model_name_or_path") if is_peft_folder(path) else None
+    if not isinstance(base, str) or not Path(base).is_dir():
+        named = f"names its base {base!r}, which is no folder here" if base else "does not say where its base is"
+        raise ConfigError(f"{os.fspath(path)}: it {named}; name the checkpoint that it adapts by --base")
+    return Path(base)
+
+
+def read_adapters(
+    path: str | os.PathLike[str], adapter: BaseStateDictAdapter, base: str | os.PathLike[str] | None = None
+) -> Adapters:
+    """Returns the adapters of a folder of PEFT's, or of a checkpoint of a run that trained adapters.
+
+    Args:
+        adapter: of the model that they belong to.
+        base: the Hugging Face checkpoint of that model; a run's checkpoint is only read for the base it was trained on.
+
+    Raises CheckpointError where they are none of this model's, or of another base.
+    """
+    if is_peft_folder(path):
+        sizes = read_sizes(path, adapter)
+        return Adapters(sizes, read_adapter(path, adapter, sizes))
+    folder = find_checkpoint(path) or find_checkpoint(Path(path) / "checkpoints")
+    if folder is None:
+        fail(path, f"it holds no adapter: neither {CONFIG_FILE} nor a checkpoint of a run")
+    saved = read_manifest(folder)["fingerprint"] or {}
+    if "adapters" not in saved:
+        fail(folder, "it holds all weights of a model and no adapters; archon convert --to hf writes them")
+    if base is None:
+        raise ConfigError(f"{folder}: only the base that it was trained on can take its adapters; name its checkpoint")
+    expected = {**model_fingerprint(adapter.args), "adapters": saved["adapters"], "base": checkpoint_digest(base)}
+    sizes = {name: AdapterSize(**size) for name, size in saved["adapters"].items()}
+    with open_state(folder, expected) as (_, state):
+        stored = state["engine"]["model"]
+        names = [name for matrix in sizes for name in adapter_names(matrix)]
+        return Adapters(sizes, {name: stored[name].read() for name in names})
+
+
+def export_adapter(
+    path: str | os.PathLike[str], target: str | os.PathLike[str], base: str | os.PathLike[str]
+) -> Adapters:
+    """Write the adapters of a run's checkpoint as PEFT does. Returns them. Raises errors as `read_adapters` does."""
+    hf_config = read_hf_config(base)
+    adapter = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config, os.fspath(base))
+    found = read_adapters(path, adapter, base)
+    save_adapter(target, adapter, found.sizes, found.tensors, base=os.fspath(base))
+    return found
+
+
+def merge(
+    parameters: Mapping[str, LazyTensor], adapters: Adapters, dtype: torch.dtype | None = None
+) -> dict[str, LazyTensor]:
+    """Returns parameters by name, those with an adapter merged when they are read.
+
+    Args:
+        dtype: of the results; by default each parameter keeps its own. Sums are computed in at least float32, and
+            rounded once.
+    """
+    merged = {}
+    for name, weight in parameters.items():
+        pair = None
+        if name in adapters.sizes:
+            a, b = (adapters.tensors[part] for part in adapter_names(name))
+            pair = a, b, adapters.sizes[name].scale
+        merged[name] = _merged(weight, pair, dtype or weight.dtype)
+    return merged
+
+
+def _merged(weight: LazyTensor, pair: tuple[Tensor, Tensor, float] | None, dtype: torch.dtype) -> LazyTensor:
+    def load(region: Region) -> Tensor:
+        data = weight.read(region)
+        if pair is None:
+            return data.to(dtype)
+        a, b, scale = pair
+        *experts, rows, columns = region
+        wide = torch.promote_types(data.dtype, torch.float32)
+        product = b[(*experts, rows)].to(wide) @ a[(*experts, slice(None), columns)].to(wide)
+        return (data.to(wide) + scale * product).to(dtype)
+
+    return LazyTensor(dtype, weight.shape, load, weight.by_rows)

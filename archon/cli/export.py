@@ -1,0 +1,52 @@
+"""`archon export SRC DST`: writes a run's adapters in PEFT's format, or merges adapters into a copy of their base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+SETTINGS: dict[str, Any] = {
+    "name": "export",
+    "help": "Write adapters in PEFT's format, or merged into a copy of their base.\n\n"
+    "SRC is a checkpoint of a run that trained adapters, or its folder. With --merge it may also be a folder in PEFT's "
+    "format, and DST becomes a Hugging Face checkpoint: sums in float32, one file of weights in memory at a time, in "
+    "the base's dtypes.",
+}
+
+
+def command(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint of a run, or an adapter's folder")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="new folder")],
+    base: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="checkpoint that SRC adapts; default: the one that SRC names")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="write the base with the adapters merged")] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="with --merge: dtype of all weights; kept when left out"),
+    ] = None,
+) -> None:
+    import torch
+
+    from archon.checkpoint.adapter_export import export_adapter, is_peft_folder, named_base
+    from archon.checkpoint.convert import convert
+    from archon.models.quantization import FIELD
+    from archon.schema.errors import ConfigError
+
+    if not merge and dtype is not None:
+        raise ConfigError("--dtype belongs to --merge; adapters keep the dtype that they were trained in")
+    if not merge and is_peft_folder(source):
+        raise ConfigError(f"{source} is in PEFT's format already; add --merge to write it merged into its base")
+    checkpoint = base or named_base(source)
+    if not merge:
+        found = export_adapter(source, target, checkpoint)
+        print(f"adapters of {len(found.sizes)} matrices, {found.parameters:,} parameters: {source} -> {target}")
+        return
+    wanted = None if dtype is None else getattr(torch, dtype)
+    weights = convert(checkpoint, target, "hf", origin="hf", dtype=wanted, adapter=source)
+    print(f"{source} merged into {checkpoint} -> {target}, {len(weights.tensors):,} tensors")
+    if quantized := weights.hf_config.get(FIELD):
+        method = quantized.get("quant_method", "quantized")
+        print(f"the base is {method}; all of its weights were dequantized, and the copy is not quantized")
