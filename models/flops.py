@@ -4,6 +4,8 @@ Per token 6·N + attention, where N counts the matrix-product parameters that ar
 not the embedding lookup; of a mixture of experts the router, the chosen and the shared experts) and 6 = 2 forward + 4
 backward [Kaplan et al. 2020, section 2.1]. Attention is 12 · heads · head_dim · seq per layer [Chowdhery et al. 2022,
 appendix B]: `full` ignores causality, `causal` counts half. Recomputation is not counted.
+
+Weights that are frozen have no gradient, which leaves 4·N of them, and 6·A of the A parameters of their adapters.
 """
 
 from __future__ import annotations
@@ -60,11 +62,13 @@ class MatmulShape:
         active, total: matrix-product parameters used per token, and all; they differ by the experts not chosen.
         attention: of each layer with attention its width (heads × head_dim) and its window in tokens, None for full
             attention.
+        adapters: parameters of adapters that a token uses; with any, all other weights are frozen.
     """
 
     active: int
     total: int
     attention: tuple[tuple[int, int | None], ...]
+    adapters: int = 0
 
     @classmethod
     def from_args(cls, args: BaseModelArgs) -> MatmulShape:
@@ -111,9 +115,10 @@ class MatmulShape:
     def packed(self, lengths: Iterable[int]) -> Flops:
         """Returns FLOPs of training on documents of these lengths, in tokens; attention grows with Σ len²."""
         full = causal = 0.0
+        products = (4 if self.adapters else 6) * self.active + 6 * self.adapters
         for length in lengths:
-            full += 6 * self.active * length
-            causal += 6 * self.active * length
+            full += products * length
+            causal += products * length
             for (width, window), layers in Counter(self.attention).items():
                 span = min(length, window or length)
                 full += layers * 12 * width * length * span

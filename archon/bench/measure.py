@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
 from archon.models.layers.matmul import product
+from archon.models.lora import active_parameters
 from archon.parallel.collectives import CollectiveRecorder, group_names
 from archon.parallel.control_plane import ControlPlane
 
@@ -89,7 +91,8 @@ def measure(request: PointRequest) -> PointResult:
     )
     by_rank = [RankResult.model_validate(json.loads(data)) for data in world.all_gather(own.model_dump_json().encode())]
     slowest = [max(times) for times in zip(*(rank.step_s for rank in by_rank), strict=True)]
-    flops = MatmulShape.from_args(engine.args).packed(point.shape.lengths)
+    products = replace(MatmulShape.from_args(engine.args), adapters=active_parameters(engine.adapter, engine.lora))
+    flops = products.packed(point.shape.lengths)
     peak, source = _peak(device, point.dtype, sweep.peak_tflops, by_rank)
     measurement = Measurement(
         ranks=world.size,

@@ -7,6 +7,7 @@ assuming that every expert is chosen equally often.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import singledispatch
 
@@ -20,6 +21,7 @@ from archon.models.layers.feed_forward import DenseLayer
 from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec
+from archon.models.lora import AdapterSize
 from archon.models.token_scores import tile_shape
 from archon.parallel.context import ulysses_repeat
 from archon.parallel.layout import ParallelLayout
@@ -94,8 +96,37 @@ class MicroBatchShard:
         return max(self.bytes, 4)
 
 
-def block_activations(dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str) -> BlockActivations:
-    """Returns the tensors of a layer in a model of width `dim`."""
+AdaptedLayer = tuple[tuple[str, int], ...]
+"""The adapters of a layer: (name of the matrix in the layer, such as attention.wq, rank)."""
+# Inputs of products, which their layers keep for the gradient of a weight or of an adapter alone: by the tensor's name
+# the matrices whose input it is.
+_INPUTS = {
+    "normed [T, dim]": ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
+    "act(gate) · up [T, F]": ("feed_forward.w2",),
+    "rows in expert order [n, dim]": ("moe.experts.w1", "moe.experts.w3"),
+    "act(gate) · up [n, F]": ("moe.experts.w2",),
+}
+
+
+def adapted_layers(adapters: Mapping[str, AdapterSize], n_layers: int) -> list[AdaptedLayer | None]:
+    """Returns the adapters of each layer; None, of every layer, where there are none and all weights are trained.
+
+    Args:
+        adapters: by the native name of the matrix.
+    """
+    if not adapters:
+        return [None] * n_layers
+    layers: list[list[tuple[str, int]]] = [[] for _ in range(n_layers)]
+    for name, size in adapters.items():
+        _, layer, matrix = name.removesuffix(".weight").split(".", 2)
+        layers[int(layer)].append((matrix, size.rank))
+    return [tuple(layer) for layer in layers]
+
+
+def block_activations(
+    dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str, adapters: AdaptedLayer | None = None
+) -> BlockActivations:
+    """Returns the tensors of a layer in a model of width `dim`, whose weights are frozen if it has `adapters`."""
     b, wide, rows = shard.bytes, shard.wide, shard.rows
     hidden = rows * dim * b
     before, after = (layer.norm_placement in (place, "both") for place in ("before", "after"))
@@ -114,8 +145,23 @@ def block_activations(dim: int, layer: LayerSpec, shard: MicroBatchShard, contex
     first = tensors[0] if before or shard.layout.tp > 1 else replace(tensors[0], saved=False)
     network = [first, *tensors[1:]]
     network.append(SavedTensor("ffn_post_norm: its input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after))
+    tensors = [*attention, *network]
+    if adapters is not None:
+        names = {name for name, _ in adapters}
+        kept = [t.name not in _INPUTS or not names.isdisjoint(_INPUTS[t.name]) for t in tensors]
+        tensors = [t if keep else replace(t, saved=False) for t, keep in zip(tensors, kept, strict=True)]
+        tensors += [_low_rank(name, rank, layer.feed_forward, shard) for name, rank in adapters]
     # The gradient of the block's output is alive at the same time as the network's working memory.
-    return BlockActivations((*attention, *network), working + hidden)
+    return BlockActivations(tuple(tensors), working + hidden)
+
+
+def _low_rank(matrix: str, rank: int, network: FeedForwardSpec, shard: MicroBatchShard) -> SavedTensor:
+    """Returns what an adapter keeps: the product of its input and a."""
+    if matrix.startswith("moe.experts."):
+        rows = shard.rows * shard.layout.etp * network.n_active_experts
+    else:
+        rows = shard.rows if matrix.endswith(("wq_a", "wkv_a")) else shard.tokens
+    return SavedTensor(f"{matrix}'s adapter [rows, r]", rows * rank * shard.bytes, is_op=True)
 
 
 @singledispatch
@@ -310,11 +356,11 @@ def _experts(network: ExpertsLayer, dim: int, shard: MicroBatchShard) -> tuple[l
     return tensors, working
 
 
-def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str) -> tuple[int, int]:
+def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str, frozen: bool = False) -> tuple[int, int]:
     """Returns the bytes of final norm, head and `archon.models.token_scores.weighted_loss`, with all tokens scored.
 
     The first number is the peak in the forward. The second is the gradient of the head's weight, which the forward
-    computes and which stays until the embedding's gradient has been computed.
+    computes and which stays until the embedding's gradient has been computed; a frozen head has none.
     """
     T, b, wide, dim = shard.tokens, shard.bytes, shard.wide, args.dim
     normed = shard.rows * (dim * b * 2 + wide)
@@ -323,10 +369,11 @@ def head_memory(args: BaseModelArgs, shard: MicroBatchShard, device_type: str) -
     vocab = args.vocab_size // shard.layout.tp
     rows, columns = tile_shape(T, vocab, torch.device(device_type), whole_rows=True)
     tiles = rows * vocab * wide + rows * columns * wide
-    sums = (T * dim + vocab * dim) * wide
+    weight = 0 if frozen else vocab * dim
+    sums = (T * dim + weight) * wide
     if b < wide:
         # A tile and its products in the compute dtype, or at the end both sums converted to it.
-        temporary = max(rows * columns + (max(rows, columns) + rows) * dim, (T + vocab) * dim) * b
+        temporary = max(rows * columns + (max(rows, columns) + rows) * dim, T * dim + weight) * b
     else:
         temporary = rows * dim * b
-    return normed + T * dim * b + tiles + sums + temporary, vocab * dim * b
+    return normed + T * dim * b + tiles + sums + temporary, weight * b

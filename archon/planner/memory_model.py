@@ -7,16 +7,20 @@ activations and the last block's gradients), or at its end (all gradients, with 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 
 from archon.models.args import BaseModelArgs
 from archon.models.layers.spec import LayerSpec
+from archon.models.lora import AdapterSize
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan, plan_stages
 from archon.planner.activations import (
+    AdaptedLayer,
     BlockActivations,
     MicroBatchShard,
+    adapted_layers,
     block_activations,
     head_memory,
 )
@@ -30,12 +34,14 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 class MemoryEstimate:
     """Peak bytes of one rank.
 
-    `parameters` and `moments` are allocated throughout training, `gradients` are of this rank's shards. `gathered` are
-    all-gathered weights, `unreduced` gradients before their reduce-scatter, `activations` everything that grows with
-    the tokens, `head` the tiles and sums of head and loss.
+    `parameters`, `adapters` and `moments` are allocated throughout training, `gradients` are of this rank's shards.
+    `gathered` are all-gathered weights, `unreduced` gradients before their reduce-scatter, `activations` everything
+    that grows with the tokens, `head` the tiles and sums of head and loss. With adapters, the parameters are frozen in
+    the compute dtype, and gradients and moments are the adapters'.
     """
 
     parameters: int
+    adapters: int
     moments: int
     gradients: int
     gathered: int
@@ -46,7 +52,7 @@ class MemoryEstimate:
     @property
     def step(self) -> int:
         """Bytes that a step allocates and frees."""
-        return self.total - self.parameters - self.moments
+        return self.total - self.parameters - self.adapters - self.moments
 
     @property
     def total(self) -> int:
@@ -55,10 +61,11 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Elements of a rank's parameters.
+    """Elements of a rank's parameters, adapters not included.
 
     `own` are of its shards, `gathered` of all its layers after FSDP's all-gather. Parts of the latter are those of
-    `experts`, of the `largest_layer`, and of the `rest` outside layers.
+    `experts`, of the `largest_layer`, and of the `rest` outside layers. `adapters` are those of its adapters; where
+    there are some, the others are frozen.
     """
 
     own: int = 0
@@ -66,15 +73,36 @@ class RankParameters:
     experts: int = 0
     largest_layer: int = 0
     rest: int = 0
+    adapters: RankParameters | None = None
+
+    @property
+    def trained(self) -> RankParameters:
+        """What has masters, gradients and moments."""
+        return self.adapters or self
+
+    def state_bytes(self, dtype: str) -> int:
+        """Returns the bytes of weights, gradients and two moments; of frozen weights, in `dtype`, theirs alone."""
+        width = WIDTHS[dtype]
+        return 4 * max(4, width) * self.trained.own + (0 if self.adapters is None else self.own * width)
 
 
 def rank_parameters(weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int) -> RankParameters:
-    """Returns the parameter counts of `rank`; masters, gradients and each moment have as many elements."""
+    """Returns the parameter counts of `rank`."""
+    found = _rank_parameters(weights, layout, plan, rank, adapters=False)
+    if not weights.has_adapters:
+        return found
+    return replace(found, adapters=_rank_parameters(weights, layout, plan, rank, adapters=True))
+
+
+def _rank_parameters(
+    weights: ModelWeights, layout: ParallelLayout, plan: StagePlan | None, rank: int, *, adapters: bool
+) -> RankParameters:
     stages = [0] if plan is None else plan.stages_of(rank // (layout.world_size // layout.pp))
     parts = [weights.stage(plan, stage) for stage in stages]
-    distinct = [count_parameters(layer, layout, rank) for layer in weights.distinct_layers]
+    chosen = [tuple(w for w in layer if w.is_adapter == adapters) for layer in weights.distinct_layers]
+    distinct = [count_parameters(layer, layout, rank) for layer in chosen]
     layers = [distinct[index] for indices, _ in parts for index in indices]
-    rest = [count_parameters(root, layout, rank) for _, root in parts]
+    rest = [] if adapters else [count_parameters(root, layout, rank) for _, root in parts]
     return RankParameters(
         own=sum(count.own for count in (*layers, *rest)),
         gathered=sum(count.gathered for count in (*layers, *rest)),
@@ -104,10 +132,18 @@ def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
 class MemoryModel:
     """Predicts the memory of ranks in layouts of one model."""
 
-    def __init__(self, args: BaseModelArgs, weights: ModelWeights, device_type: str = "cuda") -> None:
+    def __init__(
+        self,
+        args: BaseModelArgs,
+        weights: ModelWeights,
+        device_type: str = "cuda",
+        adapters: Mapping[str, AdapterSize] | None = None,
+    ) -> None:
         self.args, self.weights, self.device_type = args, weights, device_type
         self.block = lru_cache(maxsize=16384)(partial(block_activations, args.dim))
-        self.layers = args.layer_specs
+        ranks = adapted_layers(adapters or {}, args.n_layers)
+        self.layers = list(zip(args.layer_specs, ranks, strict=True))
+        """By layer its spec and its adapters."""
         self.rotated_features = sum(rope.dim for rope in args.ropes)
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
@@ -166,22 +202,25 @@ class _Step:
         self.n_stages = 1 if plan is None else plan.n_stages
         self.in_flight = 1 if plan is None else in_flight(plan, self.pp_rank, self.micro_batches)
         self.has_head = self.n_stages - 1 in self.stages
-        head = head_memory(model.args, self.shard, model.device_type) if self.has_head else (0, 0)
+        self.trained = self.counts.trained
+        self.frozen = self.counts.adapters is not None
+        head = head_memory(model.args, self.shard, model.device_type, self.frozen) if self.has_head else (0, 0)
         self.head_forward, self.head_gradient = head
         self.sharded = layout.world_size > 1 or self.shard.bytes < self.shard.wide
         # Whether unreduced gradients are accumulated over micro-batches.
         self.accumulates = self.micro_batches > 1 and config.gradient_reduction == "per_step"
         # Bytes of gradients that earlier micro-batches have accumulated, in this rank's shards and unreduced.
         self.accumulated_shards = self.accumulated_unreduced = 0
-        self.layer, self.rest = self.counts.largest_layer, self.counts.rest
+        self.layer, self.rest = self.trained.largest_layer, self.trained.rest
         self.first_stage_layers = max(len(self._layers(self.stages[0])), 1)
         self.hidden_states = self.shard.rows * model.args.dim * self.shard.bytes
-        self.gradient_shards = masters = self.counts.own * self.shard.wide
-        self.base = MemoryEstimate(masters, 2 * masters, 0, 0, 0, 0, 0)
+        self.gradient_shards = masters = self.trained.own * self.shard.wide
+        weights = (self.counts.own * self.shard.bytes, masters) if self.frozen else (masters, 0)
+        self.base = MemoryEstimate(*weights, 2 * masters, 0, 0, 0, 0, 0)
         if self.micro_batches > 1 and not (self.accumulates and self.sharded):
             self.accumulated_shards = self.gradient_shards
         elif self.accumulates and self.micro_batches > self.in_flight:
-            self.accumulated_unreduced = self.counts.gathered * self.shard.wide
+            self.accumulated_unreduced = self.trained.gathered * self.shard.wide
 
     def estimates(self) -> list[MemoryEstimate]:
         """Returns the memory at each point of the step where it can peak."""
@@ -195,8 +234,8 @@ class _Step:
         layers = enumerate(self._layers(stage), start=1)
         counts = Counter((self.model.layers[layer], self._mode(position)) for position, layer in layers)
         total = 0
-        for (spec, mode), count in counts.items():
-            block = self._block(spec)
+        for (layer, mode), count in counts.items():
+            block = self._block(layer)
             total += count * {"none": block.saved, "full": block.input, "op": block.kept_by_op}[mode]
         # Cosines and sines [T, D / 2], and integers per token: ids, positions, labels, indices.
         total += self.shard.tokens * (self.model.rotated_features * self.shard.bytes + 64)
@@ -214,14 +253,14 @@ class _Step:
             return "op"
         return "full" if position % ac.selective == 0 else "none"
 
-    def _block(self, spec: LayerSpec) -> BlockActivations:
-        return self.model.block(spec, self.shard, self.config.context_parallel)
+    def _block(self, layer: tuple[LayerSpec, AdaptedLayer | None]) -> BlockActivations:
+        return self.model.block(layer[0], self.shard, self.config.context_parallel, layer[1])
 
     def _backward_working(self) -> int:
         """Returns the peak bytes of a block's backward beyond its saved tensors: recomputed tensors and temporaries."""
         peak = 0
-        for spec in set(self.model.layers):
-            block = self._block(spec)
+        for layer in set(self.model.layers):
+            block = self._block(layer)
             for mode in {self._mode(position) for position in range(1, self.model.args.n_layers + 1)}:
                 recomputed = {"none": 0, "full": block.saved - block.input, "op": block.recomputed_by_op}[mode]
                 peak = max(peak, recomputed + block.working)
@@ -248,7 +287,7 @@ class _Step:
         return replace(
             self.base,
             gradients=self.accumulated_shards,
-            gathered=self._gathered(self.layer),
+            gathered=self._gathered(1),
             unreduced=self.accumulated_unreduced,
             activations=self.activations,
             head=self.head_forward,
@@ -270,7 +309,7 @@ class _Step:
         return replace(
             self.base,
             gradients=gradients,
-            gathered=self._gathered(2 * self.layer),
+            gathered=self._gathered(2),
             unreduced=unreduced,
             activations=self.activations - freed + self._backward_working(),
             head=self.head_gradient,
@@ -291,10 +330,12 @@ class _Step:
         )
 
     def _gathered(self, layers: int) -> int:
+        """Returns the bytes of gathered weights while those of so many layers are needed."""
         if not self.sharded:
             return 0
+        parts = [self.counts] if self.counts.adapters is None else [self.counts, self.counts.adapters]
         if self.config.reshard_after_forward == "never" or (
             self.plan is not None and self.config.reshard_after_forward != "always"
         ):
-            return self.counts.gathered * self.shard.bytes
-        return (self.rest + layers) * self.shard.bytes
+            return sum(part.gathered for part in parts) * self.shard.bytes
+        return sum(part.rest + layers * part.largest_layer for part in parts) * self.shard.bytes

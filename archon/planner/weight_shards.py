@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 
 from archon.models.args import BaseModelArgs
+from archon.models.layers.lora import LowRank
+from archon.models.lora import AdapterSize, add_adapters
 from archon.models.parallelize import MOE_TP_PLAN
 from archon.models.spec import ModelSpec
 from archon.parallel.layout import ParallelLayout
@@ -19,24 +22,39 @@ from archon.parallel.pipeline import StagePlan
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A parameter: its full shape, its role, and the number of heads that share its rows, if any."""
+    """A parameter: its full shape, the role of its layer, and the number of heads that share its rows, if any.
+
+    An adapter's `name` ends with `lora.a` or `lora.b`; it is split as its matrix is, whose role and heads it has.
+    """
 
     shape: tuple[int, ...]
     role: str
     name: str
     heads: int | None = None
 
+    @property
+    def is_adapter(self) -> bool:
+        return "lora." in self.name
+
+    @property
+    def _is_split(self) -> tuple[bool, bool]:
+        """Whether rows and columns may be split: an adapter's a has its matrix's columns, its b the rows."""
+        return not self.name.endswith("lora.a"), not self.name.endswith("lora.b")
+
     def local(self, layout: ParallelLayout) -> tuple[int, ...]:
         """Returns its shape after tensor and expert parallelism, which is what FSDP gathers."""
         shape, tp = list(self.shape), layout.tp
+        rows, columns = self._is_split
         if self.role == "experts":
             shape[0] //= layout.ep
-            shape[2 if self.name == "w2" else 1] //= layout.etp
+            dim = 2 if self.name.startswith("w2") else 1
+            if (rows, columns)[dim - 1]:
+                shape[dim] //= layout.etp
             return tuple(shape)
         treatment = MOE_TP_PLAN[self.role]
-        if treatment == "split_rows" and (self.heads is None or self.heads % tp == 0):
+        if treatment == "split_rows" and rows and (self.heads is None or self.heads % tp == 0):
             shape[0] //= tp
-        elif treatment == "split_columns" and len(shape) > 1:
+        elif treatment == "split_columns" and columns and len(shape) > 1:
             shape[1] //= tp
         return tuple(shape)
 
@@ -85,7 +103,7 @@ def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout
 class ModelWeights:
     """A model's weights. `tied`: the head is the embedding; a pipeline's last stage has a copy of it.
 
-    `layers` has, by layer, the index of its weights in `distinct_layers`.
+    `layers` has, by layer, the index of its weights in `distinct_layers`. With adapters in them, all others are frozen.
     """
 
     layers: tuple[int, ...]
@@ -95,16 +113,23 @@ class ModelWeights:
     tied: bool
 
     @classmethod
-    def of(cls, spec: ModelSpec, args: BaseModelArgs) -> ModelWeights:
-        """Returns the weights of the family's model, built on the meta device."""
+    def of(
+        cls, spec: ModelSpec, args: BaseModelArgs, adapters: Mapping[str, AdapterSize] | None = None
+    ) -> ModelWeights:
+        """Returns the weights of the family's model with `adapters`, built on the meta device."""
         with torch.device("meta"):
             model = spec.model_class(args)
+            add_adapters(model, adapters or {}, torch.float32)
         outside = {name: tuple(_weights(part)) for name, part in model.named_children() if name != "layers"}
         head = tuple(w for name in ("norm", "output", "score") for w in outside.get(name, ()))
         layers = [tuple(_weights(block)) for block in model.layers.values()]
         distinct = tuple(dict.fromkeys(layers))
         tied = args.tie_word_embeddings and not args.is_critic
         return cls(tuple(map(distinct.index, layers)), distinct, outside["tok_embeddings"], head, tied)
+
+    @property
+    def has_adapters(self) -> bool:
+        return any(weight.is_adapter for layer in self.distinct_layers for weight in layer)
 
     def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:
         """Returns the layers of a pipeline stage, or of the whole model without a pipeline, and its other weights.
@@ -121,8 +146,15 @@ class ModelWeights:
 
 def _weights(module: nn.Module) -> Iterator[ParameterShape]:
     for part in module.modules():
+        if isinstance(part, LowRank):
+            continue  # is yielded with its matrix
         heads, roles = getattr(part, "heads", None), getattr(part, "parameter_roles", {})
+        role: Any = getattr(part, "role", None)
         for name, parameter in part.named_parameters(recurse=False):
-            role = roles.get(name, getattr(part, "role", None))
-            assert role is not None, f"parameter {name} of {type(part).__name__} has no role"
-            yield ParameterShape(tuple(parameter.shape), role, name, heads)
+            own = roles.get(name, role)
+            assert own is not None, f"parameter {name} of {type(part).__name__} has no role"
+            yield ParameterShape(tuple(parameter.shape), own, name, heads)
+        adapter: Any = getattr(part, "lora", None)
+        for matrix, of in adapter.items() if isinstance(adapter, nn.ModuleDict) else (("weight", adapter),):
+            for half, parameter in () if of is None else of.named_parameters():
+                yield ParameterShape(tuple(parameter.shape), role, f"{matrix}.lora.{half}", heads)
