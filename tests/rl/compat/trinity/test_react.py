@@ -17,7 +17,7 @@ from archon.rl.rollout import Rollout
 from archon.schema.errors import ConfigError, RolloutError
 from archon.training.config import TokenizerRecipe
 from tests.serve.scripted import Scripted
-from tests.serve.test_framework import learn
+from tests.serve.taught import teach
 from tests.small_qwen3 import small_model
 
 ROW = {"raw_task": {"question": "12*(3+4)", "answer": "84"}}
@@ -53,7 +53,7 @@ def test_a_model_calls_the_calculator_and_its_answers_alone_are_trained(tokenize
     _, told = said_to(tokenizer, SAYS)
     answers = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in SAYS]
     model = small_model(len(tokenizer), max_seq_len=1024)
-    learn(model, list(zip([request.input_ids for request in told.requests], answers, strict=True)))
+    teach(model, list(zip([request.input_ids for request in told.requests], answers, strict=True)), sure=0.99)
     engine = InProcessEngine.from_model(model, tokenizer, max_slots=8)
 
     rollout = Rollout(engine, react(tokenizer, n_samples=2))
