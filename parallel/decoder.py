@@ -40,6 +40,7 @@ def parallelize_decoder(
     comes before anything that wraps the block, recomputation is inside what is compiled, and FSDP is outermost, so that
     its hooks stay eager. FSDP also sums the gradients of parameters replicated under tensor parallelism, so it is
     always applied to several ranks; on one process only to compute in another dtype than the model was built in.
+    Modules with `casts_parameters`, such as adapters, do so themselves, so that frozen weights are not copied.
 
     Args:
         tp_plan: the family's tensor-parallel plan, by role; consulted where tp > 1.
@@ -75,7 +76,12 @@ def parallelize_decoder(
     if compiled:
         apply_compile(decoder.layers, memory_budget=budget)
     decoder.tie_weights()
-    built_dtypes = {parameter.dtype for parameter in model.parameters()}
+    built_dtypes = {
+        parameter.dtype
+        for module in model.modules()
+        if not getattr(module, "casts_parameters", False)
+        for parameter in module.parameters(recurse=False)
+    }
     if dims.world_size > 1 or built_dtypes != {param_dtype}:
         apply_fsdp(
             model,

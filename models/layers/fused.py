@@ -84,7 +84,9 @@ class _RMSNorm(torch.autograd.Function):
         product = wide_grad * wide
         # With r = (mean x^2 + eps)^(-1/2) and y = x r w: dx = g w r - x r^3 <g w, x> / dim, and dw = sum of g x r.
         slope = (product @ wide_weight).unsqueeze(-1).mul_(rstd).mul_(rstd).mul_(rstd).div_(dim)
-        weight_grad = (rstd.reshape(1, -1) @ product.reshape(-1, dim)).reshape(dim).to(weight.dtype)
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = (rstd.reshape(1, -1) @ product.reshape(-1, dim)).reshape(dim).to(weight.dtype)
         x_grad = torch.mul(wide_grad, wide_weight, out=product).mul_(rstd).addcmul_(wide, slope, value=-1)
         return x_grad.to(x.dtype), weight_grad, None, None, None
 

@@ -64,16 +64,17 @@ class Linear(nn.Linear):
             weight = weight[self.rows]
             bias = None if bias is None else bias[self.rows]
         if self.tp is not None and self.role == "row":
-            out = reduce_scatter(self._adapted(linear(x, weight), x, adapters), self.tp)
+            out = reduce_scatter(self._product(x, weight, None, adapters), self.tp)
             return out if bias is None else out + bias
-        return self._adapted(linear(x, weight, bias), x, adapters)
+        return self._product(x, weight, bias, adapters)
 
-    def _adapted(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
-        if isinstance(self.lora, LowRanks):
-            if adapters is None:
-                return out
-            return self.lora(out, x, adapters.own if self.role == "latent" else adapters, self.rows)
-        return out if self.lora is None else out + self.lora(x, self.rows)
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: AdapterRows | None) -> Tensor:
+        if isinstance(self.lora, LowRank):
+            return self.lora(x, weight, bias, self.rows)
+        out = linear(x, weight, bias)
+        if self.lora is None or adapters is None:
+            return out
+        return self.lora(out, x, adapters.own if self.role == "latent" else adapters, self.rows)
 
 
 class Embedding(nn.Embedding):

@@ -11,13 +11,14 @@ A matrix may have several adapters (`LowRanks`), each with parameters of its own
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.adapter_rows import AdapterRows
-from archon.models.layers.matmul import can_group, grouped_linear, linear, pad_to_grouped
+from archon.models.layers.matmul import adapted_linear, can_group, grouped_linear, linear, pad_to_grouped
 from archon.parallel.comm import local
 
 
@@ -27,7 +28,10 @@ class LowRank(nn.Module):
     Attributes:
         a, b: [r, in] and [out, r]; [E, r, in] and [E, out, r] for `experts` E.
         scale: factor on b a.
+        casts_parameters: a and b may be wider than the computation, which rounds them itself.
     """
+
+    casts_parameters: ClassVar[bool] = True
 
     def __init__(
         self, in_features: int, out_features: int, rank: int, scale: float, experts: int | None = None
@@ -38,16 +42,19 @@ class LowRank(nn.Module):
         self.a = nn.Parameter(torch.empty(*stack, rank, in_features))
         self.b = nn.Parameter(torch.empty(*stack, out_features, rank))
 
-    def forward(self, x: Tensor, rows: slice | None = None) -> Tensor:
-        """Returns [T, out] for x [T, in] of a linear layer; `rows` of b are this rank's of a shared head."""
-        a, b = self.parts(rows)
-        return linear(linear(x, a) * self.scale, b)
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice | None = None) -> Tensor:
+        """Returns [T, out] for x [T, in] of a linear layer: the product with its weight and bias, and the adapter's.
 
-    def parts(self, rows: slice | None = None) -> tuple[Tensor, Tensor]:
-        """Returns a and b as this rank uses them."""
+        `rows` of b are this rank's of a shared head.
+        """
+        a, b = self.parts(x.dtype, rows)
+        return adapted_linear(x, weight, bias, a, b, self.scale)
+
+    def parts(self, dtype: torch.dtype, rows: slice | None = None) -> tuple[Tensor, Tensor]:
+        """Returns a and b as this rank uses them, in the dtype of the computation."""
         a = local(self.a)
         b = local(self.b)
-        return a, b if rows is None else b[rows]
+        return a.to(dtype), (b if rows is None else b[rows]).to(dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.a.shape)}, {tuple(self.b.shape)}, scale={self.scale:g}"
@@ -81,7 +88,7 @@ class LowRanks(nn.ModuleDict):
         """
         members = [self._modules.get(name) for name in names]
         adapters = [member if isinstance(member, LowRank) else None for member in members]
-        parts = [None if adapter is None else adapter.parts(rows) for adapter in adapters]
+        parts = [None if adapter is None else adapter.parts(x.dtype, rows) for adapter in adapters]
         scales = [1.0 if adapter is None else adapter.scale for adapter in adapters]
         a, b = next(part for part in parts if part is not None)
         if not can_group(x, a.shape[-1], b.shape[-2]):

@@ -78,7 +78,7 @@ def add_product(out: Tensor, left: Tensor, right: Tensor, *, first: bool = False
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return times_transposed(x, weight, bias)
 
     @staticmethod
@@ -101,6 +101,46 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.is_grad_enabled():
         return times_transposed(x, weight, bias)
     return _Linear.apply(x, weight, bias)
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        low = times_transposed(x, a).mul_(scale)
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale = scale
+        out = times_transposed(x, weight, bias)
+        add_product(out, low, b.t())
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, low = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
+        low_grad = times_transposed(grad, b.t()).mul_(ctx.scale)
+        x_grad = None
+        if needs_x:
+            x_grad = times_transposed(grad, weight.t())
+            add_product(x_grad, low_grad, a)
+        return (
+            x_grad,
+            product(grad.t(), x) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+            product(low_grad.t(), x) if needs_a else None,
+            product(grad.t(), low) if needs_b else None,
+            None,
+        )
+
+
+def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Returns `linear(x, weight, bias)` plus scale * b a x, for x [T, in], weight [out, in], a [r, in], b [out, r].
+
+    A custom function, since autograd's own would add the two terms in new memory, forward and backward.
+    """
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias) + F.linear(F.linear(x, a) * scale, b)
+    return _AdaptedLinear.apply(x, weight, bias, a, b, scale)
 
 
 def can_group(x: Tensor, *widths: int) -> bool:

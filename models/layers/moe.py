@@ -265,7 +265,7 @@ class GroupedExperts(nn.Module):
         if isinstance(adapter, LowRanks):
             return adapter.add_to_experts(out, x, adapters, groups)
         assert isinstance(adapter, LowRank)
-        a, b = adapter.parts()
+        a, b = adapter.parts(x.dtype)
         if missing := pad_to_grouped(a.shape[1], x) - a.shape[1]:
             a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
         return out + grouped_linear(grouped_linear(x, a, counts) * adapter.scale, b, counts)

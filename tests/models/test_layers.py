@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from archon.check.oracle import relative
 from archon.models.layers import fused
 from archon.models.layers.feed_forward import ACTIVATIONS, FeedForward
-from archon.models.layers.matmul import MIN_MULTIPLICATIONS, add_product, linear, product
+from archon.models.layers.matmul import MIN_MULTIPLICATIONS, adapted_linear, add_product, linear, product
 from archon.models.layers.norm import RMSNorm
 from archon.schema.errors import ConfigError
 from tests.tolerances import FORMULA_FP32, FORMULA_FP64
@@ -149,3 +149,32 @@ def test_products_of_matrices_in_memory_either_way_round_are_torchs(size: int, l
     assert relative(out, expected) <= FORMULA_FP32
     add_product(out, left, right)
     assert relative(out, 2 * expected) <= FORMULA_FP32
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, FORMULA_FP64), (torch.float32, FORMULA_FP32)])
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "input", "adapter"])
+def test_a_product_with_an_adapter_is_the_sum_of_its_parts_with_their_gradients(
+    dtype: torch.dtype, tolerance: float, frozen: str
+) -> None:
+    inputs = [torch.randn(shape, dtype=dtype) for shape in ((300, 96), (64, 96), (64,), (5, 96), (64, 5))]
+    kinds = ("input", "weight", "weight", "adapter", "adapter")
+    x, weight, bias, a, b = (t.requires_grad_(kind != frozen) for t, kind in zip(inputs, kinds, strict=True))
+    actual = adapted_linear(x, weight, bias, a, b, 1.5)
+    expected = torch.nn.functional.linear(x, weight, bias) + 1.5 * (x @ a.t()) @ b.t()
+    assert relative(actual, expected) <= tolerance
+    trained = [t for t in inputs if t.requires_grad]
+    for grad in (torch.ones((), dtype=dtype).expand_as(expected), torch.randn(64, 300, dtype=dtype).t()):
+        ours, theirs = (torch.autograd.grad(y, trained, grad, retain_graph=True) for y in (actual, expected))
+        for mine, other in zip(ours, theirs, strict=True):
+            assert relative(mine, other) <= tolerance
+
+
+def test_what_frozen_weights_would_need_is_not_kept() -> None:
+    x, weight = torch.randn(300, 96, requires_grad=True), torch.randn(64, 96)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear(x, weight)
+    assert kept and all(t is weight for t in kept)
+    norm = RMSNorm(96, 1e-6).requires_grad_(False)
+    norm(x).sum().backward()
+    assert norm.weight.grad is None

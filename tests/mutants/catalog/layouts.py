@@ -30,9 +30,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the bias of a row product is added on every tensor rank",
         "models/layers/linear.py",
-        "out = reduce_scatter(self._adapted(linear(x, weight), x, adapters), self.tp)\n"
+        "out = reduce_scatter(self._product(x, weight, None, adapters), self.tp)\n"
         "            return out if bias is None else out + bias",
-        "return reduce_scatter(self._adapted(linear(x, weight, bias), x, adapters), self.tp)",
+        "return reduce_scatter(self._product(x, weight, bias, adapters), self.tp)",
         (f"{MATRIX}[biased-t4-float64]",),
     ),
     Mutant(
