@@ -209,7 +209,10 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One layout × model: `config` holds engine options, `traps` what it guards against."""
+    """One layout × model: `config` holds engine options, `traps` what it guards against.
+
+    Two options are not the engine's: `loss`, and `base`, the dtype of the checkpoint.
+    """
 
     layout: str
     model: str = "dense"
@@ -256,7 +259,7 @@ def batch(lengths: tuple[int, ...], seed: int) -> dict[str, Tensor]:
 
 
 def engine_config(case: Case, path: str, layout: str, **changes: Any) -> EngineConfig:
-    options = {key: value for key, value in case.config.items() if key != "loss"}
+    options = {key: value for key, value in case.config.items() if key not in ("loss", "base")}
     return EngineConfig.model_validate(
         {
             "path": path,

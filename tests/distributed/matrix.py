@@ -30,7 +30,7 @@ from tests.distributed.cases import (
 from tests.distributed.shared_moe import register
 
 TEMPERATURE = 0.8
-COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss", "lora")
+COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss", "lora", "base")
 
 
 def reference_key(case: Case) -> tuple[object, ...]:
@@ -56,7 +56,8 @@ def run_reference(case: Case, folder: Path) -> None:
     engine.initialize()
     for name in engine.adapter.buffer_shapes:  # fresh biases of routers are 0
         engine.model.get_buffer(name).normal_(std=0.2, generator=torch.Generator().manual_seed(7))
-    engine.save(folder / "checkpoint")
+    base = case.config.get("base")
+    engine.save(folder / "checkpoint", dtype=None if base is None else getattr(torch, base))
     if case.config.get("lora"):
         engine = ArchonEngine(engine_config(plain, str(folder / "checkpoint"), "d1"))
         engine.initialize()

@@ -390,6 +390,8 @@ EXPERTS: tuple[Case, ...] = (
 # Adapters on frozen weights. Both parts of each begin as random numbers, so that both have a gradient; the classic
 # mistakes, a sum over ranks that is missing or taken twice, show in the weights after several steps as well.
 LORA = {"lora": {"rank": 3, "alpha": 5.0, "init": "random"}}
+# The base has bfloat16's values, from a checkpoint in it, and the adapters have all digits.
+NARROW_BASE = {"base": "bfloat16"}
 ADAPTED: tuple[Case, ...] = (
     _case("d2", "tied", **LORA),
     _case("t2", "dense", "an adapter's part that every rank has whole", **LORA),
@@ -407,6 +409,12 @@ ADAPTED: tuple[Case, ...] = (
     _case("(attn:d1t2|ffn:d1t2)", "sinks", "adapters of experts with biases", **LORA),
     _case("t2", "latent", **LORA),
     _case("t2", "delta", **LORA),
+    _case("d2", "tied", **LORA, **NARROW_BASE),
+    _case("t4", "few_kv", "adapters of key heads that ranks share", **LORA, **NARROW_BASE),
+    _case("c2", "dense", context_parallel="allgather", **LORA, **NARROW_BASE),
+    _pipeline("p2", "1f1b", "tied", **LORA, **NARROW_BASE),
+    _case("d2e2", "moe", **LORA, **NARROW_BASE),
+    _case("(attn:d2t2|ffn:d1t2e2)", "moe", **LORA, **NARROW_BASE),
 )
 
 BLOCKS += DELTA + EXPERTS + ADAPTED
