@@ -20,11 +20,11 @@ import torch
 
 import archon
 from archon.checkpoint.atomic import KILL_AT
-from archon.checkpoint.native import load_latest, load_state, model_fingerprint, save_state
+from archon.checkpoint.native import load_latest, load_state, save_state
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.warm_processes import warm_context
-from archon.schema.config import EngineConfig, OptimizerConfig, SchedulerConfig
+from archon.schema.config import EngineConfig, LoRAConfig, OptimizerConfig, SchedulerConfig
 from tests.checkpoint.tiny_checkpoints import hf_state
 from tests.engine.tiny import sft_batch, write_config
 
@@ -70,28 +70,27 @@ def kill_at_random(process: BaseProcess, ready: Path, seconds: float, chance: ra
 # Training
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, base: str | None = None) -> None:
     """Continue from the latest checkpoint to the last step, with a checkpoint after each; then write the digest.
 
     Everything a run depends on is in play: AdamW, a cosine schedule, and batches drawn from the global generators of
-    Python and PyTorch.
+    Python and PyTorch. With a `base` its adapters are trained, else a fresh model.
     """
-    path = write_config(folder / "model")
-    schedule = SchedulerConfig(kind="cosine", warmup_steps=2)
     config = EngineConfig(
-        path=path,
+        path=base or write_config(folder / "model"),
         device="cpu",
-        init_from_scratch=True,
+        init_from_scratch=base is None,
+        lora=None if base is None else LoRAConfig(rank=3, init="random"),
         max_tokens_per_mb=64,
         optimizer=OptimizerConfig(lr=1e-2),
-        scheduler=schedule,
+        scheduler=SchedulerConfig(kind="cosine", warmup_steps=2),
     )
     random.seed(5)
     np.random.seed(5)
     torch.manual_seed(5)
     engine = ArchonEngine(config)
     engine.initialize(STEPS)
-    fingerprint = model_fingerprint(engine.model.args)
+    fingerprint = engine.fingerprint
     losses: list[float] = []
     order: list[int] = []
     found = load_latest(folder / "run", fingerprint)

@@ -16,22 +16,26 @@ from archon.checkpoint.atomic import KILL_POINTS
 from tests.checkpoint import killing
 from tests.checkpoint.tiny_checkpoints import make_checkpoint
 from tests.conftest import Kills
+from tests.engine.tiny import make_engine
 
 SAVE_POINTS = [point for point in KILL_POINTS if point.startswith("save.")]
 EXPORT_POINTS = [point for point in KILL_POINTS if point.startswith("export.")]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
-    """The digest of a run that was never killed, and the seconds it took."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    process = killing.start(killing.train, folder)
+def run_to_the_end(folder: Path, *base: str) -> tuple[str, float]:
+    """The digest of a run that is never killed, and the seconds it took."""
+    process = killing.start(killing.train, folder, *base)
     while not (folder / "ready").exists():
         assert process.is_alive()
         time.sleep(0.005)
     begin = time.monotonic()
     assert killing.finish(process) == 0
     return (folder / "digest").read_text(), time.monotonic() - begin
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
+    return run_to_the_end(tmp_path_factory.mktemp("uninterrupted"))
 
 
 def test_every_kill_point_is_of_a_save_or_an_export() -> None:
@@ -71,26 +75,38 @@ def test_kill_inside_the_first_save(tmp_path: Path, point: str, uninterrupted: t
     assert (tmp_path / "digest").read_text() == uninterrupted[0]
 
 
-def test_kill_at_random_moments_of_a_run_and_resume_is_bitwise(
-    tmp_path: Path, uninterrupted: tuple[str, float], kills: Kills
-) -> None:
+def kill_until_enough(folder: Path, reference: tuple[str, float], kills: Kills, *base: str) -> None:
     """Runs that end before they are killed are restarted and do not count."""
-    digest, seconds = uninterrupted
+    digest, seconds = reference
     chance, run, finished, latest = random.Random(3), 0, 0, -1
     while kills.done < kills.wanted or not finished:
-        folder = tmp_path / str(run)
-        folder.mkdir(exist_ok=True)
-        process = killing.start(killing.train, folder)
+        current = folder / str(run)
+        current.mkdir(exist_ok=True)
+        process = killing.start(killing.train, current, *base)
         if kills.done < kills.wanted:
-            after = killing.kill_at_random(process, folder / "ready", seconds / 2, chance)
-        before, latest = latest, killing.assert_checkpoints_whole(folder / "run")
+            after = killing.kill_at_random(process, current / "ready", seconds / 2, chance)
+        before, latest = latest, killing.assert_checkpoints_whole(current / "run")
         assert latest >= before
         if killing.finish(process) == 0:
-            assert (folder / "digest").read_text() == digest
+            assert (current / "digest").read_text() == digest
             run, finished, latest = run + 1, finished + 1, -1
         else:
             assert process.exitcode == -signal.SIGKILL
             kills.add(f"{after:.3f} s", latest_step=latest)
+
+
+def test_kill_at_random_moments_of_a_run_and_resume_is_bitwise(
+    tmp_path: Path, uninterrupted: tuple[str, float], kills: Kills
+) -> None:
+    kill_until_enough(tmp_path, uninterrupted, kills)
+
+
+@pytest.mark.slow
+def test_kill_at_random_moments_of_training_adapters_and_resume_is_bitwise(tmp_path: Path, kills: Kills) -> None:
+    base = tmp_path / "base"
+    make_engine(tmp_path).save(base)
+    (tmp_path / "whole").mkdir()
+    kill_until_enough(tmp_path, run_to_the_end(tmp_path / "whole", str(base)), kills, str(base))
 
 
 @pytest.fixture

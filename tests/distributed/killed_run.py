@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from archon.checkpoint.native import agree_on_latest, model_fingerprint, open_state
+from archon.checkpoint.native import agree_on_latest, open_state
 from archon.checkpoint.state_tree import Shard, read_all
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
-from archon.schema.config import EngineConfig, OptimizerConfig, SchedulerConfig
+from archon.schema.config import EngineConfig, LoRAConfig, OptimizerConfig, SchedulerConfig
 from tests.checkpoint import killing
 from tests.distributed.cases import batch
 
@@ -28,16 +28,18 @@ LAYOUT, RANKS, STEPS = "d2t2", 4, 6
 GRACE_SECONDS = 1.0
 
 
-def train(folder: Path, rank: int, port: int) -> None:
+def train(folder: Path, rank: int, port: int, base: str | None) -> None:
     """One rank: continue from the latest checkpoint to the last step, with a save behind each; then write the digest of
-    everything this rank holds. The documents are drawn from the rank's global generator."""
+    everything this rank holds. The documents are drawn from the rank's global generator. With a `base` its adapters are
+    trained, else a fresh model."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     config = EngineConfig(
-        path=str(folder.parent / "model" / "config"),
+        path=base or str(folder.parent / "model" / "config"),
         device="cpu",
         layout=LAYOUT,
-        init_from_scratch=True,
+        init_from_scratch=base is None,
+        lora=None if base is None else LoRAConfig(rank=3, init="random"),
         max_tokens_per_mb=40,
         optimizer=OptimizerConfig(lr=1e-2),
         scheduler=SchedulerConfig(kind="cosine", warmup_steps=2),
@@ -46,7 +48,7 @@ def train(folder: Path, rank: int, port: int) -> None:
     engine.initialize(STEPS)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(5 + engine.ranks.dp.rank)
-    fingerprint, losses = model_fingerprint(engine.args), list[float]()
+    fingerprint, losses = engine.fingerprint, list[float]()
     latest = agree_on_latest(folder / "run")
     if latest is not None:
         with open_state(latest, fingerprint) as (_, state):
@@ -68,9 +70,9 @@ def train(folder: Path, rank: int, port: int) -> None:
 
 
 class Run:
-    """The processes of one run in `folder`."""
+    """The processes of one run in `folder`, of a fresh model or of adapters of `base`."""
 
-    def __init__(self, folder: Path, kill_at: str | None = None, victim: int = 0) -> None:
+    def __init__(self, folder: Path, kill_at: str | None = None, victim: int = 0, base: str | None = None) -> None:
         self.folder = folder
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -78,7 +80,7 @@ class Run:
         for rank in range(RANKS):
             (folder / f"ready{rank}").unlink(missing_ok=True)
         self.ranks: list[BaseProcess] = [
-            killing.start(train, folder, rank, port, kill_at=kill_at if rank == victim else None)
+            killing.start(train, folder, rank, port, base, kill_at=kill_at if rank == victim else None)
             for rank in range(RANKS)
         ]
 

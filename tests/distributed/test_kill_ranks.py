@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from archon.checkpoint.atomic import KILL_POINTS
+from archon.engine.engine import ArchonEngine
+from archon.schema.config import EngineConfig
 from tests.checkpoint.killing import AFTER_LATEST, assert_checkpoints_whole
 from tests.conftest import Kills
 from tests.distributed.cases import write_config
@@ -27,13 +29,13 @@ FURTHER = [(p, 0) for p in OF_RANK_0] + [(p, rank) for rank in (1, 3) for p in O
 
 
 class Reference:
-    """A run that nothing interrupted."""
+    """A run that nothing interrupted, of a fresh model or of adapters of `base`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, base: str | None = None) -> None:
         write_config(folder / "model" / "config", "tied")
-        self.folder = folder
+        self.folder, self.base = folder, base
         (folder / "whole").mkdir()
-        run = Run(folder / "whole")
+        run = Run(folder / "whole", base=base)
         run.until_ready()
         begin = time.monotonic()
         assert run.finish() == [0] * RANKS
@@ -57,7 +59,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def resume(reference: Reference, folder: Path) -> None:
-    run = Run(folder)
+    run = Run(folder, base=reference.base)
     assert run.finish() == [0] * RANKS
     assert run.digests() == reference.digests
     assert assert_checkpoints_whole(folder / "run") == STEPS
@@ -83,16 +85,13 @@ def test_kill_of_a_rank_inside_a_save_and_resume_is_bitwise(
     kills.add(point, rank=rank, latest_step=latest)
 
 
-@pytest.mark.slow
-def test_kill_of_a_rank_at_random_moments_and_resume_is_bitwise(
-    reference: Reference, tmp_path: Path, kills: Kills
-) -> None:
+def kill_until_enough(reference: Reference, kills: Kills) -> None:
     """A run is killed until it has come to its end, then another is begun; the last one is let finish."""
     chance, number, latest = random.Random(3), 0, -1
     (reference.folder / "random0").mkdir()
     while kills.done < kills.wanted:
         folder = reference.folder / f"random{number}"
-        run = Run(folder)
+        run = Run(folder, base=reference.base)
         run.until_ready()
         victim, after = chance.randrange(RANKS), chance.uniform(0, reference.seconds)
         time.sleep(after)
@@ -107,3 +106,19 @@ def test_kill_of_a_rank_at_random_moments_and_resume_is_bitwise(
             number, latest = number + 1, -1
             (reference.folder / f"random{number}").mkdir()
     resume(reference, reference.folder / f"random{number}")
+
+
+@pytest.mark.slow
+def test_kill_of_a_rank_at_random_moments_and_resume_is_bitwise(reference: Reference, kills: Kills) -> None:
+    kill_until_enough(reference, kills)
+
+
+@pytest.mark.slow
+def test_kill_of_a_rank_that_trains_adapters_at_random_moments_and_resume_is_bitwise(
+    tmp_path: Path, kills: Kills
+) -> None:
+    config = EngineConfig(path=write_config(tmp_path / "config", "tied"), device="cpu", init_from_scratch=True)
+    engine = ArchonEngine(config)
+    engine.initialize()
+    engine.save(tmp_path / "base")
+    kill_until_enough(Reference(tmp_path, str(tmp_path / "base")), kills)
