@@ -15,7 +15,7 @@ import time
 from benchmarks import readme
 from benchmarks.harness import ROOT, say
 
-ORDER = ("train_step", "generate", "head_memory", "load", "speed", "time_to_reward")
+ORDER = ("train_step", "lora", "generate", "head_memory", "load", "speed", "time_to_reward")
 
 
 def main() -> int:

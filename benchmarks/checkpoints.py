@@ -1,5 +1,5 @@
 """Real Hugging Face checkpoints of Qwen3 and Qwen3-MoE with random weights, made by transformers, for every side to
-load."""
+load, and adapters by PEFT."""
 
 from __future__ import annotations
 
@@ -103,4 +103,25 @@ def make_checkpoint(
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     # A shard is closed before the tensor that would overflow it, so aim a little above an equal share.
     model.save_pretrained(folder, max_shard_size=int(size / shards * 1.05) if shards > 1 else size + 1)
+    return folder
+
+
+def make_adapter(folder: Path, checkpoint: Path, *, rank: int, seed: int = 0) -> Path:
+    """Write an adapter of all linear layers, in PEFT's format, into `folder` and return it.
+
+    Its b is small and random in place of 0, so that both parts of the adapter have a gradient from the first step on.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.01)
+    adapted.save_pretrained(folder)
     return folder

@@ -50,6 +50,13 @@ def transformers_model(path: str, *, device: str = "cpu", dtype: str = "float32"
     )
 
 
+def peft_model(path: str, adapter: str) -> Any:
+    """transformers' model with an adapter in PEFT's format, to be trained."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(transformers_model(path), adapter, is_trainable=True)
+
+
 def fsdp2_model(path: str) -> Any:
     """transformers' model under PyTorch's FSDP2, on all ranks that torchrun has started: each layer is sharded,
     then what is left; gloo as PyTorch sets it up."""

@@ -23,6 +23,7 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 TITLES = {
     "train_step": "A training step",
+    "lora": "Training of adapters",
     "head_memory": "The language-model head",
     "generate": "Generation",
     "load": "Loading a checkpoint",

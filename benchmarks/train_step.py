@@ -51,8 +51,10 @@ def documents(options: dict[str, Any]) -> list[Any]:
     """Returns the batch, equal for every side: an int64 tensor per document; of several ranks, this one's documents."""
     import torch
 
+    from benchmarks.peer_models import hf_config
+
     generator = torch.Generator().manual_seed(1)
-    vocab = shape(options["model"])["vocab_size"]
+    vocab = hf_config(options["checkpoint"])["vocab_size"]
     docs = [torch.randint(vocab, (length,), generator=generator) for length in options["lengths"]]
     ranks = options.get("ranks", 1)
     return docs if ranks == 1 else docs[int(os.environ["RANK"]) :: ranks]
@@ -60,7 +62,11 @@ def documents(options: dict[str, Any]) -> list[Any]:
 
 def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
     """Load the checkpoint into a side and take its first two steps, whose losses the parent compares."""
-    step = (archon_step if side.startswith("archon") else peer_step)(side, options)
+    return prepared((archon_step if side.startswith("archon") else peer_step)(side, options))
+
+
+def prepared(step: Step) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+    """Returns what `prepare` does of the function that takes a side's steps."""
     first, second = step(), step()
     facts = {"loss": first["loss"], "grad_norm": first["grad_norm"], "loss_after_one_step": second["loss"]}
 
@@ -71,7 +77,7 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
 
 
 def archon_engine(options: dict[str, Any], compiled: bool = False) -> Any:
-    """Returns the engine of archon's side, initialized."""
+    """Returns the engine of archon's side, initialized; it trains the `adapter` of the options if they have one."""
     from archon import ArchonEngine, EngineConfig
 
     betas = ADAMW["betas"]
@@ -83,6 +89,7 @@ def archon_engine(options: dict[str, Any], compiled: bool = False) -> Any:
         compile=compiled,
         activation_checkpoint={"mode": options.get("recompute", "none")},
         layout=f"d{options.get('ranks', 1)}",
+        lora={"path": options["adapter"]} if "adapter" in options else None,
         optimizer={"lr": ADAMW["lr"], "beta1": betas[0], "beta2": betas[1], "eps": ADAMW["eps"], "weight_decay": 0.0},
     )
     engine = ArchonEngine(config)
@@ -117,7 +124,10 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
     from benchmarks.peer_losses import LOSSES
 
     device = options["device"]
-    if side == "transformers" or side in RAGGED_AIMS:
+    if "adapter" in options:
+        model = peer_models.peft_model(options["checkpoint"], options["adapter"]).train()
+        autocast = torch.autocast("cpu", enabled=False)
+    elif side == "transformers" or side in RAGGED_AIMS:
         model = peer_models.transformers_model(options["checkpoint"], device=device).train()
         if options.get("recompute") == "full":
             model.gradient_checkpointing_enable()
@@ -172,8 +182,22 @@ def measure(
     record = harness.new_record("train_step", case, options["threads"], layout)
     record.setup = {"model": shape(options["model"]), "lengths": options["lengths"], "dtype": dtype}
     record.setup["max_tokens_per_mb of archon"] = options["max_tokens_per_mb"]
-    with Sides("benchmarks.train_step", ["archon", *aims], options) as sides:
-        record.checks = compare({side: sides.facts(side) for side in sides.workers}, dtype)
+    time_sides(record, "benchmarks.train_step", options, aims, rounds, profile)
+    harness.finish(record, keep)
+    return record
+
+
+def time_sides(
+    record: Record, module: str, options: dict[str, Any], aims: dict[str, str], rounds: int, profile: bool
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
+    """Compare the sides' first steps, time the later ones, and put all into the record.
+
+    `module` is the benchmark whose workers the sides are. Returns the runs and the facts of each side.
+    """
+    tokens = sum(options["lengths"])
+    with Sides(module, ["archon", *aims], options) as sides:
+        facts = {side: sides.facts(side) for side in sides.workers}
+        record.checks = compare(facts, options["dtype"])
         runs = sides.alternate(rounds)
         rates = {side: [tokens / run["seconds"] for run in results] for side, results in runs.items()}
         for side, values in rates.items():
@@ -185,8 +209,7 @@ def measure(
         for side in ["archon", *missed] if missed else []:
             record.profiles[side] = sides.workers[side].run(profile=True)["profile"]
     record.missing = sides.missing
-    harness.finish(record, keep)
-    return record
+    return runs, facts
 
 
 def main(doc: str | None = __doc__, cases: Sequence[str] = ()) -> None:

@@ -20,7 +20,7 @@ from archon.schema.config import StrictModel
 ROOT = Path(__file__).resolve().parents[2]
 # Git pathspecs that exclude files on which no measurement depends.
 NOT_MEASURED = (":!benchmarks/records", ":!*.md")
-PACKAGES = ("torch", "transformers", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")
+PACKAGES = ("torch", "transformers", "peft", "torchtitan", "megatron-core", "trl", "accelerate", "safetensors", "numpy")
 
 
 class Machine(StrictModel):
