@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,13 @@ from archon.models.layers.moe import GroupedExperts
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.config import LoRAConfig
 from archon.schema.errors import ConfigError
+from archon.schema.name_patterns import NamePatterns, ends_of
 
 Fill = tuple[str, Callable[[Tensor], Any]]
 """A parameter's name, and what fills it in place with its first values."""
 ADAPTED_ROLES = ("column", "row", "latent")
 """Roles of the linear layers that may have adapters: not routers, embeddings and heads."""
+Value = TypeVar("Value")
 EXPERT_MATRICES = ("w1", "w2", "w3")
 
 
@@ -45,32 +46,38 @@ def adapter_sizes(adapter: BaseStateDictAdapter, config: LoRAConfig) -> dict[str
     """Returns the adapters that `config` wants, by the native name of their matrix, in the model's order.
 
     Targets and patterns are names of Hugging Face's modules, such as q_proj or layers.3.mlp.down_proj, as in PEFT: one
-    means every module whose name is it, or ends with a dot and it. Raises ConfigError for a target that matches none,
-    and for a rank that is larger than the matrix.
+    means every module whose name is it, or ends with a dot and it. Experts have the names of the checkpoint's modules,
+    and those of the parameters that stack them. Raises ConfigError for a target that matches none, for names of some
+    experts of a layer, and for a rank that is larger than the matrix.
     """
-    modules = {name: hf_modules(adapter, name) for name in adaptable(adapter)}
+    modules = {name: _spellings(adapter, name) for name in adaptable(adapter)}
     targets = [config.targets] if isinstance(config.targets, str) else config.targets
     everything = targets == ["all-linear"]
+    wanted = {*modules} if everything else set()
     for target in [] if everything else targets:
-        if not any(_ends_with(module, target) for names in modules.values() for module in names):
-            leaves = sorted({module.rpartition(".")[2] for names in modules.values() for module in names})
+        named = {name for name, spellings in modules.items() if _means(target, spellings)}
+        if not named:
+            known = {module for spellings in modules.values() for names in spellings for module in names}
+            leaves = sorted({module.rpartition(".")[2] for module in known})
             raise ConfigError(
                 f"lora.targets has {target!r}, which is none of this model's linear layers; expected all-linear, or "
                 f"names of {', '.join(leaves)}"
             )
+        wanted |= named
+    ranks, alphas = NamePatterns(config.rank_pattern), NamePatterns(config.alpha_pattern)
     sizes = {
         name: AdapterSize(
-            int(_by_pattern(config.rank_pattern, names, config.rank)),
-            float(_by_pattern(config.alpha_pattern, names, config.alpha)),
+            int(_by_pattern("rank_pattern", ranks, spellings, config.rank)),
+            float(_by_pattern("alpha_pattern", alphas, spellings, config.alpha)),
             config.rslora,
         )
-        for name, names in modules.items()
-        if everything or any(_ends_with(module, target) for module in names for target in targets)
+        for name, spellings in modules.items()
+        if name in wanted
     }
     for name, size in sizes.items():
         if size.rank > max(adapter.native_shapes[name][-2:]):
             raise ConfigError(
-                f"lora: the adapter of {modules[name][0]!r} has rank {size.rank}, more than its matrix has rows and "
+                f"lora: the adapter of {modules[name][0][0]!r} has rank {size.rank}, more than its matrix has rows and "
                 f"columns, {adapter.native_shapes[name][-2:]}; choose a smaller rank, for it alone by rank_pattern"
             )
     return sizes
@@ -94,21 +101,37 @@ def hf_modules(adapter: BaseStateDictAdapter, name: str) -> list[str]:
     return [hf.removesuffix(".weight") for hf in adapter.hf_names(name)]
 
 
-def _ends_with(module: str, target: str) -> bool:
-    return module == target or module.endswith(f".{target}")
+def _spellings(adapter: BaseStateDictAdapter, name: str) -> list[list[str]]:
+    """Returns the names of a matrix's modules in checkpoints, and in transformers' model, which stacks experts."""
+    return [hf_modules(adapter, name), hf_modules(adapter.in_memory, name)]
 
 
-def _by_pattern(pattern: Mapping[str, float], modules: Iterable[str], default: float) -> float:
-    """Returns the value of the first pattern that a module's name ends with, as PEFT does."""
-    for key, value in pattern.items():
-        if any(matches(key, module) for module in modules):
+def _means(target: str, spellings: Iterable[list[str]]) -> bool:
+    return any(
+        _same_of_all("targets", modules, [target in ends_of(module) for module in modules]) for modules in spellings
+    )
+
+
+def _by_pattern(
+    field: str, patterns: NamePatterns[int] | NamePatterns[float], spellings: Iterable[list[str]], default: float
+) -> float:
+    """Returns the value of the first pattern that means a matrix's modules."""
+    for modules in spellings:
+        value = _same_of_all(field, modules, [patterns.first(module, 0) for module in modules])
+        if value:
             return value
     return default
 
 
-def matches(pattern: str, module: str) -> bool:
-    """Returns whether a key of PEFT's rank_pattern, a regular expression, means a module: the end of its name."""
-    return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
+def _same_of_all(field: str, modules: Sequence[str], values: Sequence[Value]) -> Value:
+    """Returns the value that all modules of a matrix have. Raises ConfigError where some experts have another."""
+    for module, value in zip(modules, values, strict=True):
+        if value != values[0]:
+            raise ConfigError(
+                f"lora.{field} differs between {modules[0]!r} and {module!r}, and the experts of a layer have adapters "
+                "of one size, or none; name all of them"
+            )
+    return values[0]
 
 
 def add_adapters(model: nn.Module, sizes: Mapping[str, AdapterSize], dtype: torch.dtype) -> None:

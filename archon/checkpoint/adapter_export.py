@@ -15,13 +15,9 @@ from torch import Tensor
 from archon.checkpoint.hf_io import checkpoint_digest
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state, read_manifest
-from archon.checkpoint.peft_adapter import (
-    CONFIG_FILE,
-    read_adapter,
-    read_adapter_config,
-    read_sizes,
-    save_adapter,
-)
+from archon.checkpoint.peft_adapter import read_adapter, read_adapter_config, read_sizes
+from archon.checkpoint.peft_config import CONFIG_FILE
+from archon.checkpoint.peft_export import ExpertFiles, save_adapter
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
 from archon.models import get_model_spec
 from archon.models.lora import AdapterSize, adapter_names
@@ -51,8 +47,8 @@ def named_base(path: str | os.PathLike[str]) -> Path:
 
     Raises ConfigError where that is no folder here, and for a run's checkpoint, which names its base by a digest alone.
     """
-    base = read_adapter_config(Path(path)).get("base_model_name_or_path") if is_peft_folder(path) else None
-    if not isinstance(base, str) or not Path(base).is_dir():
+    base = read_adapter_config(Path(path)).base if is_peft_folder(path) else None
+    if base is None or not Path(base).is_dir():
         named = f"names its base {base!r}, which is no folder here" if base else "does not say where its base is"
         raise ConfigError(f"{os.fspath(path)}: it {named}; name the checkpoint that it adapts by --base")
     return Path(base)
@@ -89,13 +85,19 @@ def read_adapters(
 
 
 def export_adapter(
-    path: str | os.PathLike[str], target: str | os.PathLike[str], base: str | os.PathLike[str]
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    experts: ExpertFiles = "stacked",
 ) -> Adapters:
-    """Write the adapters of a run's checkpoint as PEFT does. Returns them. Raises errors as `read_adapters` does."""
+    """Write the adapters of a run's checkpoint, or of a folder of PEFT's, as PEFT does. Returns them.
+
+    Raises errors as `read_adapters` and `save_adapter` do.
+    """
     hf_config = read_hf_config(base)
     adapter = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config, os.fspath(base))
     found = read_adapters(path, adapter, base)
-    save_adapter(target, adapter, found.sizes, found.tensors, base=os.fspath(base))
+    save_adapter(target, adapter, found.sizes, found.tensors, base=os.fspath(base), experts=experts)
     return found
 
 

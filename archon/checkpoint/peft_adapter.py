@@ -1,56 +1,52 @@
-"""Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`, every key accounted for."""
+"""Reads adapters in the format of PEFT: a config and `adapter_model.safetensors`, every key accounted for."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from archon.checkpoint.atomic import publish, staged_folder, sync_tree, undo_replacement, write_errors, write_json
-from archon.checkpoint.safetensors_file import LazyTensor, SafetensorsFile, bytes_of, fail, write_safetensors
-from archon.models.lora import AdapterSize, adaptable, adapter_names, hf_modules, matches
+from archon.checkpoint.peft_config import CONFIG_FILE, PeftConfig, read_config
+from archon.checkpoint.peft_layout import PREFIX, AdaptedTensor, Pair, adapted_tensors, is_reversed, key_pairs
+from archon.checkpoint.safetensors_file import SafetensorsFile, bytes_of, fail
+from archon.models.lora import AdapterSize, adaptable, adapter_names
 from archon.models.state_dict import BaseStateDictAdapter
-from archon.parallel.control_plane import ControlPlane
 from archon.parallel.fsdp import local_tensor, own_part
-from archon.schema.config import regular_expression_error
-from archon.schema.errors import CheckpointError, ConfigError
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-PARTS = ("lora_A", "lora_B")
+PARTS = "archon.parts"
+"""Key of the metadata that has the ranks and alphas of the matrices in a tensor, as PEFT's format does not."""
 
-# Fields that say how an adapter is applied, read below.
-_READ = {"peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora"}
-# Fields that say how it was made, or who may use it: they change nothing of a finished adapter.
-_WITHOUT_EFFECT = {
-    "task_type",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "peft_version",
-    "lora_dropout",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "megatron_config",
-    "megatron_core",
-    "runtime_config",
-    "eva_config",
-    "lora_ga_config",
-    "qalora_group_size",
-    "ensure_weight_tying",
-}
-# Ways to begin that leave the base's weights as they are; others (PiSSA, OLoRA, LoftQ, CorDA) change them.
-_PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
-_OFF: tuple[Any, ...] = (None, False, "none", [], {})
+
+@dataclass(frozen=True)
+class _Stored:
+    """The adapter of a tensor in a file.
+
+    Attributes:
+        keys: of A and B.
+        sizes: of its parts, None for one without.
+        shared: whether its parts share its ranks, so that each has all of them.
+        reversed: see `is_reversed`.
+    """
+
+    tensor: AdaptedTensor
+    keys: tuple[str, str]
+    sizes: tuple[AdapterSize | None, ...]
+    shared: bool
+    reversed: bool
+
+    def parts(self, pair: Pair) -> list[Pair | None]:
+        """Returns the adapters of its parts, for A and B of the file. Raises ValueError as `split` does."""
+        ranks = None if self.shared else [0 if size is None else size.rank for size in self.sizes]
+        return self.tensor.split(self.tensor.from_file(pair, is_reversed=self.reversed), ranks)
 
 
 def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> dict[str, AdapterSize]:
@@ -59,34 +55,13 @@ def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> d
     Raises CheckpointError for a field that this engine cannot honor, for a key that is no adapter of this model's
     linear layers, and for a pair with a missing half or the wrong shape.
     """
-    folder = Path(path)
-    config = read_adapter_config(folder)
-    names = _names_of_modules(adapter)
-    sizes: dict[str, AdapterSize] = {}
-    with SafetensorsFile(folder / WEIGHTS_FILE) as file:
-        for module, (a, b) in _pairs(file).items():
-            if module not in names:
-                fail(file.path, f"it adapts {module!r}, which is none of this model's linear layers; of another model?")
-            out_features, in_features = adapter.native_shapes[names[module]]
-            rank = a[0]
-            if a != (rank, in_features) or b != (out_features, rank) or not rank:
-                fail(
-                    file.path,
-                    f"the adapter of {module!r} has shapes {a} and {b}, expected [r, {in_features}] and "
-                    f"[{out_features}, r]; of another model?",
-                )
-            expected = int(_by_pattern(config["rank_pattern"], module, config["r"]))
-            if rank != expected:
-                fail(file.path, f"the adapter of {module!r} has rank {rank}, and {CONFIG_FILE} says {expected}")
-            alpha = float(_by_pattern(config["alpha_pattern"], module, config["lora_alpha"]))
-            sizes[names[module]] = AdapterSize(rank, alpha, bool(config["use_rslora"]))
-    return {name: sizes[name] for name in adaptable(adapter) if name in sizes}
+    with _open(Path(path)) as (config, file):
+        return _sizes(_stored(config, file, adapter), adapter, file.path)
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Returns a folder's `adapter_config.json`, with PEFT's defaults. Raises CheckpointError as `read_sizes` does."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
+def read_adapter_config(folder: Path) -> PeftConfig:
+    """Returns what a folder's config says. Raises CheckpointError as `read_sizes` does."""
+    if not (folder / CONFIG_FILE).is_file():
         fail(folder, f"it has no {CONFIG_FILE}; expected the folder of an adapter that PEFT wrote")
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
@@ -95,91 +70,151 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"it has no {WEIGHTS_FILE}"
             + (", and adapter_model.bin is a pickle, which is never read; save it as safetensors" if pickled else ""),
         )
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        fail(path, f"it is no JSON: {error}")
-    if not isinstance(given, dict):
-        fail(path, f"it holds a {type(given).__name__}; expected the fields of an adapter")
-    config: dict[str, Any] = {"r": 8, "lora_alpha": 8, "use_rslora": False} | given
-    for field in ("rank_pattern", "alpha_pattern"):
-        config[field] = config.get(field) or {}
-        if not isinstance(config[field], dict) or not all(map(_is_positive, config[field].values())):
-            fail(path, f"{field} is {config[field]!r}; expected positive numbers by names of modules")
-        for key in config[field]:
-            if problem := regular_expression_error(key):
-                fail(path, f"{field} has {key!r}, which is no regular expression: {problem}")
-    if config.get("peft_type") != "LORA":
-        fail(path, f"peft_type is {config.get('peft_type')!r}; expected 'LORA'")
-    for field in ("r", "lora_alpha"):
-        if not _is_positive(config[field]):
-            fail(path, f"{field} is {config[field]!r}; expected a positive number")
-    if config["use_rslora"] not in (True, False, None):
-        fail(path, f"use_rslora is {config['use_rslora']!r}; expected true or false")
-    if config.get("init_lora_weights") not in _PLAIN_BEGINNINGS:
-        fail(
-            path,
-            f"init_lora_weights is {config['init_lora_weights']!r}, which changed the base's weights; convert it to a "
-            "plain adapter with PEFT (save_pretrained's path_initial_model_for_weight_conversion)",
-        )
-    for field, value in config.items():
-        if field not in _READ | _WITHOUT_EFFECT | {"init_lora_weights"} and value not in _OFF:
-            fail(path, f"{field} is {value!r}, which archon does not have; expected it to be off")
-    return config
+    return read_config(folder / CONFIG_FILE)
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31
+@contextmanager
+def _open(folder: Path) -> Iterator[tuple[PeftConfig, SafetensorsFile]]:
+    """Opens a folder: what its config says, and its tensors."""
+    config = read_adapter_config(folder)
+    with SafetensorsFile(folder / WEIGHTS_FILE) as file:
+        yield config, file
 
 
-def _by_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    return next((value for key, value in pattern.items() if matches(key, module)), default)
-
-
-def _names_of_modules(adapter: BaseStateDictAdapter) -> dict[str, str]:
-    """Returns the native name of the matrix of each of Hugging Face's linear layers that is one matrix here as well."""
-    names = {_peft_name(adapter, name): name for name in adaptable(adapter)}
-    return {module: name for module, name in names.items() if module is not None}
-
-
-def _peft_name(adapter: BaseStateDictAdapter, name: str) -> str | None:
-    modules, targets = hf_modules(adapter, name), adapter.hf_to_native(adapter.hf_names(name)[0])
-    alone = len(modules) == len(targets) == 1 and targets[0].index is None and targets[0].placement is None
-    return modules[0] if alone else None
-
-
-def require_peft_name(adapter: BaseStateDictAdapter, name: str) -> str:
-    """Returns the module of Hugging Face's that holds a matrix. Raises ConfigError where it holds more than that, so
-    that this version cannot write its adapter as PEFT does."""
-    module = _peft_name(adapter, name)
-    if module is None:
-        raise ConfigError(
-            f"lora.targets: the adapter of {name!r} cannot be written in PEFT's format, since the checkpoint holds the "
-            f"matrix with others or by expert ({adapter.hf_names(name)[0]!r}); name targets without it"
-        )
-    return module
-
-
-def _pairs(file: SafetensorsFile) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns the shapes of A and B by module. Raises CheckpointError for another key, or one without its pair."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAdapter) -> list[_Stored]:
+    """Returns the adapters of an open file, of which each has both keys and the shapes that the config says."""
+    matrices = adaptable(adapter)
+    known = adapted_tensors(adapter, matrices) | adapted_tensors(adapter.in_memory, matrices)
+    modules = [tensor for tensor in known.values() if tensor.experts is None]
+    stacks = [tensor for tensor in known.values() if tensor.experts is not None and config.is_parameter(tensor.name)]
+    keys = key_pairs([*modules, *stacks])
+    expected = {key for pair in keys.values() for key in pair}
     for key, entry in file.entries.items():
-        module, _, part = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        if key != _key(module, part) or part not in PARTS:
-            fail(file.path, f"key {key!r} is no adapter of a linear layer; expected {_key('…', 'lora_A')} and lora_B")
+        if key not in expected:
+            fail(
+                file.path,
+                f"key {key!r} is no adapter of this model's linear layers" + _stack_hint(key, known.values(), config),
+            )
         if not entry.dtype.is_floating_point or len(entry.shape) != 2:
             fail(file.path, f"key {key!r} is {entry.dtype} {entry.shape}; expected a matrix of floating-point numbers")
-        found.setdefault(module, {})[part] = entry.shape
-    for module, parts in found.items():
-        if missing := [part for part in PARTS if part not in parts]:
-            fail(file.path, f"key {_key(module, missing[0])!r} is missing")
-    if not found:
+    if not file.entries:
         fail(file.path, "it holds no tensors")
-    return {module: (parts["lora_A"], parts["lora_B"]) for module, parts in found.items()}
+    parts = _read_parts(file)
+    for name in parts.keys() - keys.keys():
+        fail(file.path, f"its metadata {PARTS!r} has {name!r}, which it has no adapter of")
+    found = []
+    for tensor in [*modules, *stacks]:
+        missing = [key for key in keys[tensor.name] if key not in file.entries]
+        if len(missing) == 1 or (missing and tensor.experts is not None):
+            fail(file.path, f"key {missing[0]!r} is missing")
+        if not missing:
+            found.append(_stored_tensor(config, file, tensor, keys[tensor.name], parts.get(tensor.name)))
+    return found
 
 
-def _key(module: str, part: str) -> str:
-    return f"{PREFIX}{module}.{part}.weight"
+def _stack_hint(key: str, known: Iterable[AdaptedTensor], config: PeftConfig) -> str:
+    """Returns what may be wrong with a key that no adapter of this model has."""
+    stacks = [tensor for tensor in known if tensor.experts is not None and key.startswith(f"{PREFIX}{tensor.module}.")]
+    if stacks and not any(config.is_parameter(stack.name) for stack in stacks):
+        return f": target_parameters of {CONFIG_FILE} names none of {', '.join(stack.name for stack in stacks)}"
+    return "; of another model?"
+
+
+def _stored_tensor(
+    config: PeftConfig, file: SafetensorsFile, tensor: AdaptedTensor, keys: tuple[str, str], parts: Any
+) -> _Stored:
+    """Returns a tensor's adapter, after checking its shapes and the ranks of its parts, if the file has any."""
+    size = config.size(tensor)
+    backwards = tensor.experts is not None and is_reversed(config.version, transposed=tensor.transposed)
+    shapes = tuple(file.entries[key].shape for key in keys)
+    rank, rest = divmod(shapes[0][0], tensor.experts or 1)
+    if rest or not rank or shapes != tensor.shapes(rank, is_reversed=backwards):
+        a, b = tensor.shapes(size.rank, is_reversed=backwards)
+        version = ".".join(map(str, config.version))
+        made = "" if tensor.experts is None else f", as PEFT {version} stacks experts (peft_version in {CONFIG_FILE})"
+        fail(
+            file.path,
+            f"the adapter of {tensor.name!r} has shapes {shapes[0]} and {shapes[1]}, expected {a} and {b}{made}; of "
+            "another model?",
+        )
+    if rank != size.rank:
+        fail(file.path, f"the adapter of {tensor.name!r} has rank {rank}, and {CONFIG_FILE} says {size.rank}")
+    shared = parts is None
+    sizes = (size,) * len(tensor.parts) if shared else _sizes_of_parts(file.path, tensor, size, parts)
+    return _Stored(tensor, keys, sizes, shared, backwards)
+
+
+def _read_parts(file: SafetensorsFile) -> dict[str, Any]:
+    text = file.metadata.get(PARTS, "{}")
+    try:
+        parts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        fail(file.path, f"its metadata {PARTS!r} is no JSON: {error}")
+    if not isinstance(parts, dict):
+        fail(file.path, f"its metadata {PARTS!r} holds a {type(parts).__name__}; expected the parts of tensors by name")
+    return parts
+
+
+def _sizes_of_parts(path: Any, tensor: AdaptedTensor, whole: AdapterSize, parts: Any) -> tuple[AdapterSize | None, ...]:
+    """Returns the sizes that a file's metadata gives for the parts of a tensor: [rank, alpha] each, or null."""
+    sizes: tuple[AdapterSize | None, ...] = ()
+    if isinstance(parts, list) and all(part is None or _is_size(part) for part in parts):
+        sizes = tuple(None if part is None else AdapterSize(part[0], float(part[1]), whole.rslora) for part in parts)
+    given = [size for size in sizes if size is not None]
+    fits = len(sizes) == len(tensor.parts) and sum(size.rank for size in given) == whole.rank
+    if not fits or not all(math.isclose(size.scale, whole.scale, rel_tol=1e-9) for size in given):
+        fail(
+            path,
+            f"its metadata {PARTS!r} has {parts!r} of {tensor.name!r}; expected rank and alpha of each of its "
+            f"{len(tensor.parts)} matrices, of rank {whole.rank} together, and as much alpha for a rank as the whole",
+        )
+    return sizes
+
+
+def _is_size(part: Any) -> bool:
+    return (
+        isinstance(part, list)
+        and len(part) == 2
+        and type(part[0]) is int
+        and type(part[1]) in (int, float)
+        and 0 < part[0] < 2**31
+        and 0 < part[1] < 2**31
+    )
+
+
+def _sizes(
+    stored: Sequence[_Stored], adapter: BaseStateDictAdapter, path: str | os.PathLike[str]
+) -> dict[str, AdapterSize]:
+    """Returns the size of each matrix's adapter, of which all experts have one, and have it once."""
+    sizes: dict[str, AdapterSize] = {}
+    places: dict[str, dict[int | None, str]] = {}
+    for item in stored:
+        for target, size in zip(item.tensor.parts, item.sizes, strict=True):
+            if size is None:
+                continue
+            rows = places.setdefault(target.name, {})
+            if None in rows or (rows and target.index is None):
+                fail(
+                    path, f"it has the adapters of {[*rows.values(), item.tensor.name]}, which are of the same weights"
+                )
+            rows[target.index] = item.tensor.name
+            if sizes.setdefault(target.name, size) != size:
+                fail(
+                    path,
+                    f"the adapter of {item.tensor.name!r} has rank {size.rank} and alpha {size.alpha:g}, that of "
+                    f"{next(iter(rows.values()))!r} {sizes[target.name].rank} and {sizes[target.name].alpha:g}; "
+                    "expected the same of all experts of a layer",
+                )
+    for name, rows in places.items():
+        experts = adapter.native_shapes[name][0]
+        if None not in rows and len(rows) < experts:
+            missing = next(row for row in range(experts) if row not in rows)
+            fail(
+                path,
+                f"it has no adapter of {adapter.hf_names(name)[missing].removesuffix('.weight')!r}, but of other "
+                "experts of the layer; expected those of all or of none",
+            )
+    return {name: sizes[name] for name in adaptable(adapter) if name in sizes}
 
 
 def read_adapter(
@@ -189,18 +224,10 @@ def read_adapter(
 
     Raises CheckpointError for a value that is not finite.
     """
-    tensors = {}
-    with SafetensorsFile(Path(path) / WEIGHTS_FILE) as file:
-        for name in sizes:
-            for parameter, part in zip(adapter_names(name), PARTS, strict=True):
-                entry = file.entries[_key(hf_modules(adapter, name)[0], part)]
-                tensor = torch.empty(entry.shape, dtype=entry.dtype)
-                file.read_into(bytes_of(tensor), entry.start, f"key {entry.name!r}")
-                # As float32, since adapters may be, and since 8-bit floats have no isfinite.
-                if not tensor.float().isfinite().all():
-                    fail(file.path, f"key {entry.name!r} has values that are not finite")
-                tensors[parameter] = tensor
-    return tensors
+    with _open(Path(path)) as (config, file):
+        pairs = _read_pairs(file, _stored(config, file, adapter))
+    named = {name: dict(zip(adapter_names(name), pairs[name], strict=True)) for name in sizes}
+    return {name: tensor for adapters in named.values() for name, tensor in adapters.items()}
 
 
 @torch.no_grad()
@@ -214,84 +241,31 @@ def load_adapter(
             local_tensor(own[name]).copy_(tensor[own_part(own[name])])
 
 
-def save_adapter(
-    path: str | os.PathLike[str],
-    adapter: BaseStateDictAdapter,
-    sizes: Mapping[str, AdapterSize],
-    tensors: Mapping[str, Tensor],
-    *,
-    base: str,
-) -> None:
-    """Write adapters as PEFT does, from rank 0; a collective.
-
-    Args:
-        path: folder to create, or an earlier adapter to replace, in one step as exports of weights are.
-        tensors: whole tensors by native name; see `ArchonEngine.adapter_weights`.
-        base: path or name of the checkpoint that they belong to.
-
-    Raises CheckpointError on every rank for an adapter that PEFT cannot hold, for a value that is not finite, and where
-    the folder cannot be written or holds other files.
-    """
-    ranks = ControlPlane.patient("exports")
-    target = Path(os.path.realpath(path))
-    ranks.run_on_all(lambda: _write(target, adapter, sizes, tensors, base) if ranks.is_main else None)
+def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, Pair]:
+    """Returns the adapters of an open file by the native name of their matrix."""
+    pairs: dict[str, Pair] = {}
+    rows: dict[str, dict[int, Pair]] = {}
+    for item in stored:
+        try:
+            parts = item.parts((_read(file, item.keys[0]), _read(file, item.keys[1])))
+        except ValueError as error:
+            fail(file.path, f"its metadata {PARTS!r} does not fit {item.keys[1]!r}: {error}")
+        for target, part in zip(item.tensor.parts, parts, strict=True):
+            if part is not None and target.index is None:
+                pairs[target.name] = part
+            elif part is not None and target.index is not None:
+                rows.setdefault(target.name, {})[target.index] = part
+    for name, by_row in rows.items():
+        ordered = [by_row[row] for row in sorted(by_row)]
+        pairs[name] = (torch.stack([a for a, _ in ordered]), torch.stack([b for _, b in ordered]))
+    return pairs
 
 
-def _write(
-    target: Path,
-    adapter: BaseStateDictAdapter,
-    sizes: Mapping[str, AdapterSize],
-    tensors: Mapping[str, Tensor],
-    base: str,
-) -> None:
-    modules = {name: require_peft_name(adapter, name) for name in sizes}
-    by_key: dict[str, Tensor | LazyTensor] = {}
-    for name in sizes:
-        for parameter, part in zip(adapter_names(name), PARTS, strict=True):
-            if not tensors[parameter].isfinite().all():
-                raise CheckpointError(f"{target}: {parameter!r} has values that are not finite")
-            by_key[_key(modules[name], part)] = tensors[parameter]
-    with write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        undo_replacement(target)
-        for entry in sorted(target.iterdir()) if target.exists() else []:
-            if entry.name not in (CONFIG_FILE, WEIGHTS_FILE):
-                raise CheckpointError(
-                    f"{target}: it holds {entry.name!r}, which is not part of an adapter and would be lost; choose "
-                    "another folder, or move it away"
-                )
-        with staged_folder(target) as folder:
-            write_json(folder / CONFIG_FILE, _config_of({modules[name]: size for name, size in sizes.items()}, base))
-            write_safetensors(folder / WEIGHTS_FILE, by_key, "export.tensor")
-            sync_tree(folder)
-            publish(folder, target)
-
-
-def _config_of(sizes: Mapping[str, AdapterSize], base: str) -> dict[str, Any]:
-    """Returns the fields of `adapter_config.json` for adapters by module; the commonest rank and alpha are `r` and
-    `lora_alpha`, and others are in the patterns."""
-    rank, alpha = (_commonest([getattr(size, field) for size in sizes.values()]) for field in ("rank", "alpha"))
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": _integer(alpha),
-        "use_rslora": next(iter(sizes.values())).rslora,
-        "target_modules": sorted(sizes),
-        "rank_pattern": {module: size.rank for module, size in sizes.items() if size.rank != rank},
-        "alpha_pattern": {module: _integer(size.alpha) for module, size in sizes.items() if size.alpha != alpha},
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "modules_to_save": None,
-        "inference_mode": True,
-    }
-
-
-def _commonest(values: list[Any]) -> Any:
-    return Counter(values).most_common(1)[0][0]
-
-
-def _integer(alpha: float) -> float:
-    return int(alpha) if alpha == int(alpha) else alpha
+def _read(file: SafetensorsFile, key: str) -> Tensor:
+    entry = file.entries[key]
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    file.read_into(bytes_of(tensor), entry.start, f"key {entry.name!r}")
+    # As float32, since adapters may be, and since 8-bit floats have no isfinite.
+    if not tensor.float().isfinite().all():
+        fail(file.path, f"key {key!r} has values that are not finite")
+    return tensor

@@ -236,6 +236,11 @@ class SafetensorsFile(RegularFile):
             self.close()
             raise
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The texts that the file holds beside its tensors."""
+        return json.loads(self.header).get("__metadata__", {})
+
     def _read_header(self) -> bytes:
         if self.size < 8:
             fail(self.path, f"it holds {self.size} bytes, too few for a safetensors file; truncated?")
@@ -278,7 +283,12 @@ def chunks(tensor: Tensor, itemsize: int, limit: int = CHUNK_BYTES) -> Iterator[
             yield first * row, part
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor], kill_at_tensor: str) -> str:
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, Tensor | LazyTensor],
+    kill_at_tensor: str,
+    metadata: Mapping[str, str] | None = None,
+) -> str:
     """Write tensors of any device and layout and wait until they are on disk. Returns the file's SHA-256.
 
     Tensors of wider dtypes come first, so that every tensor is aligned to its item size. `kill_at_tensor` is the kill
@@ -286,7 +296,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor], ki
     CPU tensor, and one lazy tensor or a piece of it.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header, offset = {"__metadata__": {"format": "pt", **(metadata or {})}}, 0
     for name, tensor in ordered:
         end = offset + tensor.numel() * tensor.dtype.itemsize
         dtype = DTYPE_NAMES[tensor.dtype]

@@ -12,7 +12,7 @@ SETTINGS: dict[str, Any] = {
     "help": "Write adapters in PEFT's format, or merged into a copy of their base.\n\n"
     "SRC is a checkpoint of a run that trained adapters, or its folder. With --merge it may also be a folder in PEFT's "
     "format, and DST becomes a Hugging Face checkpoint: sums in float32, one file of weights in memory at a time, in "
-    "the base's dtypes.",
+    "the base's dtypes. With --experts it may also be one, to write its experts in another form.",
 }
 
 
@@ -27,6 +27,13 @@ def command(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="with --merge: dtype of all weights; kept when left out"),
     ] = None,
+    experts: Annotated[
+        Literal["stacked", "per_expert"] | None,
+        typer.Option(
+            help="how experts' adapters are written: stacked (the default), as transformers 5 has experts, or "
+            "per_expert, as checkpoints name them, older versions and other programs"
+        ),
+    ] = None,
 ) -> None:
     import torch
 
@@ -37,11 +44,13 @@ def command(
 
     if not merge and dtype is not None:
         raise ConfigError("--dtype belongs to --merge; adapters keep the dtype that they were trained in")
-    if not merge and is_peft_folder(source):
+    if merge and experts is not None:
+        raise ConfigError("--experts is how adapters of experts are written, and --merge writes none; leave one out")
+    if not merge and experts is None and is_peft_folder(source):
         raise ConfigError(f"{source} is in PEFT's format already; add --merge to write it merged into its base")
     checkpoint = base or named_base(source)
     if not merge:
-        found = export_adapter(source, target, checkpoint)
+        found = export_adapter(source, target, checkpoint, experts or "stacked")
         print(f"adapters of {len(found.sizes)} matrices, {found.parameters:,} parameters: {source} -> {target}")
         return
     wanted = None if dtype is None else getattr(torch, dtype)

@@ -91,7 +91,7 @@ def describe_adapter(folder: Path, checkpoint: Path, parameters: int) -> list[st
     return [
         "",
         f"  adapter      {folder}",
-        f"  base         {config.get('base_model_name_or_path') or 'not named'}; it fits this checkpoint",
+        f"  base         {config.base or 'not named'}; it fits this checkpoint",
         *(
             f"  rank         {rank}, alpha {alpha:g}, counted {scale:.4g} times, of {matrices} matrices"
             for (rank, alpha, scale), matrices in kinds

@@ -13,7 +13,8 @@ import torch
 
 from archon.checkpoint.hf_io import materialize
 from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
-from archon.checkpoint.peft_adapter import require_peft_name
+from archon.checkpoint.peft_adapter import read_sizes
+from archon.checkpoint.peft_export import require_writable
 from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
@@ -24,7 +25,7 @@ from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.pipeline import StagedModel, prune
 from archon.parallel.process_group import own_gpu, started_processes
 from archon.parallel.resolve import ResolvedLayout
-from archon.schema.config import EngineConfig
+from archon.schema.config import EngineConfig, LoRAConfig
 from archon.schema.errors import ConfigError, LayoutError
 
 
@@ -165,6 +166,11 @@ def check_stages(layout: ResolvedLayout, adapters: Mapping[str, AdapterSize]) ->
             )
 
 
+def lora_sizes(adapter: BaseStateDictAdapter, config: LoRAConfig) -> dict[str, AdapterSize]:
+    """Returns the adapters of a fresh configuration, or those of the folder that it names."""
+    return adapter_sizes(adapter, config) if config.path is None else read_sizes(config.path, adapter)
+
+
 def require_exportable(config: EngineConfig, name: str) -> None:
     """Raise ConfigError for a model whose export, at the end of a run, would lack balancing biases or adapters.
 
@@ -176,9 +182,8 @@ def require_exportable(config: EngineConfig, name: str) -> None:
     hf_config = read_hf_config(config.path)
     spec = get_model_spec(hf_config["model_type"])
     adapter = spec.state_dict_adapter_class(hf_config, str(config.path), is_critic=config.is_critic)
-    if config.lora is not None and config.lora.path is None:
-        for matrix in adapter_sizes(adapter, config.lora):
-            require_peft_name(adapter, matrix)
+    if config.lora is not None:
+        require_writable(adapter, lora_sizes(adapter, config.lora), config.lora.export_experts)
     if not config.router_bias_update_rate:
         return
     with torch.device("meta"):

@@ -16,7 +16,8 @@ from archon.checkpoint.hf_export import require_zero_expert_biases, save_hf_dist
 from archon.checkpoint.hf_io import checkpoint_digest
 from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state
-from archon.checkpoint.peft_adapter import load_adapter, read_sizes, save_adapter
+from archon.checkpoint.peft_adapter import load_adapter
+from archon.checkpoint.peft_export import save_adapter
 from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
 from archon.engine import heap
@@ -27,6 +28,7 @@ from archon.engine.build import (
     check_balancing,
     check_stages,
     delta_rule,
+    lora_sizes,
     resolve_device,
     use_deterministic_algorithms,
 )
@@ -50,7 +52,7 @@ from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
 from archon.models.layers.delta_rule import require_delta_rule
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import AdapterSize, adapter_sizes, is_adapter, with_adapters
+from archon.models.lora import AdapterSize, is_adapter, with_adapters
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
@@ -142,7 +144,7 @@ class ArchonEngine:
         self.adapter = spec.state_dict_adapter_class(
             hf_config, str(config.path), is_critic=config.is_critic, init_score=bool(config.init_score)
         )
-        self.lora = self._adapter_sizes()
+        self.lora = {} if config.lora is None else lora_sizes(self.adapter, config.lora)
         check_stages(self.layout, self.lora)
         build = self._build = Build(config, spec, args, self.layout, self.device, self.lora)
         backend = resolve_backend(config.attn_type, self.device, build.compute)
@@ -185,12 +187,6 @@ class ArchonEngine:
         self.scheduler = None
         if self.optimizer is not None and config.optimizer is not None:
             self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
-
-    def _adapter_sizes(self) -> dict[str, AdapterSize]:
-        lora = self.config.lora
-        if lora is None:
-            return {}
-        return adapter_sizes(self.adapter, lora) if lora.path is None else read_sizes(lora.path, self.adapter)
 
     @property
     def parallel_dims(self) -> ArchonParallelDims:
@@ -393,7 +389,9 @@ class ArchonEngine:
         if format == "peft":
             if not self.lora:
                 raise ConfigError("format='peft' writes adapters, and this model has none; set lora, or format to 'hf'")
-            save_adapter(path, self.adapter, self.lora, dict(self.adapter_weights()), base=self._base)
+            experts = self.config.lora.export_experts if self.config.lora else "stacked"
+            weights = dict(self.adapter_weights())
+            save_adapter(path, self.adapter, self.lora, weights, base=self._base, experts=experts)
             return
         carry = False if self._loaded_from is None else self._loaded_from
         save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype, carry=carry)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from archon.schema.errors import ConfigError
+from archon.schema.name_patterns import NamePatterns
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -166,15 +167,6 @@ class ActivationCheckpointConfig(StrictModel):
         return cls.parse({"mode": mode, mode: detail} if detailed else {"mode": name}, source="a recompute policy")
 
 
-def regular_expression_error(pattern: str) -> str | None:
-    """Returns what is wrong with a regular expression; None if it is one."""
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        return str(error)
-    return None
-
-
 class LoRAConfig(StrictModel):
     """Low-rank adapters on frozen weights, with PEFT's names and meanings."""
 
@@ -198,7 +190,14 @@ class LoRAConfig(StrictModel):
         "gaussian: a is normal of deviation 1 / rank, b zero; random: both are uniform",
     )
     seed: int = Field(0, ge=0, description="of the adapters' first values")
-    path: str | None = Field(None, description="folder of an adapter in PEFT's format, to begin with in place of these")
+    export_experts: Literal["stacked", "per_expert"] = Field(
+        "stacked",
+        description="how an export in PEFT's format holds the adapters of experts: stacked, as transformers 5 has "
+        "experts; per_expert, as checkpoints name them, older versions and other programs",
+    )
+    path: str | None = Field(
+        None, description="folder of an adapter in PEFT's format, to begin with in place of a fresh one"
+    )
 
     @model_validator(mode="after")
     def _check_names(self) -> LoRAConfig:
@@ -208,14 +207,15 @@ class LoRAConfig(StrictModel):
                 "all weights, set lora to null)"
             )
         for field in ("rank_pattern", "alpha_pattern"):
-            for key in getattr(self, field):
-                if problem := regular_expression_error(key):
-                    raise ValueError(f"{field} has {key!r}, which is no regular expression: {problem}")
+            try:
+                NamePatterns(getattr(self, field))
+            except ValueError as error:
+                raise ValueError(f"{field} has {error}") from None
         return self
 
     @model_validator(mode="after")
     def _check_path(self) -> LoRAConfig:
-        fresh = self.model_dump(exclude_defaults=True).keys() - {"path"}
+        fresh = self.model_dump(exclude_defaults=True).keys() - {"path", "export_experts"}
         if self.path is not None and fresh:
             raise ValueError(
                 f"{', '.join(sorted(fresh))} is of a fresh adapter, and path = {self.path!r} names one that has its "

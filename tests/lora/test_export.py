@@ -20,7 +20,7 @@ from archon.schema.errors import CheckpointError, ConfigError
 from tests.checkpoint.quantizing import BLOCK, quantize
 from tests.cli.conftest import archon
 from tests.engine.tiny import sft_batch
-from tests.lora.test_peft import TOKENS, base_of, difference, engine_of, logits_of, their_logits, theirs
+from tests.lora.oracle import TOKENS, base_of, difference, engine_of, logits_of, their_logits, theirs
 
 __all__ = ["archon"]  # pytest finds fixtures by their names here
 TOLERANCE = 1e-6

@@ -10,53 +10,15 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from archon.check.oracle import hf_model, random_config
 from archon.checkpoint.hf_reader import read_hf_config
-from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError
 from tests.engine.tiny import sft_batch
+from tests.lora.oracle import TOKENS, TOLERANCE, base_of, difference, engine_of, logits_of, their_logits, theirs
 
 FAMILIES = ("llama", "qwen2", "qwen3", "olmo3", "granite", "smollm3", "gemma3_text")
-TOLERANCE = 1e-5
-TOKENS = torch.arange(3, 40)
-
-
-def base_of(model_type: str, folder: Path, **fields: Any) -> Path:
-    """A checkpoint that transformers wrote, of 128 tokens or more."""
-    torch.manual_seed(0)
-    hf_model(random_config(3, model_type, vocab_size=128, **fields)).save_pretrained(folder)
-    return folder
-
-
-def engine_of(base: Path, **options: Any) -> ArchonEngine:
-    engine = ArchonEngine(EngineConfig.parse({"path": str(base), "device": "cpu"} | options))
-    engine.initialize()
-    return engine
-
-
-def logits_of(engine: ArchonEngine) -> Tensor:
-    ends = torch.tensor([0, len(TOKENS)], dtype=torch.int32)
-    with torch.no_grad():
-        return engine.whole_model(TOKENS, torch.arange(len(TOKENS)), ends, len(TOKENS))
-
-
-def theirs(base: Path, adapter: Path | None = None) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
-
-
-def their_logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS[None]).logits[0]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -162,10 +124,12 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changed the base's weights"),
         ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow is 3, which archon does not have"),
         ({"r": 4}, "has rank 2, and adapter_config.json says 4"),
-        ({"r": "2"}, "r is '2'; expected a positive number"),
+        ({"r": "2"}, "r is '2'; expected a positive whole number"),
+        ({"r": 2.5}, "r is 2.5; expected a positive whole number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan; expected a positive number"),
         ({"lora_alpha": -1}, "lora_alpha is -1; expected a positive number"),
         ({"rank_pattern": {"q_proj": 5}}, "has rank 2, and adapter_config.json says 5"),
-        ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression: missing \)"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression of names: missing \)"),
         ({"use_rslora": "false"}, "use_rslora is 'false'; expected true or false"),
         ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; expected positive numbers by names of modules"),
     ],
@@ -188,8 +152,14 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     ("change", "complaint"),
     [
         (lambda x: x.pop(KEY), f"key {KEY!r} is missing"),
-        (lambda x: x.update({"odd": x[KEY].clone()}), "key 'odd' is no adapter of a linear layer"),
-        (lambda x: x.update({KEY: x[KEY][:, 1:].clone()}), r"has shapes .* expected \[r, "),
+        (
+            lambda x: x.update({"odd": x[KEY].clone()}),
+            "key 'odd' is no adapter of this model's linear layers; of another model",
+        ),
+        (
+            lambda x: x.update({KEY: x[KEY][:, 1:].clone()}),
+            r"has shapes \(2, 59\) and \(60, 2\), expected \(2, 60\) and \(60, 2\); of another model",
+        ),
         (lambda x: x.update({KEY: x[KEY] * float("nan")}), "has values that are not finite"),
         (lambda x: x.update({KEY: x[KEY].double().fill_(1e300)}), "has values that are not finite"),
         (
@@ -199,7 +169,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda x: x.update({KEY: x[KEY].long()}), "expected a matrix of floating-point numbers"),
         (
             lambda x: [x.update({key.replace("layers.0", "layers.99"): x.pop(key)}) for key in [*x] if ".0." in key],
-            "which is none of this model's linear layers; of another model?",
+            r"layers\.99\..* is no adapter of this model's linear layers; of another model",
         ),
         (lambda x: x.clear(), "it holds no tensors"),
     ],
@@ -229,7 +199,7 @@ def test_a_pickle_is_never_read(adapter: tuple[Path, Path], tmp_path: Path) -> N
     [
         ({"targets": ["q_proj", "query"]}, r"lora\.targets has 'query', which is none of this model's linear layers"),
         ({"targets": []}, r"targets is \[\], which adapts nothing"),
-        ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression: missing \)"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression of names: missing \)"),
         ({"rank_pattern": {"q_proj": 0}}, "got 0, input should be greater than or equal to 1"),
         ({"alpha_pattern": {"q_proj": 0}}, "got 0, input should be greater than 0"),
         ({"rank": 10**9}, "has rank 1000000000, more than its matrix has rows and columns"),

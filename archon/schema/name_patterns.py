@@ -1,0 +1,193 @@
+"""Regular expressions of modules' names, matched in time proportional to their length.
+
+Adapters come from other people, and Python's `re` can take forever on an expression made for it. The expressions here
+are the part of Python's that names of modules need: characters, sets, groups, alternatives, and repeated characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+_Step = Callable[[str, frozenset[int]], frozenset[int]]
+"""From a name, and the places in it where a part of the expression may begin, to those where it may end."""
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|\(\?:|.", re.DOTALL)
+_CLASSES = frozenset("dDwWsS")
+_LITERAL = re.compile(r"[\w.-]+")
+_MAX_LENGTH = 1000
+_MAX_TOTAL = 2000
+_MAX_DEPTH = 20
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class NamePattern:
+    """A regular expression of names. Raises ValueError, with what is wrong, for one that is malformed or refused."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        parser = _Parser(self.text)
+        object.__setattr__(self, "_step", parser.alternatives(0))
+        if parser.tokens:
+            raise ValueError("unbalanced parenthesis")
+
+    def matches(self, name: str) -> bool:
+        """Returns whether it matches a whole name."""
+        return self._ends(name, frozenset({0}))
+
+    def matches_end(self, name: str) -> bool:
+        """Returns whether it matches a name, or what follows one of the name's dots, as keys of PEFT's patterns do."""
+        starts = {0} | {place + 1 for place, character in enumerate(name) if character == "."}
+        return self._ends(name, frozenset(starts))
+
+    def _ends(self, name: str, starts: frozenset[int]) -> bool:
+        step: _Step = vars(self)["_step"]
+        return len(name) in step(name, starts)
+
+
+class NamePatterns(Generic[Value]):
+    """Values by the names of modules: PEFT's rank_pattern and alpha_pattern.
+
+    A key means the modules whose names it matches, or what follows a dot of theirs; the first such key counts. Dots of
+    a key without other signs stand for themselves.
+
+    Raises ValueError, which names the key, for one that is no pattern, and where the keys that are more than names are
+    too long together.
+    """
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._literals: dict[str, tuple[int, Value]] = {}
+        self._patterns: list[tuple[int, NamePattern, Value]] = []
+        length = 0
+        for order, (key, value) in enumerate(values.items()):
+            if _LITERAL.fullmatch(key):
+                self._literals[key] = (order, value)
+                continue
+            try:
+                self._patterns.append((order, NamePattern(key), value))
+            except ValueError as error:
+                raise ValueError(f"{key!r}, which is no regular expression of names: {error}") from None
+            length += len(key)
+            if length > _MAX_TOTAL:
+                raise ValueError(f"regular expressions of more than {_MAX_TOTAL} characters together")
+
+    def first(self, name: str, default: Value) -> Value:
+        """Returns the value of the first key that means a module; `default` where none does."""
+        found = [self._literals[end] for end in ends_of(name) if end in self._literals]
+        patterns = ((order, value) for order, pattern, value in self._patterns if pattern.matches_end(name))
+        found += [next(patterns, (len(self._literals) + len(self._patterns), default))]
+        return min(found, key=lambda item: item[0])[1]
+
+
+def ends_of(name: str) -> list[str]:
+    """Returns a module's name and what follows each of its dots: what names of targets may be."""
+    return [name] + [name[place + 1 :] for place, character in enumerate(name) if character == "."]
+
+
+class _Parser:
+    """Reads an expression from the left; `tokens` are what is left of it, the next one last."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > _MAX_LENGTH:
+            raise ValueError(f"it has {len(text)} characters; expected at most {_MAX_LENGTH}")
+        self.tokens = _TOKEN.findall(text)[::-1]
+
+    def next_is(self, *expected: str) -> bool:
+        return bool(self.tokens) and self.tokens[-1] in expected
+
+    def alternatives(self, depth: int) -> _Step:
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"its groups are nested more than {_MAX_DEPTH} deep")
+        branches = [self._sequence(depth)]
+        while self.next_is("|"):
+            self.tokens.pop()
+            branches.append(self._sequence(depth))
+        return lambda name, starts: frozenset().union(*(branch(name, starts) for branch in branches))
+
+    def _sequence(self, depth: int) -> _Step:
+        steps: list[_Step] = []
+        while self.tokens and not self.next_is("|", ")"):
+            steps.append(self._repeated(self.tokens.pop(), depth))
+
+        def run(name: str, starts: frozenset[int]) -> frozenset[int]:
+            for step in steps:
+                starts = step(name, starts)
+            return starts
+
+        return run
+
+    def _repeated(self, token: str, depth: int) -> _Step:
+        step = self._group(depth) if token in ("(", "(?:") else _single(token)
+        if not (
+            self.next_is("*", "+", "?") or (self.tokens and len(self.tokens[-1]) > 2 and self.tokens[-1][0] == "{")
+        ):
+            return step
+        least, most = _counts(self.tokens.pop())
+        if self.next_is("?"):  # a lazy one matches the same names
+            self.tokens.pop()
+        if self.next_is("*", "+", "?"):
+            raise ValueError("multiple repeat")
+        if token in "^$":
+            raise ValueError("nothing to repeat")
+        if token.startswith("(") and (least, most) != (0, 1):
+            raise ValueError("it repeats a group, which is refused, since such an expression can take forever")
+        return lambda name, starts: _repeat(step, least, most, name, starts)
+
+    def _group(self, depth: int) -> _Step:
+        if self.next_is("?"):
+            raise ValueError("extensions (?…) are refused")
+        step = self.alternatives(depth + 1)
+        if not self.next_is(")"):
+            raise ValueError("missing ), unterminated subpattern")
+        self.tokens.pop()
+        return step
+
+
+def _counts(token: str) -> tuple[int, int | None]:
+    """Returns how often a quantifier repeats: at least, and at most."""
+    if token in "*+?":
+        return int(token == "+"), 1 if token == "?" else None
+    low, comma, high = token[1:-1].partition(",")
+    if (not low and not high) or max(len(low), len(high)) > 4:
+        raise ValueError(f"{token} is no number of repetitions up to 9999")
+    least = int(low or 0)
+    most = (int(high) if high else None) if comma else least
+    if most is not None and most < least:
+        raise ValueError("min repeat greater than max repeat")
+    return least, most
+
+
+def _repeat(step: _Step, least: int, most: int | None, name: str, starts: frozenset[int]) -> frozenset[int]:
+    """Returns where `least` to `most` single characters, or one group or none, may end."""
+    ends: frozenset[int] = frozenset() if least else starts
+    for count in range(1, (len(name) if most is None else min(most, len(name))) + 1):
+        starts = step(name, starts)
+        if not starts:
+            break
+        if count >= least:
+            ends |= starts
+    return ends
+
+
+def _single(token: str) -> _Step:
+    """Returns the step of one character, of a set of them, or of an end of the name."""
+    if token in "^$":
+        return lambda name, starts: starts & {0 if token == "^" else len(name)}
+    if token in "*+?" or token == ")":
+        raise ValueError("nothing to repeat" if token != ")" else "unbalanced parenthesis")
+    if token == "[" or token == "\\":
+        raise ValueError("unterminated character set" if token == "[" else "bad escape at the end")
+    if token[0] == "\\" and token[1].isalnum() and token[1] not in _CLASSES:
+        raise ValueError(f"{token} is refused; expected one of \\d \\w \\s \\D \\W \\S, or an escaped sign")
+    try:
+        one = re.compile(token)
+    except re.error as error:
+        raise ValueError(str(error)) from None
+
+    def step(name: str, starts: frozenset[int]) -> frozenset[int]:
+        return frozenset(place + 1 for place in starts if place < len(name) and one.fullmatch(name[place]))
+
+    return step
