@@ -238,7 +238,7 @@ class SafetensorsFile(RegularFile):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The texts that the file holds beside its tensors."""
+        """The texts that the file holds besides its tensors."""
         return json.loads(self.header).get("__metadata__", {})
 
     def _read_header(self) -> bytes:

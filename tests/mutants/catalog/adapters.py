@@ -49,7 +49,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "alphas of single modules are ignored",
         "models/lora.py",
-        "float(_by_pattern(config.alpha_pattern, names, config.alpha))",
+        'float(_by_pattern("alpha_pattern", alphas, spellings, config.alpha))',
         "config.alpha",
         ("tests/lora/test_peft.py::test_ranks_and_scales_of_patterns_are_pefts",),
     ),
