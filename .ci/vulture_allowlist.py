@@ -189,3 +189,13 @@ _.rename_column
 _.stats_tracker
 _.to_tensor_dict
 _.world_mesh
+
+# vLLM calls or reads them, in `archon.serve.vllm_extension`.
+_.init_info_cls
+_.update_info_cls
+_.init_transfer_engine
+_.start_weight_update
+_.receive_weights
+_.finish_weight_update
+_.shutdown
+_.Extension

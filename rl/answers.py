@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from archon.data import encode_prompt
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
-from archon.rl.clients import require_package
+from archon.remote.clients import require_package
 from archon.rl.rewards import AsyncRewardWrapper, RewardFailure
 from archon.schema.errors import RolloutError
 

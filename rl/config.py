@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from archon.data.config import DatasetConfig
 from archon.generation.types import GenerationHyperparameters, GeneratorConfig
 from archon.parallel.layout import parse_layout
+from archon.remote.config import PushConfig
 from archon.rl.agent_sampling import AgentSampling
 from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig
@@ -54,6 +55,10 @@ class RolloutConfig(StrictModel):
         "refuse ends the run, allow samples as asked, corrects for the temperature, and counts what is not corrected",
     )
     dump_groups: int = Field(1, ge=0, description="groups a step written to trajectories.jsonl")
+    servers: list[str] | None = Field(
+        None, description="URLs of inference servers that sample the answers; null: the in-process generator"
+    )
+    push: PushConfig | None = Field(None, description="of weights to the servers; null: its defaults")
 
     renamed: ClassVar[Mapping[str, str]] = {"max_refills": "rollout.max_resamples"}
 
@@ -167,7 +172,7 @@ class RLConfig(StrictModel):
     gconfig: GenerationHyperparameters = Field(
         default_factory=lambda: GenerationHyperparameters(n_samples=8), description="sampling of training answers"
     )
-    generator: GeneratorConfig = Field(default_factory=GeneratorConfig, description="the in-process generator")
+    generator: GeneratorConfig | None = Field(None, description="the in-process generator; null: its defaults")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="gathering of a batch")
     train_data: DatasetConfig = Field(description="prompts to train on")
     easy_first: str | None = Field(
@@ -303,5 +308,22 @@ class RLConfig(StrictModel):
                 "several processes; rollouts run ahead on one process only, set rollout.max_staleness=0"
             )
         check_recomputable(self.gconfig, self.gconfig.temperature)
+        self._servers_agree()
         self.resolve()
         return self
+
+    def _servers_agree(self) -> None:
+        rollout = self.rollout
+        if rollout.servers is None:
+            if rollout.push is not None:
+                raise ValueError("rollout.push is set, and rollout.servers are not; it is of weights that go to them")
+            return
+        if self.generator is not None:
+            raise ValueError("generator is set, and rollout.servers sample instead of it; remove one of them")
+        if self.mode != "both":
+            raise ValueError(f"rollout.servers are set, and mode is {self.mode}; only mode both pushes weights to them")
+        if self.verify_export and parse_layout(self.actor.layout).world_size > 1:
+            raise ValueError(
+                f"verify_export compares the generator's copy of the model, and with rollout.servers and actor.layout "
+                f"{self.actor.layout} no process has one; set verify_export=false"
+            )

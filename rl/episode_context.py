@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from archon.generation.seeds import derive_seed
-from archon.rl.clients import aiohttp_session, http_client, loop_client
+from archon.remote.clients import aiohttp_session, http_client, loop_client
 from archon.schema.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ class EpisodeEngine:
             seed = derive_seed(self._context.seed, self._requests)
             req.gconfig = req.gconfig.model_copy(update={"seed": seed})
         self._requests += 1
+        req.metadata.setdefault("group", self._context.seed)  # engines answer a group where its prompt is cached
         response = await self._engine.agenerate(req)
         self.responses.append(response)
         return response

@@ -24,7 +24,7 @@ def evaluation_workflows(
         return {"": eval_workflow}
     workflows = {"": trained.with_gconfig(sampled_gconfig(config))}
     if config.evaluation.greedy:
-        workflows["greedy_"] = trained.with_gconfig(config.gconfig.new(n_samples=1, greedy=True))
+        workflows["greedy_"] = trained.with_gconfig(config.gconfig.new(n_samples=1, greedy=True, temperature=1.0))
     return workflows
 
 

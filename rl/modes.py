@@ -16,7 +16,7 @@ from archon.rl.experience_buffer import ExperienceBuffer, split_groups
 from archon.rl.rollout import RolloutBatch
 from archon.rl.summary import batch_metrics
 from archon.rl.trainer import RLTrainer
-from archon.rl.weight_sync import weights_of
+from archon.rl.weight_sync import weights_for
 from archon.schema.config import derived_reference
 from archon.schema.errors import CheckpointError, ConfigError, RolloutError
 from archon.training.loop import timed
@@ -48,7 +48,7 @@ class _ReadsWeights(RLTrainer):
         with open_state(folder, model_fingerprint(self.engine.args)) as (step, state):
             own = {name: value for name, value in state["engine"].items() if name not in _OPTIMIZER}
             self.engine.load_state_dict(own)
-        self.generator.update_weights(weights_of(self.engine), version=self.engine.version)
+        self.generator.update_weights(weights_for(self.engine, self.generator), version=self.engine.version)
         return step
 
     def checkpoints(self) -> Path | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from archon.checkpoint.hf_io import load_tokenizer
 from archon.engine.engine import ArchonEngine
-from archon.rl.clients import require_package
+from archon.remote.clients import require_package
 from archon.rl.config import RLConfig, TeacherServerConfig
 from archon.schema.config import EngineConfig
 from archon.schema.errors import ConfigError, RolloutError

@@ -16,8 +16,12 @@ from archon.data.config import DatasetConfig
 from archon.data.registry import load_rows
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
+from archon.generation import InProcessEngine
+from archon.generation.types import GeneratorConfig
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
+from archon.remote.connect import connect
+from archon.remote.engine import RemoteEngine
 from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.asynchronous import AsyncRollout
 from archon.rl.config import RLConfig
@@ -31,7 +35,7 @@ from archon.rl.rollout import Rollout, RolloutBatch
 from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
 from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
-from archon.rl.weight_sync import in_process, weights_of
+from archon.rl.weight_sync import in_process, weights_for
 from archon.rl.workflows import RolloutWorkflow, WorkflowLike, reads_raw_rows, resolve_workflow
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
@@ -142,7 +146,9 @@ class RLTrainer(BaseTrainer):
                 check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
             with timed(seconds, "push"):
                 self.engine.version += 1
-                self.generator.update_weights(weights_of(self.engine), version=self.engine.version)
+                self.generator.update_weights(weights_for(self.engine, self.generator), version=self.engine.version)
+            if isinstance(self.generator, RemoteEngine):
+                metrics |= self.generator.push_metrics
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         elif batch.dropped:
             self._dump(batch.dropped, metrics)
@@ -218,7 +224,10 @@ class RLTrainer(BaseTrainer):
         if not self.runner.world.is_main:
             return
         # With several processes only the generator holds the full model.
-        model = self.engine.whole_model if self.runner.world.size == 1 else self.generator.model
+        if self.runner.world.size == 1 or isinstance(self.generator, RemoteEngine):
+            model = self.engine.whole_model
+        else:
+            model = self.generator.model
         difference = export_difference(model, path, documents)
         if difference > LOGIT_TOLERANCE:
             raise RuntimeError(f"the export's logits differ by {difference:.1e}, more than {LOGIT_TOLERANCE:.0e}")
@@ -336,18 +345,7 @@ class RLTrainer(BaseTrainer):
         accept: Callable[[dict[str, Any]], bool] | None,
     ) -> None:
         config = self.config
-        memory = config.generator.memory_gib
-        self.generator = in_process(
-            self.engine,
-            self.tokenizer,
-            cache_bytes=None if memory is None else int(memory * 2**30),
-            seed=config.seed,
-            version=self.engine.version,
-            dtype=getattr(torch, config.actor.dtype),
-            # Asynchronous rollout needs a copy, since training updates the weights during sampling.
-            weights="snapshot" if config.rollout.max_staleness else "auto",
-            **config.generator.model_dump(exclude={"memory_gib"}),
-        )
+        self.generator = self._open_generator()
         temperature = config.gconfig.temperature
         self.rollout = Rollout(
             self.generator,
@@ -373,6 +371,39 @@ class RLTrainer(BaseTrainer):
         self.evaluations = {
             prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in workflows.items()
         }
+
+    def _open_generator(self) -> InProcessEngine | RemoteEngine:
+        config = self.config
+        if config.rollout.servers is not None:
+            generator = connect(
+                config.rollout.servers,
+                config.rollout.push,
+                vocab_size=self.engine.args.vocab_size,
+                tokenizer=self.tokenizer,
+                has_adapters=bool(self.engine.lora),
+                seed=config.seed,
+                log=self._log,
+            )
+            generator.update_weights(weights_for(self.engine, generator), version=self.engine.version)
+            pushed = generator.push_metrics
+            self._log(
+                f"{len(generator.servers)} servers have the weights of version {generator.version}: by "
+                f"{generator.transport}, {pushed['push/bytes']:.0f} bytes, {pushed['push/seconds']:.1f} s, "
+                f"|Δ logprob| up to {pushed['push/difference']:.1e}"
+            )
+            return generator
+        settings = config.generator or GeneratorConfig()
+        return in_process(
+            self.engine,
+            self.tokenizer,
+            cache_bytes=None if settings.memory_gib is None else int(settings.memory_gib * 2**30),
+            seed=config.seed,
+            version=self.engine.version,
+            dtype=getattr(torch, config.actor.dtype),
+            # Asynchronous rollout needs a copy, since training updates the weights during sampling.
+            weights="snapshot" if config.rollout.max_staleness else "auto",
+            **settings.model_dump(exclude={"memory_gib"}),
+        )
 
     def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
         return run_until_stopped(self._loop, work, self.runner)

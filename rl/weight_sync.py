@@ -1,7 +1,9 @@
-"""Passes weights from an engine in any layout to a generator in this process."""
+"""Passes weights from an engine in any layout to a generator in this process, or to inference servers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +11,9 @@ import torch
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.replica import WeightSource
+from archon.remote.dialect import Transport
+from archon.remote.engine import RemoteEngine
+from archon.training.batch_sharding import score_sharded
 
 
 def weights_of(engine: ArchonEngine) -> WeightSource:
@@ -32,3 +37,28 @@ def in_process(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProces
     with torch.device("meta"):
         model = engine.spec.model_class(engine.args)
     return InProcessEngine.from_model(model, tokenizer, source=engine.weights(), device=engine.device, **options)
+
+
+@dataclass(frozen=True)
+class PushedWeights:
+    """The weights of an engine in any layout, for `RemoteEngine.update_weights`; both methods are collectives."""
+
+    engine: ArchonEngine
+
+    def write(self, transport: Transport, folder: Path, dtype: str | None) -> None:
+        if transport == "lora":
+            self.engine.save(folder, format="peft")
+        else:
+            self.engine.save(folder, dtype=None if dtype is None else getattr(torch, dtype))
+
+    def score(self, tokens: list[int]) -> list[float]:
+        ids = torch.tensor([tokens])
+        document = {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
+        document["loss_mask"] = torch.ones_like(ids)
+        scores = score_sharded(self.engine.forward_batch, document, self.engine.ranks.dp, self.engine.device)
+        return [float(x) for x in scores[0, 1:]]
+
+
+def weights_for(engine: ArchonEngine, generator: InProcessEngine | RemoteEngine) -> Any:
+    """Returns the engine's weights as the generator's `update_weights` takes them."""
+    return PushedWeights(engine) if isinstance(generator, RemoteEngine) else weights_of(engine)

@@ -16,8 +16,8 @@ from torch import Tensor
 from archon.generation.record import UnusableAnswerError
 from archon.generation.seeds import derive_seed
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
+from archon.remote.clients import http_client, require_package
 from archon.rl.agent_sampling import SamplingPolicy
-from archon.rl.clients import http_client, require_package
 from archon.rl.episode_context import EpisodeEngine, workflow_context
 from archon.rl.logprob_check import cut_fields
 from archon.rl.rewards.result import RewardFailure, RewardInvalid

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.parallel.control_plane import ControlPlane
-from archon.rl.clients import require_package
+from archon.remote.clients import require_package
 from archon.rl.episode_context import EpisodeEngine, workflow_context
 from archon.rl.rewards import AsyncRewardWrapper
 from archon.rl.trajectories import trajectory_tensors, with_temperatures

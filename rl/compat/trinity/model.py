@@ -337,7 +337,7 @@ def openai_client(kind: str, base_url: str, api_key: str, model: str, *, max_ret
         raise RolloutError(f"the OpenAI client needs the package openai ({error}): pip install openai") from None
     import httpx
 
-    from archon.rl.clients import tls_context
+    from archon.remote.clients import tls_context
 
     client_class = httpx.Client if kind == "OpenAI" else httpx.AsyncClient
     http_client = client_class(trust_env=False, timeout=None, verify=tls_context())

@@ -1,4 +1,4 @@
-"""HTTP clients for agents and workflows, whose packages are imported on first use."""
+"""HTTP clients for agents, workflows and servers, whose packages are imported on first use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def require_package(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise ConfigError(
-            f"agents need the package {package}, which is not installed; "
+            f"this needs the package {package}, which is not installed; "
             "install archon's extra `rl`: pip install 'archon-engine[rl]'"
         ) from None
 

@@ -1,0 +1,27 @@
+"""Configuration of rollouts on inference servers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from archon.schema.config import MAX_SECONDS, StrictModel
+
+
+class PushConfig(StrictModel):
+    """How weights reach the inference servers, and how long they may take to answer."""
+
+    transport: Literal["auto", "disk", "lora"] = Field(
+        "auto",
+        description="disk: a checkpoint in a folder that trainer and servers share; lora: the adapters alone, in "
+        "PEFT's format; auto: lora where the actor has adapters",
+    )
+    folder: str | None = Field(
+        None, description="the shared folder; null: one in shared memory, where all servers are on this machine"
+    )
+    max_difference: float | None = Field(
+        None, gt=0, description="largest |logprob difference| of a verified push; null: that of the servers' dtype"
+    )
+    seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of each request of a push")
+    answer_seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of an answer")

@@ -1,0 +1,130 @@
+"""Connects servers: finds out what each is, and refuses what could not be trained on."""
+
+from __future__ import annotations
+
+import ipaddress
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from archon.remote.config import PushConfig
+from archon.remote.dialect import Dialect, Transport
+from archon.remote.engine import RemoteEngine, spread_tokens
+from archon.remote.http import Http, ServerError
+from archon.remote.server import RemoteServer
+from archon.remote.vllm import VLLM
+from archon.schema.errors import ConfigError
+
+DIALECTS: tuple[type[Dialect], ...] = (VLLM,)
+SHARED_MEMORY = Path("/dev/shm")
+PROBE_TOKENS = 256
+
+
+def connect(
+    urls: Sequence[str],
+    config: PushConfig | None = None,
+    *,
+    vocab_size: int,
+    tokenizer: Any = None,
+    has_adapters: bool = False,
+    **options: Any,
+) -> RemoteEngine:
+    """Returns the engine of the servers at `urls`, to which weights must be pushed before it is asked.
+
+    Args:
+        vocab_size: of the model whose weights will be pushed.
+        tokenizer: names the end-of-text id; must be that of the servers.
+        has_adapters: whether the model's adapters alone may be pushed.
+        options: further fields of `RemoteEngine`.
+
+    Raises ConfigError for a server that cannot be reached, is of an unknown kind or release, cannot be pushed to, has
+    another tokenizer, or does not complete a token.
+    """
+    config = config or PushConfig()
+    if not urls or len(set(urls)) < len(urls):
+        raise ConfigError(f"rollout.servers is {list(urls)}; expected the URL of each server once")
+    servers = [_connected(url, tokenizer) for url in urls]
+    transport: Transport = config.transport if config.transport != "auto" else "lora" if has_adapters else "disk"
+    if transport == "lora" and not has_adapters:
+        raise ConfigError("rollout.push.transport is lora, and the actor has no adapters; set actor.lora, or disk")
+    for server in servers:
+        _require_transport(server, transport)
+    folder, cleanup = _folder(config, urls)
+    eos = getattr(tokenizer, "eos_token_id", None)
+    engine = RemoteEngine(
+        servers,
+        config,
+        transport,
+        folder,
+        vocab_size,
+        eos_token_ids=() if eos is None else (eos,),
+        **options,
+    )
+    if cleanup is not None:
+        weakref.finalize(engine, cleanup.cleanup)
+    return engine
+
+
+def _connected(url: str, tokenizer: Any) -> RemoteServer:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"rollout.servers: got {url!r}; expected a URL such as http://127.0.0.1:8000")
+    http = Http(url)
+    try:
+        dialect = next((found for kind in DIALECTS if (found := kind.connect(http)) is not None), None)
+        if dialect is None:
+            raise ConfigError(f"{url} is no vLLM server; expected one, as rollouts ask no others yet")
+        server = RemoteServer(http, dialect, dialect.facts.model)
+        dialect.resume(http)  # a trainer that died may have left it paused
+        server.check_health(60)
+        if tokenizer is not None:
+            _require_tokenizer(server, tokenizer)
+    except ServerError as error:
+        raise ConfigError(f"rollout.servers: {error}") from None
+    return server
+
+
+def _require_tokenizer(server: RemoteServer, tokenizer: Any) -> None:
+    text = tokenizer.decode(spread_tokens(len(tokenizer), PROBE_TOKENS), skip_special_tokens=True)
+    theirs = server.dialect.token_ids(server.http, text)
+    ours = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if theirs is not None and theirs != ours:
+        raise ConfigError(
+            f"{server.url}: its tokenizer makes {theirs[:8]}… of a text of which the actor's makes {ours[:8]}…; start "
+            "it with the actor's checkpoint"
+        )
+
+
+def _require_transport(server: RemoteServer, transport: Transport) -> None:
+    facts = server.dialect.facts
+    if transport in facts.transports:
+        return
+    fixes = {
+        "disk": "--worker-extension-cls archon.serve.vllm_extension.Extension --weight-transfer-config "
+        '\'{"backend": "archon"}\'',
+        "lora": "--enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
+    }
+    raise ConfigError(f"{server.url} takes no weights by {transport}; start it with {fixes[transport]}")
+
+
+def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
+    if config.folder is not None:
+        return Path(config.folder).absolute(), None
+    if not all(_is_loopback(urlsplit(url).hostname or "") for url in urls):
+        raise ConfigError(
+            "rollout.push.folder is null, and a server is on another machine; name a folder that the trainer and the "
+            "servers see under one path"
+        )
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    made = tempfile.TemporaryDirectory(prefix="archon-push-", dir=parent)
+    return Path(made.name), made
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

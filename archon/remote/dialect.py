@@ -1,0 +1,127 @@
+"""What a kind of inference server must be asked, and what its answers mean. One file a kind, such as `vllm.py`.
+
+A dialect maps every field of `GenerationHyperparameters`, or refuses it: servers ignore fields that they do not know.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from archon.generation.types import GenerationHyperparameters, StopReason
+from archon.remote.http import Http, ServerError
+from archon.schema.errors import ConfigError
+
+LogprobsMode = Literal["raw", "processed"]
+Transport = Literal["disk", "lora"]
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself when it is connected.
+
+    Attributes:
+        kind: `vllm`.
+        release: the server's version, as it says it.
+        model: the name that requests give.
+        max_seq_len: tokens of prompt and answer together.
+        logprobs_mode: `raw`: of the logits at temperature 1; `processed`: of the distribution that was sampled from.
+        dtype: that it computes in, such as `bfloat16`.
+        transports: how its weights can be pushed.
+    """
+
+    kind: str
+    release: str
+    model: str
+    max_seq_len: int
+    logprobs_mode: LogprobsMode
+    dtype: str
+    transports: frozenset[Transport]
+
+
+@dataclass
+class Sampling:
+    """One request, with all that the server must not decide: token ids that end the answer, its limit, its seed."""
+
+    prompt: list[int]
+    gconfig: GenerationHyperparameters
+    limit: int
+    stop_token_ids: list[int]
+    seed: int
+    rid: str
+    model: str
+
+
+@dataclass
+class Answer:
+    """A server's answer. `versions` are (version, first token, last token + 1), or empty where it names none."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+    versions: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+class Dialect(ABC):
+    """How one server is spoken to. Methods with `http` send requests; the others translate."""
+
+    facts: ServerFacts
+
+    @classmethod
+    @abstractmethod
+    def connect(cls, http: Http) -> Dialect | None:
+        """Returns the dialect of the server with its facts, or None where the server is of another kind.
+
+        Raises ConfigError for a server of this kind that answers could not be trained on.
+        """
+
+    @abstractmethod
+    def check(self, gconfig: GenerationHyperparameters) -> None:
+        """Raises ConfigError for sampling values that the server would ignore or whose logprobs it cannot give."""
+
+    @abstractmethod
+    def request(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
+        """Returns path and body."""
+
+    @abstractmethod
+    def answer(self, body: Any) -> Answer:
+        """Returns the answer in a response; raises ServerError for one that is not of the dialect."""
+
+    @abstractmethod
+    def score(self, http: Http, model: str, tokens: Sequence[int], seconds: float) -> list[float]:
+        """Returns the logprobs of tokens 1 to L − 1 at temperature 1, each given those before it."""
+
+    @abstractmethod
+    def token_ids(self, http: Http, text: str) -> list[int] | None:
+        """Returns the server's tokens of a text without special ones; None where it has no tokenizer."""
+
+    def pause(self, http: Http, *, abort: bool) -> None:
+        """Stops sampling; unfinished answers end with what they have, or are kept."""
+        raise self._has_no("pauses")
+
+    def resume(self, http: Http) -> None:
+        raise self._has_no("pauses")
+
+    def abort(self, http: Http, rid: str) -> None:
+        """Ends the requests of that name with what they have."""
+        raise self._has_no("aborted requests")
+
+    def load(self, http: Http, transport: Transport, folder: str, version: int, seconds: float) -> str:
+        """Replaces the weights, and forgets what is cached of the old ones. Returns the model's name for requests."""
+        raise self._has_no("pushes of weights")
+
+    def version(self, http: Http) -> str:
+        """Returns the version of the server's weights."""
+        raise self._has_no("versions of weights")
+
+    def _has_no(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.facts.kind} {self.facts.release} has no {what}; use vLLM for rollouts")
+
+
+def finite_logprobs(values: Sequence[Any], where: str) -> list[float]:
+    """Returns `values` as numbers; raises ServerError where one is missing."""
+    if not all(isinstance(value, int | float) for value in values):
+        raise ServerError(f"{where}: a logprob is missing")
+    return [float(value) for value in values]

@@ -1,0 +1,335 @@
+"""An `InferenceEngine` over servers in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from archon.generation.seeds import derive_seed
+from archon.generation.types import ModelRequest, ModelResponse, integer_ids
+from archon.parallel.control_plane import ControlPlane
+from archon.remote.config import PushConfig
+from archon.remote.dialect import Answer, Sampling, Transport
+from archon.remote.http import ServerError
+from archon.remote.server import Push, RemoteServer
+from archon.schema.errors import ConfigError, ContextOverflowError, RolloutError
+
+MAX_DIFFERENCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+"""The largest |Δ logprob| of a verified push, by the servers' dtype."""
+REMEMBERED_GROUPS = 4096
+PROBE_TOKENS = 64
+POLL_SECONDS = 0.05
+
+
+class NoServerError(ConfigError):
+    """No server is left; says why each is out. It ends the run, as every other request would fail as well."""
+
+
+class WeightSource(Protocol):
+    """Weights to push. Both methods are collectives of all ranks."""
+
+    def write(self, transport: Transport, folder: Path, dtype: str | None) -> None:
+        """Writes a checkpoint, or adapters in PEFT's format, from rank 0."""
+
+    def score(self, tokens: list[int]) -> list[float]:
+        """Returns the trainer's logprobs of tokens 1 to L − 1 at temperature 1, on every rank."""
+
+
+@dataclass
+class RemoteStats:
+    """Counts and times since the engine was made.
+
+    Attributes:
+        seconds: with at least one request in flight.
+        retried: requests that another server was asked again.
+        resumed: answers that went on after an interruption.
+        lost: servers that left the fleet.
+    """
+
+    seconds: float = 0.0
+    retried: int = 0
+    resumed: int = 0
+    lost: int = 0
+
+
+@dataclass
+class RemoteEngine:
+    """Asks the servers of a fleet. Make one by `connect`, and push weights before the first request.
+
+    The requests of a group go to one server, which computes their prompt once; groups go to the least loaded. A server
+    that fails leaves the fleet, its requests are asked again elsewhere, and it returns by a push that is verified.
+    """
+
+    servers: list[RemoteServer]
+    config: PushConfig
+    transport: Transport
+    folder: Path
+    vocab_size: int
+    eos_token_ids: Sequence[int] = ()
+    probe: list[int] = field(default_factory=list)
+    seed: int = 0
+    version: int = 0
+    log: Callable[[str], None] = print
+    stats: RemoteStats = field(default_factory=RemoteStats)
+    push_metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._world = ControlPlane.patient("pushes")
+        self._groups: OrderedDict[object, RemoteServer] = OrderedDict()
+        self._aborted: set[str] = set()
+        self._running: dict[str, RemoteServer] = {}
+        self._submitted = self._in_flight = 0
+        self._since = 0.0
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self.max_seq_len = min(server.dialect.facts.max_seq_len for server in self.servers)
+        if not self.probe:
+            self.probe = spread_tokens(self.vocab_size, min(PROBE_TOKENS, self.max_seq_len - 1))
+
+    def get_version(self) -> int:
+        return self.version
+
+    @property
+    def fleet(self) -> list[RemoteServer]:
+        """The servers that may be asked. Raises NoServerError where there are none."""
+        able = [server for server in self.servers if server.failure is None]
+        if not able:
+            reasons = "; ".join(f"{server.failure}" for server in self.servers)
+            raise NoServerError(f"no inference server is left: {reasons}")
+        return able
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Returns the answer to a request. Canceling the caller ends the request on its server."""
+        started, response = time.perf_counter(), ModelResponse(list(req.input_ids))
+        sampling = self._sampling(req)
+        self._enter(started)
+        try:
+            while True:
+                await self._resumed.wait()
+                answer = await self._ask(sampling, req.metadata.get("group"))
+                response.output_tokens += answer.tokens
+                response.output_logprobs += answer.logprobs
+                for name, start, end in answer.versions:
+                    response.output_versions += [int(name)] * (end - start)
+                response.stop_reason = answer.stop_reason
+                done = len(response.output_tokens)
+                if answer.stop_reason != "abort" or req.rid in self._aborted:
+                    break
+                # Interrupted, by a push: the answer goes on from its tokens, in a random stream of its own.
+                self.stats.resumed += 1
+                sampling = self._sampling(req, response.output_tokens, derive_seed(sampling.seed, done))
+        finally:
+            self._leave()
+            self._aborted.discard(req.rid)
+        if req.on_token is not None:
+            for token, logprob in zip(response.output_tokens, response.output_logprobs, strict=True):
+                req.on_token(token, logprob)
+        response.latency = response.ttft = time.perf_counter() - started
+        return response
+
+    def prompt_logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Returns the logprobs of tokens 1 to L − 1 of `ids`, each given those before it.
+
+        Raises RolloutError for another temperature than 1, which servers do not score at.
+        """
+        if temperature != 1:
+            raise RolloutError(f"servers score given tokens at temperature 1 only, got {temperature}")
+        server = min(self.fleet, key=lambda server: server.running)
+        return server.dialect.score(server.http, server.model, integer_ids(ids), self.config.answer_seconds)
+
+    def pause(self) -> None:
+        """Stops sampling; unfinished answers are kept, and new requests wait."""
+        self._resumed.clear()
+        for server in self.fleet:
+            server.dialect.pause(server.http, abort=False)
+
+    def resume(self) -> None:
+        for server in self.fleet:
+            server.dialect.resume(server.http)
+        self._resumed.set()
+
+    def abort(self, rid: str | None = None) -> int:
+        """Ends the unfinished requests named `rid`, or all, with stop reason `abort`. Returns their number."""
+        chosen = {key: server for key, server in self._running.items() if rid is None or _rid_of(key) == rid}
+        self._aborted |= {_rid_of(key) for key in chosen}
+        for key, server in chosen.items():
+            server.dialect.abort(server.http, key)
+        return len(chosen)
+
+    def update_weights(self, meta: WeightSource, *, version: int | None = None) -> None:
+        """Pushes weights to every server, also to those that left the fleet, and verifies each. A collective.
+
+        A server that fails is left out until a later push to it succeeds. Raises NoServerError where all fail.
+        """
+        version = self.version + 1 if version is None else version
+        started = time.perf_counter()
+        folder = self.folder / f"version-{version}"
+        dtypes = {server.dialect.facts.dtype for server in self.servers}
+        meta.write(self.transport, folder, dtypes.pop() if len(dtypes) == 1 else None)
+        written, size = time.perf_counter(), _size(folder) if self._world.is_main else 0
+        expected = meta.score(self.probe)
+        push = Push(self.transport, folder, version, self.probe, expected, 0.0, self.config.seconds)
+        results = self._world.broadcast_json(lambda: self._push_to_all(push))
+        differences = []
+        for server, (model, difference, failure) in zip(self.servers, results, strict=True):
+            server.failure = failure
+            if failure is None:
+                server.model, server.version = model, version
+                differences.append(difference)
+            else:
+                self.stats.lost += 1
+                self.log(f"version {version} did not reach a server, which is left out: {failure}")
+        self.version = version
+        if self._world.is_main:
+            _remove_others(self.folder, folder)
+        self.push_metrics = {
+            "push/difference": max(differences, default=float("nan")),
+            "push/bytes": float(size),
+            "push/write_seconds": written - started,
+            "push/seconds": time.perf_counter() - started,
+            "push/servers": float(len(differences)),
+            "servers/lost": float(self.stats.lost),
+            "servers/retried": float(self.stats.retried),
+            "servers/resumed": float(self.stats.resumed),
+        }
+        _ = self.fleet  # raises where all failed
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the state from which a resumed run derives the same seeds for requests without one."""
+        return {"version": self.version, "submitted": self._submitted}
+
+    def _push_to_all(self, push: Push) -> list[tuple[str, float, str | None]]:
+        def to_one(server: RemoteServer) -> tuple[str, float, str | None]:
+            limit = self.config.max_difference or MAX_DIFFERENCE.get(server.dialect.facts.dtype, 1e-3)
+            server.pushing = True
+            try:
+                difference = server.push(replace(push, max_difference=limit))
+            except RolloutError as error:
+                server.failure = str(error)
+                return server.model, 0.0, server.failure
+            finally:
+                server.pushing = False
+            return server.model, difference, None
+
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            return list(pool.map(to_one, self.servers))
+
+    async def _ask(self, sampling: Sampling, group: object) -> Answer:
+        """Returns the answer of the group's server, or of another where it fails."""
+        while True:
+            server = await self._choose(group)
+            key = f"{sampling.rid}.{self._submitted}"
+            self._submitted += 1
+            self._running[key] = server
+            try:
+                named = replace(sampling, rid=key, model=server.model)
+                return await server.generate(named, self.config.answer_seconds)
+            except ServerError as error:
+                if server.failure is None:
+                    server.failure = str(error)
+                    self.stats.lost += 1
+                    self.log(f"a server is left out until the next push: {error}")
+                self.stats.retried += 1
+            finally:
+                del self._running[key]
+
+    async def _choose(self, group: object) -> RemoteServer:
+        """Returns the group's server or the least loaded one, of those that are not getting weights."""
+        while True:
+            able = [server for server in self.fleet if not server.pushing]
+            if able:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        kept = self._groups.get(group)
+        if group is None or kept not in able:
+            kept = min(able, key=lambda server: server.running)
+        if group is not None:
+            self._groups[group] = kept
+            self._groups.move_to_end(group)
+            if len(self._groups) > REMEMBERED_GROUPS:
+                self._groups.popitem(last=False)
+        return kept
+
+    def _sampling(self, req: ModelRequest, begun: Sequence[int] = (), seed: int | None = None) -> Sampling:
+        """Returns what to ask for the answer whose first tokens are `begun`. Raises RolloutError for a request that
+        can never be answered, and ConfigError for values that a server cannot honor."""
+        g, prompt = req.gconfig, req.input_ids
+        if g.n_samples != 1:
+            raise RolloutError(
+                f"request {req.rid}: n_samples is {g.n_samples}; expected 1: send a request for each answer"
+            )
+        if not prompt:
+            raise RolloutError(f"request {req.rid}: the prompt is empty, expected at least one token")
+        if wrong := [i for i in prompt if not 0 <= i < self.vocab_size]:
+            raise RolloutError(
+                f"request {req.rid}: token id {wrong[0]} is not below the vocabulary size {self.vocab_size}"
+            )
+        if req.image_data:
+            raise RolloutError(f"request {req.rid}: image_data was given, and only tokens are sent to servers")
+        for server in self.fleet:
+            server.dialect.check(g)
+        max_tokens = self.max_seq_len if g.max_tokens is None else min(g.max_tokens, self.max_seq_len)
+        limit = min(g.max_new_tokens, max_tokens - len(prompt))
+        if limit < 1:
+            raise ContextOverflowError(
+                f"request {req.rid}: the prompt of {len(prompt)} tokens leaves no room for an answer within"
+                f" {max_tokens} tokens; shorten it, or raise max_tokens or the servers' --max-model-len"
+            )
+        ids = [*g.stop_token_ids, *(() if g.ignore_eos else self.eos_token_ids)]
+        if seed is None:
+            seed = self._request_seed() if g.seed is None else g.seed
+        rest = g.new(min_new_tokens=max(0, g.min_new_tokens - len(begun))) if begun and g.min_new_tokens else g
+        return Sampling(
+            prompt=[*prompt, *begun],
+            gconfig=rest,
+            limit=limit - len(begun),
+            # A tokenizer may have a padding id beyond the model's vocabulary, which is never sampled.
+            stop_token_ids=[i for i in dict.fromkeys(ids) if i < self.vocab_size],
+            seed=seed,
+            rid=req.rid,
+            model="",
+        )
+
+    def _request_seed(self) -> int:
+        digest = hashlib.blake2b(f"{self.seed} {self._submitted}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def _enter(self, now: float) -> None:
+        if not self._in_flight:
+            self._since = now
+        self._in_flight += 1
+
+    def _leave(self) -> None:
+        self._in_flight -= 1
+        if not self._in_flight:
+            self.stats.seconds += time.perf_counter() - self._since
+
+
+def spread_tokens(vocab_size: int, n: int) -> list[int]:
+    """Returns up to `n` token ids from the whole of the vocabulary, each once, in a mixed order."""
+    step = max(1, vocab_size // n)
+    ids = list(range(0, vocab_size, step))[:n]
+    return [*ids[::2], *ids[1::2][::-1]]
+
+
+def _rid_of(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _remove_others(parent: Path, kept: Path) -> None:
+    import shutil
+
+    for folder in parent.glob("version-*"):
+        if folder != kept:
+            shutil.rmtree(folder, ignore_errors=True)

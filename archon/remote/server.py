@@ -1,0 +1,107 @@
+"""One inference server: its dialect, its requests, and whether it may be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from archon.remote.dialect import Answer, Dialect, Sampling, Transport
+from archon.remote.http import Http, ServerError
+
+
+@dataclass(frozen=True)
+class Push:
+    """Weights for servers to load, and how the trainer scores them.
+
+    Attributes:
+        transport, folder: what was written, and where.
+        version: of the weights.
+        probe: the tokens that servers score.
+        expected: the trainer's logprobs of the probe's tokens 1 to L − 1 at temperature 1.
+        max_difference: the largest |Δ logprob| of a push that succeeded.
+        seconds: time-out of each request.
+    """
+
+    transport: Transport
+    folder: Path
+    version: int
+    probe: list[int]
+    expected: list[float]
+    max_difference: float
+    seconds: float
+
+
+@dataclass
+class RemoteServer:
+    """A server that was connected.
+
+    Attributes:
+        model: the name that requests give.
+        version: of its weights, once they were pushed and verified.
+        failure: why it is out of the fleet; None: it is in it. A server comes back by a push that is verified.
+        running: requests that it is answering.
+        pushing: whether it is getting weights, and must not be asked before they are verified.
+    """
+
+    http: Http
+    dialect: Dialect
+    model: str
+    version: int | None = None
+    failure: str | None = None
+    running: int = 0
+    pushing: bool = False
+
+    @property
+    def url(self) -> str:
+        return self.http.url
+
+    async def generate(self, sampling: Sampling, seconds: float) -> Answer:
+        """Returns the server's answer. Raises ServerError unless every token is of weights that were pushed to it."""
+        path, body = self.dialect.request(sampling)
+        self.running += 1
+        given = str(self.version)
+        try:
+            answer = self.dialect.answer(await self.http.answer(path, body, seconds))
+        finally:
+            self.running -= 1
+        if not answer.versions:
+            answer.versions = [(given, 0, len(answer.tokens))]
+        for name, *_ in answer.versions:
+            if name != given:  # a push ends an answer, so that each part of one has one version
+                raise ServerError(
+                    f"{self.url} answered with weights of version {name!r}, and it was given {given}; was it "
+                    "restarted, or updated by others?"
+                )
+        return answer
+
+    def check_health(self, seconds: float) -> None:
+        """Raises ServerError or RefusedError unless the server completes one token; a wedged one may still say that it
+        is well."""
+        self.dialect.score(self.http, self.model, [0, 0], seconds)
+
+    def push(self, push: Push) -> float:
+        """Replaces the server's weights, and returns the largest |Δ logprob| between it and the trainer.
+
+        Raises ServerError, leaving the server paused, where it fails, has another version afterwards, or scores the
+        probe otherwise.
+        """
+        dialect, http = self.dialect, self.http
+        dialect.pause(http, abort=True)
+        model = dialect.load(http, push.transport, str(push.folder), push.version, push.seconds)
+        if (found := dialect.version(http)) != str(push.version):
+            raise ServerError(f"{self.url} has weights of version {found} after a push of version {push.version}")
+        dialect.resume(http)
+        try:
+            scores = dialect.score(http, model, push.probe, push.seconds)
+            difference = max(abs(own - theirs) for own, theirs in zip(push.expected, scores, strict=True))
+            if not difference <= push.max_difference:  # NaN as well
+                raise ServerError(
+                    f"{self.url} scores the tokens of a probe {difference:.1e} away from the trainer after a push of "
+                    f"version {push.version} (limit {push.max_difference:.0e}); it did not load all weights, or "
+                    "computes with others"
+                )
+        except Exception:
+            dialect.pause(http, abort=True)  # so that nobody is answered with wrong weights
+            raise
+        self.model, self.version, self.failure = model, push.version, None
+        return difference

@@ -1,0 +1,97 @@
+"""Runs inside vLLM's workers, and loads the weights that archon's trainer pushes:
+
+    PYTHONPATH=<archon's folder> vllm serve … --worker-extension-cls archon.serve.vllm_extension.Extension \\
+        --weight-transfer-config '{"backend": "archon"}'
+
+The server's own environment imports this file: it needs vLLM, torch and safetensors, nothing of archon's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BACKEND = "archon"
+
+
+@dataclass
+class Nothing(WeightTransferInitInfo):
+    """There is no connection to open."""
+
+
+@dataclass
+class Checkpoint(WeightTransferUpdateInfo):
+    """A Hugging Face checkpoint in a folder that trainer and server share."""
+
+    folder: str
+
+
+class DiskTransfer(WeightTransferEngine):
+    """Loads checkpoints through vLLM's layerwise reload, which repacks and reshards them as when the server started."""
+
+    init_info_cls, update_info_cls = Nothing, Checkpoint
+    _names: set[str] | None = None
+    """The parameters that the first checkpoint set."""
+
+    def init_transfer_engine(self, init_info: Nothing) -> None:
+        """Does nothing: the folder needs no connection."""
+        del init_info
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Checkpoint) -> None:
+        loaded = self.model.load_weights(tensors(Path(update_info.folder)))
+        if loaded is None:
+            return
+        if self._names is not None and self._names != loaded:
+            # vLLM would keep the old weights of what is missing, with no more than a line in its log.
+            raise ValueError(f"the checkpoint set {len(loaded)} parameters, and an earlier one {len(self._names)}")
+        self._names = set(loaded)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_embeddings(self.model)
+
+    def shutdown(self) -> None:
+        """Does nothing."""
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields name and tensor of all safetensors files of a folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no safetensors files; do trainer and server see the same folder?")
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                yield name, file.get_tensor(name)
+
+
+def repack_embeddings(model: torch.nn.Module) -> None:
+    """Packs embeddings again whose matrix is also that of the head.
+
+    On a CPU the head multiplies with a packed copy, and a reload of vLLM 0.32 leaves the old one of tied embeddings.
+    """
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+class Extension:
+    """Becomes a base of vLLM's worker; what matters is that its module is imported there."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, DiskTransfer)
+
+__all__: list[Any] = ["Extension"]

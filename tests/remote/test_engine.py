@@ -1,0 +1,271 @@
+"""The engine over servers: what it sends, what it refuses, and how it chooses, loses and regains servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archon.checkpoint.hf_io import load_model
+from archon.generation.inprocess import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
+from archon.remote.config import PushConfig
+from archon.remote.connect import connect
+from archon.remote.engine import NoServerError, RemoteEngine
+from archon.schema.errors import ConfigError, ContextOverflowError, RolloutError
+from tests.remote.twin import VLLMTwin
+from tests.tolerances import FIRST_RATIO_FP32
+
+MakeTwin = Callable[..., VLLMTwin]
+PROMPT = [1, 2, 10, 3, 4, 11]
+
+
+class Weights:
+    """What a trainer pushes: the checkpoint that the twins serve."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint, self._engine = checkpoint, InProcessEngine.from_model(load_model(checkpoint))
+
+    def write(self, transport: str, folder: Path, dtype: str | None) -> None:
+        assert dtype == "float32"
+        folder.parent.mkdir(exist_ok=True)
+        folder.symlink_to(self._checkpoint)
+
+    def score(self, tokens: list[int]) -> list[float]:
+        return self._engine.prompt_logprobs(tokens)
+
+
+@pytest.fixture
+def weights(checkpoint: Path) -> Weights:
+    return Weights(checkpoint)
+
+
+@pytest.fixture
+def connected(tokenizer: Any, weights: Weights) -> Callable[..., RemoteEngine]:
+    """Connects twins and pushes version 0."""
+
+    def make(*servers: VLLMTwin, **settings: Any) -> RemoteEngine:
+        urls = [server.url for server in servers]
+        engine = connect(urls, PushConfig(**settings), vocab_size=len(tokenizer), tokenizer=tokenizer, log=print)
+        engine.update_weights(weights, version=0)
+        return engine
+
+    return make
+
+
+def ask(engine: RemoteEngine, *requests: ModelRequest) -> list[Any]:
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(engine.agenerate(request) for request in requests), return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def request(seed: int | None = 0, rid: str = "r", group: object = None, **gconfig: Any) -> ModelRequest:
+    metadata = {} if group is None else {"group": group}
+    settings = GenerationHyperparameters(**{"max_new_tokens": 8, "seed": seed, **gconfig})
+    return ModelRequest(list(PROMPT), settings, rid=rid, metadata=metadata)
+
+
+@pytest.mark.parametrize("scale_out", [True, False], ids=["generate", "completions"])
+def test_answers_are_those_of_the_generator_in_process(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, checkpoint: Path, tokenizer: Any, scale_out: bool
+) -> None:
+    own = InProcessEngine.from_model(load_model(checkpoint), tokenizer)
+    engine = connected(twin(scale_out=scale_out))
+    assert isinstance(engine, InferenceEngine)
+    wanted = [
+        request(1),
+        request(2, greedy=True),
+        request(3, top_p=0.5, top_k=3),
+        request(4, stop=["3"], max_new_tokens=30),
+        request(5, min_new_tokens=5, stop_token_ids=[1, 2, 3]),
+        request(6, max_tokens=8),
+        request(7, ignore_eos=True, max_new_tokens=40),
+    ]
+    answers = ask(engine, *wanted)
+    for asked, answer, expected in zip(wanted, answers, own.generate(wanted), strict=True):
+        assert answer.output_tokens == expected.output_tokens and answer.stop_reason == expected.stop_reason
+        assert answer.output_logprobs == pytest.approx(expected.output_logprobs, abs=FIRST_RATIO_FP32)
+        assert answer.output_versions == [0] * len(expected.output_tokens)
+        assert answer.input_tokens == asked.input_ids and answer.latency > 0
+    assert engine.prompt_logprobs(PROMPT) == pytest.approx(own.prompt_logprobs(PROMPT), abs=FIRST_RATIO_FP32)
+
+
+def test_defaults_of_the_server_decide_nothing(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:
+    """vLLM takes what a request leaves out from the model's generation_config.json, also the ids that end an answer."""
+    server = twin()
+    engine = connected(server)
+    ask(engine, request())
+    params = server.generated()[-1]["sampling_params"]
+    assert params["ignore_eos"] and params["stop_token_ids"] == list(engine.eos_token_ids)
+    assert (params["min_p"], params["repetition_penalty"], params["top_k"], params["top_p"]) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gconfig", "message"),
+    [
+        ("raw_logprobs", {"temperature": 0.7}, "temperature: got 0.7.* --logprobs-mode processed_logprobs"),
+        ("raw_logprobs", {"temperature": 0.005}, "temperature: got 0.005, .* samples below 0.01 at that"),
+        ("processed_logprobs", {"temperature": 0.7, "greedy": True}, "temperature: got 0.7.* leave it at 1 for greedy"),
+        ("processed_logprobs", {"top_p": 0.9}, "top_p: got 0.9, .* start it with raw_logprobs"),
+        ("processed_logprobs", {"top_k": 5}, "top_k: got 5, .* start it with raw_logprobs"),
+        ("processed_logprobs", {"min_new_tokens": 2}, "min_new_tokens: got 2, .* start it with raw_logprobs"),
+    ],
+)
+def test_values_whose_logprobs_the_server_cannot_give_are_refused(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, mode: str, gconfig: dict[str, Any], message: str
+) -> None:
+    engine = connected(twin(logprobs_mode=mode))
+    (error,) = ask(engine, request(**gconfig))
+    with pytest.raises(ConfigError, match=message):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "message"),
+    [
+        ({"input_ids": []}, RolloutError, "the prompt is empty"),
+        ({"input_ids": [99]}, RolloutError, "token id 99 is not below the vocabulary size"),
+        ({"input_ids": [1] * 64}, ContextOverflowError, "prompt of 64 tokens leaves no room"),
+        ({"image_data": [b"x"]}, RolloutError, "only tokens are sent to servers"),
+        ({"gconfig": GenerationHyperparameters(n_samples=2)}, RolloutError, "n_samples is 2; expected 1"),
+    ],
+)
+def test_requests_that_no_server_could_answer_are_refused(
+    connected: Callable[..., RemoteEngine],
+    twin: MakeTwin,
+    changed: dict[str, Any],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    asked = request()
+    for name, value in changed.items():
+        setattr(asked, name, value)
+    (error,) = ask(connected(twin()), asked)
+    with pytest.raises(kind, match=message):
+        raise error
+
+
+def test_a_group_goes_to_one_server_and_groups_to_the_least_loaded(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin
+) -> None:
+    servers = [twin(), twin()]
+    engine = connected(*servers)
+    before = [len(server.generated()) for server in servers]
+    ask(engine, *(request(seed, rid=str(group), group=group) for group in range(4) for seed in range(3)))
+    asked = [server.generated()[n:] for server, n in zip(servers, before, strict=True)]
+    groups = [{body["request_id"].split(".")[0] for body in bodies} for bodies in asked]
+    assert [len(bodies) for bodies in asked] == [6, 6]
+    assert not groups[0] & groups[1]
+
+
+@pytest.mark.parametrize("fault", ["down", "garbage", "hang", "stopped", "restarted"])
+def test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, fault: str
+) -> None:
+    servers = [twin(), twin()]
+    engine = connected(*servers, answer_seconds=1.0)
+    expected = ask(engine, *(request(seed) for seed in range(4)))
+    if fault == "stopped":
+        servers[0].stop()
+    elif fault == "restarted":
+        servers[0].weight_version = "default"
+    else:
+        servers[0].faults.add(fault)
+    answers = ask(engine, *(request(seed) for seed in range(4)))
+    assert [answer.output_tokens for answer in answers] == [answer.output_tokens for answer in expected]
+    assert [server.failure is None for server in engine.servers] == [False, True]
+    assert engine.stats.lost == 1 and engine.stats.retried == 2
+    servers[1].stop()
+    (error,) = ask(engine, request())
+    assert isinstance(error, NoServerError) and servers[1].url in str(error) and servers[0].url in str(error)
+
+
+def test_an_answer_that_a_push_interrupts_goes_on_with_the_new_weights(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
+) -> None:
+    server = twin()
+    engine = connected(server)
+
+    async def run() -> Any:
+        answer = asyncio.create_task(engine.agenerate(request(max_new_tokens=50, ignore_eos=True)))
+        while not any(len(sequence.output) >= 3 for sequence in server.engine._generator.unfinished):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.update_weights, weights, version=1)
+        return await answer
+
+    answer = asyncio.run(run())
+    first = answer.output_versions.count(0)
+    assert answer.output_versions == [0] * first + [1] * (50 - first) and first >= 3
+    assert engine.stats.resumed == 1 and answer.stop_reason == "length"
+    scores = engine.prompt_logprobs(PROMPT + answer.output_tokens)[len(PROMPT) - 1 :]
+    assert answer.output_logprobs == pytest.approx(scores, abs=FIRST_RATIO_FP32), (
+        "the same weights, from an answer's own tokens"
+    )
+
+
+def test_aborted_answers_end_with_their_tokens(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:
+    server = twin()
+    engine = connected(server)
+
+    async def run() -> tuple[Any, int]:
+        answer = asyncio.create_task(engine.agenerate(request(rid="mine", max_new_tokens=50, ignore_eos=True)))
+        while not server.engine._generator.unfinished:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(engine.abort, "other") == 0
+        return await asyncio.to_thread(engine.abort, "mine"), await answer
+
+    aborted, answer = asyncio.run(run())
+    assert aborted == 1 and answer.stop_reason == "abort" and len(answer.output_tokens) < 50
+
+
+def test_paused_servers_sample_nothing(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:
+    engine = connected(twin())
+
+    async def run() -> Any:
+        engine.pause()
+        answer = asyncio.create_task(engine.agenerate(request()))
+        done, _ = await asyncio.wait([answer], timeout=0.2)
+        assert not done
+        engine.resume()
+        return await answer
+
+    assert asyncio.run(run()).output_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault", "message"),
+    [
+        ({"release": "0.99.0"}, None, r"is vLLM 0.99.0; .* those of 0.32.x were tested"),
+        ({"backend": None}, None, r"takes no weights by disk; start it with --worker-extension-cls"),
+        ({"logprobs_mode": "raw_logits"}, None, r"--logprobs-mode is raw_logits; expected raw_logprobs or"),
+        ({}, "tokenizer", r"its tokenizer makes \[.*; start it with the actor's checkpoint"),
+        ({}, "down", r"rollout.servers: .* answered with status 503"),
+    ],
+)
+def test_servers_that_could_not_be_trained_on_are_refused_at_once(
+    twin: MakeTwin, tokenizer: Any, settings: dict[str, Any], fault: str | None, message: str
+) -> None:
+    server = twin(**settings)
+    if fault is not None:
+        server.faults.add(fault)
+    with pytest.raises(ConfigError, match=message):
+        connect([server.url], vocab_size=12, tokenizer=tokenizer)
+
+
+def test_urls_and_folders_that_cannot_be_used_are_refused(twin: MakeTwin) -> None:
+    url = twin().url
+    for urls, message in (
+        ([], "expected the URL of each server once"),
+        ([url, url], "expected the URL of each server once"),
+        (["127.0.0.1:8000"], "expected a URL such as"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            connect(urls, vocab_size=12)
+    with pytest.raises(ConfigError, match="transport is lora, and the actor has no adapters"):
+        connect([url], PushConfig(transport="lora"), vocab_size=12)
+    with pytest.raises(ConfigError, match="takes no weights by lora; start it with --enable-lora"):
+        connect([url], vocab_size=12, has_adapters=True)

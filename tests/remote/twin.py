@@ -1,0 +1,223 @@
+"""A server with vLLM's routes over archon's own generator: real weights, real answers, and faults on request.
+
+What it accepts and returns was copied from vLLM 0.32's source by name. It refuses fields that vLLM does not have, which
+vLLM itself ignores without a word. Real vLLM is asked in `tests/vllm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from archon.checkpoint.hf_io import load_model, load_tokenizer
+from archon.generation.inprocess import InProcessEngine
+from archon.generation.types import GenerationHyperparameters, ModelRequest
+
+SAMPLING_FIELDS = {"n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"}
+SAMPLING_FIELDS |= {"min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs"}
+SAMPLING_FIELDS |= {"prompt_logprobs", "detokenize", "skip_special_tokens"}
+GENERATE_FIELDS = {"request_id", "token_ids", "sampling_params", "model"}
+COMPLETION_FIELDS = SAMPLING_FIELDS | {"request_id", "prompt", "model", "return_token_ids"}
+
+
+class VLLMTwin:
+    """Serves the model of `folder` on a free port of loopback, in a thread with an event loop of its own.
+
+    Attributes:
+        requests: (path, body) of every request so far.
+        faults: names of what goes wrong, such as `stale_head`; tests add and remove them.
+    """
+
+    def __init__(self, folder: Path, *, scale_out: bool = True, **settings: Any) -> None:
+        self.release = settings.pop("release", "0.32.0")
+        self.logprobs_mode = settings.pop("logprobs_mode", "raw_logprobs")
+        self.backend = settings.pop("backend", "archon")
+        self.lora = settings.pop("lora", False)
+        assert not settings
+        self.scale_out = scale_out
+        self.tokenizer = load_tokenizer(folder)
+        self._model = load_model(folder)
+        self.engine = InProcessEngine.from_model(
+            self._model, self.tokenizer, max_slots=32, page_size=8, weights="snapshot"
+        )
+        self._head = self.engine.model.output
+        self.weight_version = "default"
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.faults: set[str] = set()
+        self.updating = False
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(30)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def generated(self) -> list[dict[str, Any]]:
+        """Returns the bodies of the requests for answers."""
+        return [body for path, body in self.requests if path == "/inference/v1/generate"]
+
+    def stop(self) -> None:
+        """Ends the server at once; unfinished requests lose their connection."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(30)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._may_sample = asyncio.Event()
+        self._may_sample.set()
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.0, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        self._ready.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else {}
+        path = f"/{request.match_info['path']}"
+        self.requests.append((path, body))
+        if "down" in self.faults:
+            return web.json_response({"error": "the engine is dead"}, status=503)
+        control = getattr(self, "_on" + path.replace("/", "_"), None)
+        if control is None:
+            return web.json_response({"error": f"no {path}"}, status=404)
+        answer = await control(body, request.query)
+        return answer if isinstance(answer, web.Response) else web.json_response(answer)
+
+    async def _on_version(self, body: Any, query: Any) -> Any:
+        return {"version": self.release}
+
+    async def _on_v1_models(self, body: Any, query: Any) -> Any:
+        return {"data": [{"id": "tiny", "owned_by": "vllm"}]}
+
+    async def _on_server_info(self, body: Any, query: Any) -> Any:
+        assert query["config_format"] == "json"
+        model = {"logprobs_mode": self.logprobs_mode, "max_model_len": 64, "dtype": "torch.float32"}
+        transfer = {"backend": self.backend} if self.backend else None
+        lora = {"max_lora_rank": 8} if self.lora else None
+        return {"vllm_config": {"model_config": model, "weight_transfer_config": transfer, "lora_config": lora}}
+
+    async def _on_tokenize(self, body: Any, query: Any) -> Any:
+        assert body["add_special_tokens"] is False
+        tokens = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+        return {"tokens": tokens[::-1] if "tokenizer" in self.faults else tokens}
+
+    async def _on_pause(self, body: Any, query: Any) -> Any:
+        self._may_sample.clear()
+        if query["mode"] == "abort":
+            self.engine.abort()
+        else:
+            self.engine.pause()
+        return {"status": "paused"}
+
+    async def _on_resume(self, body: Any, query: Any) -> Any:
+        self.engine.resume()
+        self._may_sample.set()
+        return {"status": "resumed"}
+
+    async def _on_abort_requests(self, body: Any, query: Any) -> Any:
+        names = [name.removeprefix("generate-tokens-") for name in body["request_ids"]]
+        return {"aborted": sum(self.engine.abort(name) for name in names)}
+
+    async def _on_reset_prefix_cache(self, body: Any, query: Any) -> Any:
+        return {"success": "cache_in_use" not in self.faults}
+
+    async def _on_start_weight_update(self, body: Any, query: Any) -> Any:
+        self.updating = True
+        return {}
+
+    async def _on_update_weights(self, body: Any, query: Any) -> Any:
+        assert self.updating and list(body["update_info"]) == ["folder"]
+        if "update" in self.faults:
+            return web.json_response({"error": "EngineCore encountered an issue"}, status=500)
+        self._model = load_model(body["update_info"]["folder"])
+        return {}
+
+    async def _on_finish_weight_update(self, body: Any, query: Any) -> Any:
+        self.updating = False
+        self.weight_version = "7" if "version" in self.faults else body["weight_version"]
+        model = self.engine.model
+        model.output, embedding = self._head, model.tok_embeddings.weight
+        old_head = torch.nn.Linear(*embedding.shape[::-1], bias=False)
+        old_head.weight = torch.nn.Parameter(embedding.detach().clone())
+        if "forgetful" not in self.faults:
+            self.engine.update_weights(self._model, version=int(body["weight_version"]))
+        if "stale_head" in self.faults:  # as vLLM's CPU build: the embedding is new, the packed copy of the head is not
+            model.output = old_head
+        return {}
+
+    async def _on_weight_info(self, body: Any, query: Any) -> Any:
+        return {"weight_version": self.weight_version}
+
+    async def _on_inference_v1_generate(self, body: Any, query: Any) -> Any:
+        if not self.scale_out:
+            return web.json_response({"error": "forbidden"}, status=403)
+        assert set(body) <= GENERATE_FIELDS and set(body["sampling_params"]) <= SAMPLING_FIELDS
+        params = body["sampling_params"]
+        if "prompt_logprobs" in params:
+            return {"prompt_logprobs": self._scores(body["token_ids"])}
+        if "seed" not in params:  # of the connection
+            return {"choices": [{}]}
+        if "hang" in self.faults:
+            await asyncio.sleep(3600)
+        response = await self._answer(body["token_ids"], params, body["request_id"])
+        content = zip(response.output_tokens, response.output_logprobs, strict=True)
+        spans = [{"version": self.weight_version, "start": 0, "end": len(response.output_tokens)}]
+        choice = {
+            "token_ids": response.output_tokens,
+            "finish_reason": response.stop_reason,
+            "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in content]},
+            "weight_versions": spans,
+        }
+        if "garbage" in self.faults:
+            choice["logprobs"]["content"].pop()
+        return {"choices": [choice]}
+
+    async def _on_v1_completions(self, body: Any, query: Any) -> Any:
+        assert set(body) <= COMPLETION_FIELDS
+        if "prompt_logprobs" in body:
+            return {"choices": [{"prompt_logprobs": self._scores(body["prompt"])}]}
+        response = await self._answer(body["prompt"], body, body["request_id"])
+        choice = {
+            "token_ids": response.output_tokens,
+            "finish_reason": response.stop_reason,
+            "logprobs": {"token_logprobs": response.output_logprobs},
+        }
+        return {"choices": [choice]}
+
+    def _scores(self, tokens: list[int]) -> list[Any]:
+        scores = self.engine.score_prompt(tokens).logprobs
+        places = zip(tokens[1:], scores, strict=True)
+        return [None, *({str(token): {"logprob": logprob, "rank": 1}} for token, logprob in places)]
+
+    async def _answer(self, prompt: list[int], params: dict[str, Any], rid: str) -> Any:
+        assert params["ignore_eos"] and params["n"] == 1 and params["logprobs"] == 0
+        gconfig = GenerationHyperparameters(
+            max_new_tokens=params["max_tokens"],
+            min_new_tokens=params["min_tokens"],
+            greedy=params["temperature"] == 0,
+            temperature=params["temperature"] or 1.0,
+            top_p=params["top_p"],
+            top_k=params["top_k"] or None,
+            stop=params["stop"],
+            stop_token_ids=params["stop_token_ids"],
+            ignore_eos=True,
+            seed=params["seed"],
+        )
+        await self._may_sample.wait()
+        return await self.engine.agenerate(ModelRequest(prompt, gconfig, rid=rid))

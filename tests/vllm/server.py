@@ -1,0 +1,84 @@
+"""Starts real vLLM from its own environment, made by `.ci/setup_vllm`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RELEASE = "0.32.0"
+READY_SECONDS = 600
+
+
+def environment() -> Path:
+    """The folder of vLLM's environment: `ARCHON_VLLM`, or where `.ci/setup_vllm` makes it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("ARCHON_VLLM") or cache / "archon" / f"vllm-{RELEASE}")
+
+
+def is_installed() -> bool:
+    return (environment() / ".archon-setup").exists()
+
+
+class VLLMServer:
+    """`vllm serve` on a free port of loopback, with every route that archon uses."""
+
+    def __init__(self, model: Path, log: Path, *options: str, length: int = 512) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{self.port}", log
+        command = [
+            *(str(environment() / "bin" / "vllm"), "serve", str(model)),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"),
+            *("--max-model-len", str(length), "--max-num-seqs", "32", "--enforce-eager", "--enable-scale-out"),
+            *("--worker-extension-cls", "archon.serve.vllm_extension.Extension"),
+            *("--weight-transfer-config", json.dumps({"backend": "archon"}), *options),
+        ]
+        needed = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, env=inherited | needed, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self) -> VLLMServer:
+        """Returns once the server answers; raises with the end of its log where it never does."""
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return self
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        self.stop()
+        raise RuntimeError(f"vLLM did not start:\n{self.log.read_text()[-4000:]}")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # also workers that outlived it
+        except ProcessLookupError:
+            pass
+        self.process.wait(30)
