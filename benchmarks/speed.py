@@ -108,7 +108,7 @@ def decode_with_trained_weights(engine: Any) -> None:
     """Decode with the trainer's weights, without packing them."""
     from archon.generation import replica
 
-    replica._pack_linears = lambda replica: None
+    replica._pack_linears = lambda replica: 0
 
 
 def join_projections(engine: Any) -> None:

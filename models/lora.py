@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.models.layers.linear import Linear
-from archon.models.layers.lora import LowRank
+from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.moe import GroupedExperts
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.config import LoRAConfig
@@ -158,6 +159,19 @@ def mirror_adapters(model: nn.Module, like: nn.Module) -> None:
         adapter = getattr(module, "lora", None)
         if adapter is not None:
             model.get_submodule(name).lora = copy.deepcopy(adapter).to("meta")
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Makes the model compute what its frozen weights alone do, until the end of the block."""
+    adapters = [module for module in model.modules() if isinstance(module, LowRank | LowRanks)]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
 
 
 def initializers(model: nn.Module, kind: Literal["zero", "gaussian", "random"]) -> Iterator[Fill]:

@@ -16,6 +16,7 @@ from archon.data.config import DatasetConfig
 from archon.data.registry import load_rows
 from archon.engine.build import require_exportable
 from archon.engine.engine import ArchonEngine
+from archon.engine.reference import open_reference
 from archon.generation import InProcessEngine
 from archon.generation.types import GeneratorConfig
 from archon.parallel.control_plane import ControlPlane
@@ -144,11 +145,14 @@ class RLTrainer(BaseTrainer):
                 metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
             if batch.is_on_policy(self.generator.version):
                 check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
+            pushed = self.generator.stats.pushed_bytes
             with timed(seconds, "push"):
                 self.engine.version += 1
                 self.generator.update_weights(weights_for(self.engine, self.generator), version=self.engine.version)
             if isinstance(self.generator, RemoteEngine):
                 metrics |= self.generator.push_metrics
+            else:
+                metrics["push/bytes"] = float(self.generator.stats.pushed_bytes - pushed)
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         elif batch.dropped:
             self._dump(batch.dropped, metrics)
@@ -314,10 +318,7 @@ class RLTrainer(BaseTrainer):
         self.engine = ArchonEngine(config.actor)
         steps = config.total_steps * algorithm.ppo_epochs * algorithm.minibatches
         self.engine.initialize(steps)
-        reference = None
-        if resolved.ref is not None:
-            reference = ArchonEngine(resolved.ref)
-            reference.initialize()
+        reference = None if resolved.ref is None else open_reference(self.engine, resolved.ref)
         if resolved.critic is not None:
             self.critic = ArchonEngine(resolved.critic)
             self.critic.initialize(steps)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from archon.engine.engine import ArchonEngine
+from archon.engine.reference import Reference
 from archon.generation.seeds import derive_seed
 from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs, overlong_penalty
 from archon.rl.algorithms.config import AlgorithmConfig
@@ -47,7 +48,7 @@ class PolicyUpdate:
     """
 
     engine: ArchonEngine
-    reference: ArchonEngine | None
+    reference: Reference | None
     algorithm: AlgorithmConfig
     _: KW_ONLY
     temperature: float
@@ -205,13 +206,13 @@ class PolicyUpdate:
             weights = weights * kept
         return weights
 
-    def _logprobs(self, engine: ArchonEngine, batch: Mapping[str, Tensor]) -> Tensor:
+    def _logprobs(self, engine: Reference, batch: Mapping[str, Tensor]) -> Tensor:
         def score(documents: Batch) -> Tensor:
             return engine.forward_batch(documents, self.temperature, only_trained=True)
 
         return self._scored(engine, batch, score)
 
-    def _scored(self, engine: ArchonEngine, batch: Mapping[str, Tensor], score: Callable[[Batch], Tensor]) -> Tensor:
+    def _scored(self, engine: Reference, batch: Mapping[str, Tensor], score: Callable[[Batch], Tensor]) -> Tensor:
         """Returns `score` of every document, [B, S]."""
         documents = _trained_fields(batch)
         return score_sharded(score, documents, engine.ranks.dp, engine.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from archon.training.batch_sharding import score_sharded
 
 
 def weights_of(engine: ArchonEngine) -> WeightSource:
-    """Returns the model, or where it is sharded over processes or has adapters an iterator of its weights, which all
-    ranks consume."""
+    """Returns what a push after a step sends: the model, or where it is sharded over processes an iterator of its
+    weights, or of a model with adapters of theirs alone; all ranks consume it."""
+    if engine.lora:
+        return engine.adapter_weights()
     return engine.whole_model if _is_plain(engine) else engine.weights()
 
 
@@ -27,16 +30,17 @@ def _is_plain(engine: ArchonEngine) -> bool:
 
 
 def in_process(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProcessEngine:
-    """Returns a generator with the engine's weights; each process gets a full replica of a sharded model, or of one
-    with adapters, which are merged there.
+    """Returns a generator with the engine's weights; each process gets a full replica of a sharded model.
+
+    A replica of a model with adapters has them beside its frozen weights, as the trainer has, so that both compute the
+    same. It shares those weights with a trainer that is one process.
 
     `options` are those of `InProcessEngine.from_model`. Raises `RolloutError` where replica and cache do not fit.
     """
     if _is_plain(engine):
         return InProcessEngine.from_model(engine.whole_model, tokenizer, **options)
-    with torch.device("meta"):
-        model = engine.spec.model_class(engine.args)
-    return InProcessEngine.from_model(model, tokenizer, source=engine.weights(), device=engine.device, **options)
+    source = chain(engine.base_weights(), engine.adapter_weights())
+    return InProcessEngine.from_model(engine.meta_model(), tokenizer, source=source, device=engine.device, **options)
 
 
 @dataclass(frozen=True)

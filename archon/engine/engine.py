@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,7 +53,7 @@ from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
 from archon.models.layers.delta_rule import require_delta_rule
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import AdapterSize, is_adapter, with_adapters
+from archon.models.lora import AdapterSize, adapters_off, is_adapter, with_adapters
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
@@ -188,6 +189,10 @@ class ArchonEngine:
         if self.optimizer is not None and config.optimizer is not None:
             self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
 
+    def meta_model(self) -> BaseArchonModel:
+        """Returns the model with all layers, and adapters if it has them, unparallelized, on the meta device."""
+        return self._build.whole_model()
+
     @property
     def parallel_dims(self) -> ArchonParallelDims:
         """Degrees and meshes of the layout."""
@@ -286,6 +291,12 @@ class ArchonEngine:
         logprobs, entropy = self._score(batch, temperature, entropy=True, only_trained=only_trained)
         return logprobs, entropy
 
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Makes the engine score with the frozen weights alone, until the end of the block."""
+        with adapters_off(self.model):
+            yield
+
     def step_lr_scheduler(self) -> None:
         """Set the learning rate of the next optimizer step."""
         self._require_optimizer()[1].step()
@@ -296,7 +307,7 @@ class ArchonEngine:
 
         Adapters are added to the copies of their matrices that are yielded.
         """
-        weights = self._base_weights(bucket_bytes)
+        weights = self.base_weights(bucket_bytes)
         yield from with_adapters(weights, dict(self.adapter_weights()), self.lora) if self.lora else weights
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -308,7 +319,9 @@ class ArchonEngine:
             whole = {name: p for name, p in self._build.whole_model().named_parameters() if is_adapter(name)}
             yield from staged_tensors(own, whole, self.ranks.pp, self.device)
 
-    def _base_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    def base_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """Same as `weights`, without adapters: of a model that has them, its frozen weights, not copied where this rank
+        holds them whole."""
         own = {name: parameter for name, parameter in self.model.named_parameters() if not is_adapter(name)}
         biases = expert_biases(self.model)
         if not isinstance(self.model, StagedModel):

@@ -37,6 +37,7 @@ class GeneratorStats:
     decode_tokens: int = 0  # tokens computed one per sequence and step
     duplicate_tokens: int = 0  # of these, those not run through the model because another sequence's were the same
     shared_prompts: int = 0  # answers whose prompt was computed for another one
+    pushed_bytes: int = 0  # written by updates of the weights, packed copies included
 
 
 def _round_up(rows: int) -> int:

@@ -20,6 +20,7 @@ from archon.generation.replica import (
     copy_weights,
     fingerprint,
     own_weights,
+    pushed_tensors,
     share_weights,
 )
 from archon.generation.sequence import Sequence
@@ -202,9 +203,10 @@ class InProcessEngine:
 
     @property
     def fingerprint(self) -> int:
-        """Fingerprint of the current weights, comparable with `replica.fingerprint` of the trainer's model."""
+        """Fingerprint of the current weights, of a model with adapters of theirs alone, comparable with
+        `replica.fingerprint` of the trainer's."""
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(self._generator.model)
+            self._fingerprint = fingerprint(pushed_tensors(self._generator.model).items())
         return self._fingerprint
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
@@ -307,7 +309,8 @@ class InProcessEngine:
         """Replace the weights by those of a model, or of an iterator of (native name, tensor).
 
         Weights shared with a model stay shared when that model is given. The weights of an iterator are copied to the
-        replica's own memory, and a fingerprint of both sides verifies the copy.
+        replica's own memory, and a fingerprint of both sides verifies the copy. Those of a replica with adapters are
+        the adapters' alone: its other weights are frozen.
 
         Takes effect between two tokens. Unfinished answers keep their tokens, logprobs and versions; their cache is
         recomputed with the new weights. `version` defaults to the next one. If the update fails, every unfinished
@@ -315,18 +318,18 @@ class InProcessEngine:
         """
         try:
             if self._aliased and isinstance(meta, torch.nn.Module):
-                share_weights(self._generator.model, meta)
-                self._fingerprint = None
+                written, self._fingerprint = share_weights(self._generator.model, meta), None
             else:
                 if self._aliased:
                     own_weights(self._generator.model)
                     self._aliased = False
-                self._fingerprint = copy_weights(self._generator.model, meta)
+                self._fingerprint, written = copy_weights(self._generator.model, meta)
         except BaseException as error:
             self._damaged, self._fingerprint = str(error), None
             self._generator.fail(error)
             raise
         self._damaged = None
+        self.stats.pushed_bytes += written
         self._generator.restart(self._generator.version + 1 if version is None else version)
 
     def state_dict(self) -> dict[str, int]:

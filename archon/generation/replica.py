@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from archon.models.adapter_rows import AdapterRows
 from archon.models.base import BaseArchonModel
 from archon.models.head import LMHead
 from archon.models.layers.linear import Linear
 from archon.models.layers.matmul import has_onednn
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import mirror_adapters
+from archon.models.lora import is_adapter, mirror_adapters
 from archon.models.token_scores import soft_capped
 from archon.parallel.gather import whole_tensors
 from archon.schema.errors import RolloutError
@@ -61,7 +62,8 @@ def build_replica(
         mode: `snapshot` copies the weights. `alias` shares them: the model must be unwrapped, unsharded and of the same
             dtype, and the trainer must not step while answers are unfinished. `auto` shares them where possible.
         dtype: of the replica, but for parameters in full precision, which are at least float32; by default the model's.
-        source: (native name, full tensor) of every weight, where `model` is on the meta device.
+        source: (native name, full tensor) of every weight, where `model` is on the meta device. Frozen ones, those of a
+            model with adapters, are shared where their dtype and device are the replica's.
         device: of the replica; by default the model's.
     """
     weights = dict(named_weights(model))
@@ -77,6 +79,12 @@ def build_replica(
     if mode == "alias" and (source is not None or not shareable):
         raise RolloutError("weights='alias': the model is wrapped, sharded or of another dtype; use 'snapshot'")
     alias = source is None and shareable and mode != "snapshot"
+    frozen = not alias and any(map(is_adapter, own))
+    if frozen:
+        pairs = named_weights(weights.items() if source is None else source)
+        weights = {
+            name: tensor.to(device=device, dtype=dtypes.get(name), copy=is_adapter(name)) for name, tensor in pairs
+        }
     device = device or next(iter(weights.values())).device
     replica.init_buffers(device)
     for name, parameter in _tensors(replica).items():
@@ -85,14 +93,14 @@ def build_replica(
             raise RolloutError(f"weights of the generator: {name!r} is {given}, expected {tuple(parameter.shape)}")
         trained = isinstance(parameter, nn.Parameter)
         tensor = weights[name]
-        if not alias:
+        if not alias and not frozen:
             tensor = torch.empty_like(tensor, dtype=dtypes.get(name), device=device)
         owner, _, attribute = name.rpartition(".")
         value = nn.Parameter(tensor, requires_grad=False) if trained else tensor
         setattr(replica.get_submodule(owner), attribute, value)
     replica.tie_weights()
     replica.eval()
-    if alias:
+    if alias or frozen:
         _pack_linears(replica)
     else:
         copy_weights(replica, weights.items() if source is None else source)
@@ -107,36 +115,43 @@ def _replica_dtypes(replica: BaseArchonModel, dtype: torch.dtype | None) -> dict
     return {name: wide if name in names else dtype for name, _ in replica.named_parameters(remove_duplicate=False)}
 
 
-def _pack_linears(replica: nn.Module) -> None:
+def _pack_linears(replica: nn.Module) -> int:
     """Pack weights on a CPU in the memory layout of oneDNN's kernels, which makes a decoding step 1.5 times as fast.
+
+    Returns the bytes that were written.
 
     Packed weights are copies, so this must be called again after every change of a weight. (Tensor versions cannot
     detect a change: fused optimizers do not increment them.)
     """
+    written = 0
     if not has_onednn():
-        return
+        return written
+    module: Any
     for module in replica.modules():
         # A subclass with its own forward does more than a matrix product.
         if not isinstance(module, nn.Linear) or type(module).forward not in (Linear.forward, LMHead.forward):
             continue
-        if getattr(module, "lora", None) is not None:
-            continue
         if (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
             packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), _PACKED_FOR_ROWS)
-            soft_cap = module.soft_cap if isinstance(module, LMHead) else None
-            module.forward = partial(_packed_linear, packed, module.bias, soft_cap)  # type: ignore[method-assign]
+            module.forward = partial(_packed_linear, module, packed)  # type: ignore[method-assign]
+            written += _bytes(module.weight)
+    return written
 
 
-def _packed_linear(
-    packed: Tensor, bias: Tensor | None, soft_cap: float | None, x: Tensor, adapters: None = None
-) -> Tensor:
-    return soft_capped(torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""), soft_cap)
+def _packed_linear(module: Any, packed: Tensor, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    out = torch.ops.mkldnn._linear_pointwise(x, packed, module.bias, "none", [], "")
+    return soft_capped(out, module.soft_cap) if isinstance(module, LMHead) else module.adapted(out, x, adapters)
 
 
-def share_weights(replica: nn.Module, model: nn.Module) -> None:
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def share_weights(replica: nn.Module, model: nn.Module) -> int:
     """Make the replica's parameters share the memory of the model's, which may have been reallocated.
 
-    Raises RolloutError where names, shapes, dtypes or devices differ.
+    Returns the bytes of the packed copies that were written. Raises RolloutError where names, shapes, dtypes or devices
+    differ.
     """
     source, parameters = _tensors(model), _tensors(replica)
     if source.keys() != parameters.keys():
@@ -150,43 +165,53 @@ def share_weights(replica: nn.Module, model: nn.Module) -> None:
                 f" {tuple(parameter.shape)} {parameter.dtype} on {parameter.device}"
             )
         parameter.data = tensor
-    _pack_linears(replica)
+    return _pack_linears(replica)
 
 
 def own_weights(replica: nn.Module) -> None:
-    """Allocate memory for the replica's own parameters, uninitialized."""
-    for tensor in _tensors(replica).values():
+    """Allocate memory of the replica's own for what an update changes, uninitialized."""
+    for tensor in pushed_tensors(replica).values():
         tensor.data = torch.empty_like(tensor.data)
 
 
 @torch.no_grad()
-def copy_weights(replica: nn.Module, source: WeightSource) -> int:
-    """Copy every weight into the replica, converted to its dtype. Returns the fingerprint of the weights.
+def copy_weights(replica: nn.Module, source: WeightSource) -> tuple[int, int]:
+    """Copy every weight into the replica, converted to its dtype: those of the adapters alone, if it has any.
+
+    Returns the fingerprint of these weights, and the bytes that were written.
 
     Raises RolloutError for an unknown name or another shape, for a missing weight, and where the replica's fingerprint
     differs from that of the sent weights.
     """
-    parameters = _tensors(replica)
+    parameters = pushed_tensors(replica)
+    has_adapters = len(parameters) < len(_tensors(replica))
     missing = set(parameters)
-    sent = 0
+    sent = written = 0
     for name, tensor in named_weights(source):
         if name not in missing:
-            state = "sent twice" if name in parameters else "unknown to the generator"
+            state = "sent twice" if name in parameters else "frozen" if has_adapters else "unknown to the generator"
             raise RolloutError(f"weight update: {name!r} is {state}")
         target = parameters[name]
         if tensor.shape != target.shape:
             raise RolloutError(f"weight update: {name!r} is {tuple(tensor.shape)}, expected {tuple(target.shape)}")
         tensor = tensor.to(target.dtype)
         target.copy_(tensor)
-        sent += _digest(name, tensor)
+        sent, written = sent + _digest(name, tensor), written + _bytes(tensor)
         missing.discard(name)
     if missing:
         raise RolloutError(f"weight update: {len(missing)} weights were not sent, such as {min(missing)!r}")
-    _pack_linears(replica)
-    held = fingerprint(replica)
+    if not has_adapters:
+        written += _pack_linears(replica)
+    held = fingerprint(parameters.items())
     if held != (sent := sent % 2**64):
         raise RolloutError(f"weight update: the generator holds {held:016x}, the trainer sent {sent:016x}")
-    return held
+    return held, written
+
+
+def pushed_tensors(replica: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors that an update changes, by name: of a model with adapters theirs alone."""
+    tensors = _tensors(replica)
+    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
 
 
 def fingerprint(source: WeightSource) -> int:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from archon.engine.batch import PackedBatch
-from archon.engine.engine import ArchonEngine
 from archon.engine.loss import Metrics, document_sums
+from archon.engine.reference import Reference, open_reference
 from archon.training.batch_sharding import score_sharded, shard_batch
 from archon.training.config import PreferenceConfig
 from archon.training.loop import timed
@@ -70,10 +70,8 @@ class PreferenceTrainer(SFTTrainer):
 
     def open(self) -> None:
         super().open()
-        self.reference = None
-        if (ref := self.config.resolve().ref) is not None:
-            self.reference = ArchonEngine(ref)
-            self.reference.initialize()
+        ref = self.config.resolve().ref
+        self.reference = None if ref is None else open_reference(self.engine, ref)
 
     def train_step(self) -> dict[str, float]:
         """Take an optimizer step on the next pairs."""
@@ -127,7 +125,7 @@ class PreferenceTrainer(SFTTrainer):
         }
         return {name: value.mean().item() for name, value in means.items()}, derivative
 
-    def _numbers(self, engine: ArchonEngine, batch: Batch) -> Tensor:
+    def _numbers(self, engine: Reference, batch: Batch) -> Tensor:
         """Returns the sum of each answer's trained log-probabilities, or its score; float64 [2 P]."""
 
         def score(documents: Batch) -> Tensor:

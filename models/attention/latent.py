@@ -61,5 +61,8 @@ class LatentKeys:
         return torch.bmm(latents.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
 
     def _matrices(self) -> Tensor:
-        """Returns the weight as [H, N + V, C]."""
-        return self.expansion.weight.unflatten(0, (-1, self.key_features + self.value_features))
+        """Returns the weight, with its adapter added if it has one, as [H, N + V, C]."""
+        weight, adapter = self.expansion.weight, getattr(self.expansion, "lora", None)
+        if adapter is not None and adapter.enabled:
+            weight = weight + adapter.scale * (adapter.b @ adapter.a)
+        return weight.unflatten(0, (-1, self.key_features + self.value_features))

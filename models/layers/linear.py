@@ -69,10 +69,18 @@ class Linear(nn.Linear):
         return self._product(x, weight, bias, adapters)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: AdapterRows | None) -> Tensor:
-        if isinstance(self.lora, LowRank):
+        if isinstance(self.lora, LowRank) and self.lora.enabled:
             return self.lora(x, weight, bias, self.rows)
-        out = linear(x, weight, bias)
-        if self.lora is None or adapters is None:
+        return self.adapted(linear(x, weight, bias), x, adapters)
+
+    def adapted(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """Returns out [T, out], the product for x [T, in], plus what the layer's adapter adds, or that of each row."""
+        if self.lora is None or not self.lora.enabled:
+            return out
+        if isinstance(self.lora, LowRank):
+            a, b = self.lora.parts(x.dtype, self.rows)
+            return torch.addmm(out, linear(x, a), b.t(), alpha=self.lora.scale)
+        if adapters is None:
             return out
         return self.lora(out, x, adapters.own if self.role == "latent" else adapters, self.rows)
 

@@ -29,9 +29,11 @@ class LowRank(nn.Module):
         a, b: [r, in] and [out, r]; [E, r, in] and [E, out, r] for `experts` E.
         scale: factor on b a.
         casts_parameters: a and b may be wider than the computation, which rounds them itself.
+        enabled: whether the layer adds it; see `archon.models.lora.adapters_off`.
     """
 
     casts_parameters: ClassVar[bool] = True
+    enabled = True
 
     def __init__(
         self, in_features: int, out_features: int, rank: int, scale: float, experts: int | None = None
@@ -62,6 +64,8 @@ class LowRank(nn.Module):
 
 class LowRanks(nn.ModuleDict):
     """Several adapters of one matrix, or of one matrix of every expert, by name: `LowRank`s of any ranks and scales."""
+
+    enabled = True
 
     def forward(self, out: Tensor, x: Tensor, adapters: AdapterRows, rows: slice | None = None) -> Tensor:
         """Returns out [T, out] of a linear layer for x [T, in] plus what each row's adapter adds, see `LowRank`."""

@@ -262,9 +262,11 @@ class GroupedExperts(nn.Module):
         if self.lora is None or matrix not in self.lora:
             return out
         adapter = self.lora[matrix]
+        assert isinstance(adapter, LowRank | LowRanks)
+        if not adapter.enabled:
+            return out
         if isinstance(adapter, LowRanks):
             return adapter.add_to_experts(out, x, adapters, groups)
-        assert isinstance(adapter, LowRank)
         a, b = adapter.parts(x.dtype)
         if missing := pad_to_grouped(a.shape[1], x) - a.shape[1]:
             a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))

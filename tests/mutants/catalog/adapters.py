@@ -67,4 +67,25 @@ MUTANTS: tuple[Mutant, ...] = (
         '"adapters": sizes}',
         (f"{TRAINING}::test_a_checkpoint_of_another_base_or_size_is_refused",),
     ),
+    Mutant(
+        "the reference model has the adapters",
+        "models/lora.py",
+        "        adapter.enabled = False\n",
+        "        adapter.enabled = True\n",
+        ("tests/lora/test_reference.py::test_the_base_scores_as_a_reference_of_its_own",),
+    ),
+    Mutant(
+        "absorbed matrices lack the adapter",
+        "models/attention/latent.py",
+        "weight + adapter.scale * (adapter.b @ adapter.a)",
+        "weight",
+        ("tests/lora/test_generation.py::test_the_generator_computes_the_trainers_policy[deepseek_v3]",),
+    ),
+    Mutant(
+        "a generator that shares the frozen base takes new weights of it",
+        "archon/generation/replica.py",
+        "for name, tensor in tensors.items() if is_adapter(name)} or tensors",
+        "for name, tensor in tensors.items()}",
+        ("tests/lora/test_generation.py::test_a_push_of_the_base_or_of_other_adapters_is_refused",),
+    ),
 )

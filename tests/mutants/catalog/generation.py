@@ -57,15 +57,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a generator that shares weights goes on multiplying by the packed old ones",
         "archon/generation/replica.py",
-        "        parameter.data = tensor\n    _pack_linears(replica)\n",
-        "        parameter.data = tensor\n",
+        "        parameter.data = tensor\n    return _pack_linears(replica)\n",
+        "        parameter.data = tensor\n    return 0\n",
         ("tests/generation/test_replica.py", "tests/generation/test_engine.py"),
     ),
     Mutant(
         "a generator with its own weights goes on multiplying by the packed old ones",
         "archon/generation/replica.py",
-        "    _pack_linears(replica)\n    held = fingerprint(replica)\n",
-        "    held = fingerprint(replica)\n",
+        "        written += _pack_linears(replica)\n",
+        "        pass\n",
         ("tests/generation/test_replica.py", "tests/generation/test_engine.py"),
     ),
     Mutant(
@@ -85,8 +85,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a generator's packed head forgets the soft cap",
         "archon/generation/replica.py",
-        "soft_cap = module.soft_cap if isinstance(module, LMHead) else None",
-        "soft_cap = None",
+        "soft_capped(out, module.soft_cap) if isinstance(module, LMHead)",
+        "out if isinstance(module, LMHead)",
         ("tests/generation/test_parity.py::test_first_step_ratio_is_one[gemma3_text-1.0]",),
     ),
     Mutant(
