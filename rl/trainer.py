@@ -145,14 +145,8 @@ class RLTrainer(BaseTrainer):
                 metrics |= measured | self._compute(lambda: self.update.train(prepared, self.step))
             if batch.is_on_policy(self.generator.version):
                 check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
-            pushed = self.generator.stats.pushed_bytes
             with timed(seconds, "push"):
-                self.engine.version += 1
-                self.generator.update_weights(weights_for(self.engine, self.generator), version=self.engine.version)
-            if isinstance(self.generator, RemoteEngine):
-                metrics |= self.generator.push_metrics
-            else:
-                metrics["push/bytes"] = float(self.generator.stats.pushed_bytes - pushed)
+                metrics |= self._push()
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         elif batch.dropped:
             self._dump(batch.dropped, metrics)
@@ -161,6 +155,16 @@ class RLTrainer(BaseTrainer):
             metrics["rollout/overlap"] = self._overlap_seconds / generated if generated else 0.0
         metrics["skipped_update"] = float(not batch)
         return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
+
+    def _push(self) -> dict[str, float]:
+        """Gives the generator the new weights. Returns the metrics of the push."""
+        self.engine.version += 1
+        weights, generator = weights_for(self.engine, self.generator), self.generator
+        before = 0 if isinstance(generator, RemoteEngine) else generator.stats.pushed_bytes
+        generator.update_weights(weights, version=self.engine.version)
+        if isinstance(generator, RemoteEngine):
+            return generator.push_metrics
+        return {"push/bytes": float(generator.stats.pushed_bytes - before)}
 
     def _dump(self, batch: RolloutBatch, metrics: dict[str, float], advantages: Tensor | None = None) -> None:
         """Writes some groups to trajectories.jsonl, and counts those that could not be written."""
