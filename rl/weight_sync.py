@@ -32,7 +32,7 @@ def _is_plain(engine: ArchonEngine) -> bool:
 def in_process(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProcessEngine:
     """Returns a generator with the engine's weights; each process gets a full replica of a sharded model.
 
-    A replica of a model with adapters has them beside its frozen weights, as the trainer has, so that both compute the
+    A replica of a model with adapters has them next to its frozen weights, as the trainer has, so that both compute the
     same. It shares those weights with a trainer that is one process.
 
     `options` are those of `InProcessEngine.from_model`. Raises `RolloutError` where replica and cache do not fit.
