@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -53,6 +55,25 @@ class AdapterRows:
             order = order.to(device)
         counts = ids.bincount(minlength=len(names) + 1).to(device)
         return cls(tuple(names), ids.to(device), counts, order, inverse, share)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[str, int, int], ...]:
+        """(name, first row, row after the last) of consecutive rows with one adapter; copies the ids to the host."""
+        found, first = [], 0
+        for index, rows in groupby(self.ids.tolist()):
+            last = first + len(list(rows))
+            if index < len(self.names):
+                found.append((self.names[index], first, last))
+            first = last
+        return tuple(found)
+
+    def rows(self, first: int, last: int) -> AdapterRows:
+        """Returns the adapters of the rows from `first` to before `last`."""
+        return AdapterRows.of(self.names, self.ids[first:last].cpu(), self.ids.device)
+
+    def repeated(self, row: int, count: int) -> AdapterRows:
+        """Returns the adapters of `count` rows that all have that of `row`."""
+        return AdapterRows.of(self.names, self.ids[row].cpu().expand(count), self.ids.device)
 
     @property
     def own(self) -> AdapterRows:

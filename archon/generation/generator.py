@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from archon.checkpoint.adapter_export import Adapters
 from archon.engine import heap
+from archon.generation.adapters import AdapterTable
 from archon.generation.sampler import SamplingParams, sample
 from archon.generation.scheduler import Fork, ScheduledChunk, Scheduler, Step
 from archon.generation.sequence import Sequence, StopStrings
@@ -48,6 +51,11 @@ def _round_up(rows: int) -> int:
     """
     step = 1 << max(rows.bit_length() - 4, 0)
     return -(-rows // step) * step
+
+
+def _adapter_key(sequence: Sequence) -> int:
+    """Returns a key by which sequences of one adapter lie together, and those without one are last."""
+    return sys.maxsize if sequence.adapter is None else sequence.adapter.key
 
 
 def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence], list[int]]:
@@ -131,6 +139,7 @@ class Generator:
         self.seed, self.eos_token_ids, self.tokenizer = seed, eos_token_ids, tokenizer
         self.max_slots, self.prefill_tokens = max_slots, prefill_tokens
         self.scheduler = self._new_scheduler()
+        self.adapters = AdapterTable(model)
         self.stats = GeneratorStats()
         self.version = 0
         self.submitted = 0
@@ -145,9 +154,11 @@ class Generator:
     def submit(self, request: ModelRequest, on_done: Callable[[Sequence], None]) -> Sequence:
         """Queue a request. `on_done` is called once, when its answer has ended or failed.
 
-        Raises RolloutError for a request that can never be answered.
+        Raises RolloutError for a request that can never be answered, UnknownAdapterError for one that names an adapter
+        that is not loaded.
         """
         g, prompt = request.gconfig, request.input_ids
+        adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         if g.n_samples != 1:
             raise RolloutError(
                 f"request {request.rid}: n_samples is {g.n_samples}; expected 1: send a request for each answer"
@@ -176,6 +187,7 @@ class Generator:
             stop_ids=frozenset(i for i in stop_ids if i < vocab_size),
             stop_strings=self._stop_strings(request),
             on_done=on_done,
+            adapter=adapter,
         )
         pages = self.scheduler.pages_for(sequence.max_cached)
         if pages > self.cache.n_pages:
@@ -186,6 +198,8 @@ class Generator:
             )
         self._check_rope(sequence)
         self.submitted += 1
+        if adapter is not None:
+            self.adapters.begin(adapter, len(prompt))
         self.scheduler.submit(sequence)
         return sequence
 
@@ -237,7 +251,7 @@ class Generator:
 
     def _forward(self, step: Step, sampled: _SampleBatch) -> None:
         chunks = step.chunks
-        decode, duplicates, duplicate_rows = _dedupe_rows(step.decode)
+        decode, duplicates, duplicate_rows = _dedupe_rows(sorted(step.decode, key=_adapter_key))
         lengths = np.array([sequence.total for sequence in decode], dtype=np.int64)
         tokens = [(sequence.output or sequence.prompt)[-1] for sequence in decode]
         prefill_chunks = []
@@ -258,6 +272,9 @@ class Generator:
             *(np.array([sequence.state for sequence in some], dtype=np.int64) for some in (decode, duplicates)),
         )
         meta = PagedAttention(self.cache, decode_rows, prefill_chunks, self.model.args.attn_type, rows)
+        owners = [(sequence.adapter, 1) for sequence in decode]
+        owners += [(chunk.sequence.adapter, chunk.stop - chunk.start) for chunk in chunks]
+        meta.adapters = self.adapters.rows(owners, rows)
         hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
 
         for sequence in step.decode:
@@ -311,13 +328,19 @@ class Generator:
             rows = sampled.rows[first * block : first * block + block]
             drawn = zip(sequences, rows, tokens.tolist(), logprobs.tolist(), strict=True)
             for sequence, row, token, logprob in drawn:
-                sequence.append(token, logprob, self.version)
+                sequence.append(token, logprob, (sequence.adapter or self).version)
                 sequence.drawn = (self.stats.steps, row, token)
                 if sequence.stop_reason is not None:
                     self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.adapter is not None:
+            sequence.adapter.answer_tokens += len(sequence.output)
+            self.adapters.end(sequence.adapter)
         sequence.on_done(sequence)
 
     @property
@@ -341,7 +364,12 @@ class Generator:
         self.cache.clear()
         for sequence in failed:
             sequence.stop_reason, sequence.error = "abort", error
-            sequence.on_done(sequence)
+            self._end(sequence)
+
+    def replace_adapter(self, name: str, weights: Adapters, version: int | None) -> None:
+        """Replace an adapter's weights in place, see `AdapterTable.replace`; its unfinished sequences go on as those of
+        `restart` do, and nothing happens to others."""
+        self.scheduler.restart(self.adapters.replace(name, weights, version))
 
     def restart(self, version: int) -> None:
         """Invalidate the cache after the weights have changed; tokens sampled from now on have `version`.

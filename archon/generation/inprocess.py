@@ -11,6 +11,8 @@ from typing import Any, get_args
 
 import torch
 
+from archon.checkpoint.adapter_export import Adapters
+from archon.generation.adapters import ServedAdapter
 from archon.generation.generator import Generator, GeneratorStats
 from archon.generation.prompt_scores import PromptScores, score_prompt
 from archon.generation.replica import (
@@ -258,10 +260,13 @@ class InProcessEngine:
             raise
         return [sequence.response() for sequence in sequences]
 
-    def prompt_logprobs(self, ids: SequenceOf[int], temperature: float = 1.0) -> list[float]:
+    def prompt_logprobs(
+        self, ids: SequenceOf[int], temperature: float = 1.0, adapter: str | None = None
+    ) -> list[float]:
         """Returns log_softmax(logits / temperature) of tokens 1 to L − 1 of `ids`, each given those before it.
 
-        Raises RolloutError for fewer than two ids, one that the model does not have, or more than it can read.
+        Raises RolloutError for fewer than two ids, one that the model does not have, or more than it can read, and for
+        an adapter that is not loaded.
         """
         tokens, args = integer_ids(ids), self.model.args
         if not 2 <= len(tokens) <= args.max_seq_len or not 0 <= min(tokens) <= max(tokens) < args.vocab_size:
@@ -269,12 +274,13 @@ class InProcessEngine:
                 f"logprobs of {len(tokens)} tokens; expected 2 to {args.max_seq_len} ids from 0 to "
                 f"{args.vocab_size - 1}"
             )
-        return self.score_prompt(tokens, temperature).logprobs
+        return self.score_prompt(tokens, temperature, adapter).logprobs
 
-    def score_prompt(self, tokens: list[int], temperature: float = 1.0) -> PromptScores:
+    def score_prompt(self, tokens: list[int], temperature: float = 1.0, adapter: str | None = None) -> PromptScores:
         """Returns the scores of given tokens under the current weights, without sampling and without the cache.
 
-        Raises RolloutError for tokens that the model does not have, and for more than it can read.
+        Raises RolloutError for tokens that the model does not have, for more than it can read, and for an adapter that
+        is not loaded.
         """
         self._check_usable()
         generator = self._generator
@@ -288,7 +294,9 @@ class InProcessEngine:
         vocab_size = generator.model.args.vocab_size
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise RolloutError(f"token id {wrong[0]} is not below the vocabulary size {vocab_size}")
-        return score_prompt(generator.model, tokens, temperature)
+        owner = None if adapter is None else generator.adapters.find(adapter)
+        adapters = generator.adapters.rows([(owner, len(tokens))], len(tokens))
+        return score_prompt(generator.model, tokens, temperature, adapters)
 
     def pause(self) -> None:
         """Stop after the current step; unfinished answers are kept."""
@@ -331,6 +339,40 @@ class InProcessEngine:
         self._damaged = None
         self.stats.pushed_bytes += written
         self._generator.restart(self._generator.version + 1 if version is None else version)
+
+    @property
+    def adapters(self) -> dict[str, ServedAdapter]:
+        """The adapters that a request can name, by name."""
+        return self._generator.adapters.served
+
+    @property
+    def max_adapters(self) -> int:
+        """How many adapters may be in memory at the same time, with those that are unloaded and still in use."""
+        return self._generator.adapters.limit
+
+    @max_adapters.setter
+    def max_adapters(self, limit: int) -> None:
+        self._generator.adapters.limit = limit
+
+    def load_adapter(self, name: str, weights: Adapters, *, version: int = 0) -> None:
+        """Load an adapter next to the model's weights, which stay as they are; its weights are copied.
+
+        Requests name it by `ModelRequest.adapter`. Takes effect between two tokens. Raises RolloutError for a name that
+        is taken, for more than `max_adapters`, and for weights that are not of this model.
+        """
+        self._generator.adapters.load(name, weights, version)
+
+    def update_adapter(self, name: str, weights: Adapters, *, version: int | None = None) -> None:
+        """Replace the weights of a loaded adapter, as `update_weights` does those of the model; nothing happens to
+        others. Raises as `load_adapter` does, before anything is changed."""
+        self._generator.replace_adapter(name, weights, version)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take an adapter away. Unfinished answers end with it; its memory is freed after the last of them.
+
+        Raises UnknownAdapterError where none of this name is loaded.
+        """
+        self._generator.adapters.unload(name)
 
     def state_dict(self) -> dict[str, int]:
         """Returns the state from which a resumed run derives the same seeds for requests without one."""

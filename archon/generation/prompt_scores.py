@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from archon.models.adapter_rows import AdapterRows
 from archon.models.attention.meta import PackedAttention
 from archon.models.base import BaseArchonModel
 
@@ -28,8 +29,10 @@ class PromptScores:
 
 
 @torch.inference_mode()
-def score_prompt(model: BaseArchonModel, tokens: list[int], temperature: float = 1.0) -> PromptScores:
-    """Returns the scores of `tokens` as one document, without a cache."""
+def score_prompt(
+    model: BaseArchonModel, tokens: list[int], temperature: float = 1.0, adapters: AdapterRows | None = None
+) -> PromptScores:
+    """Returns the scores of `tokens`, which may have `adapters`, as one document, without a cache."""
     device, n = next(model.parameters()).device, len(tokens)
     scores = PromptScores([], [], [])
     if n < 2:
@@ -37,6 +40,7 @@ def score_prompt(model: BaseArchonModel, tokens: list[int], temperature: float =
     ids = torch.tensor(tokens, device=device)
     boundaries = torch.tensor([0, n], dtype=torch.int32, device=device)
     attention = PackedAttention(boundaries, n, model.args.attn_type)
+    attention.adapters = adapters
     hidden = model.hidden_states(ids, torch.arange(n, device=device), attention)[:-1]
     assert model.output is not None, "an engine generates with an actor"
     block = max(1, _MAX_LOGITS // model.args.vocab_size)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from archon.generation.adapters import ServedAdapter
 from archon.generation.sequence import Sequence, SharedPrompt
 
 
@@ -97,7 +98,7 @@ class Scheduler:
         self.page_size, self.prefill_tokens = page_size, prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
-        self.prompts: dict[tuple[int, ...], SharedPrompt] = {}
+        self.prompts: dict[tuple[ServedAdapter | None, tuple[int, ...]], SharedPrompt] = {}
         self._free_slots = list(range(max_slots - 1, -1, -1))
         # Row `slot` starts with the pages of the sequence in that slot; columns are added for longer sequences.
         self.page_table = np.zeros((max_slots, 8), dtype=np.int64)
@@ -112,7 +113,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
         if len(sequence.prompt) > 1:
-            sequence.shared = self.prompts.setdefault(tuple(sequence.prompt), SharedPrompt())
+            sequence.shared = self.prompts.setdefault(sequence.prompt_key, SharedPrompt())
             sequence.shared.users += 1
 
     def plan(self) -> Step:
@@ -170,14 +171,17 @@ class Scheduler:
             prompt.users -= 1
             if prompt.users == 0:
                 self._drop_pages(prompt)
-                del self.prompts[tuple(sequence.prompt)]
+                del self.prompts[sequence.prompt_key]
 
-    def restart(self) -> None:
-        """Invalidate all cached keys and values: every running sequence returns to the queue, with its tokens."""
+    def restart(self, adapter: ServedAdapter | None = None) -> None:
+        """Invalidate all cached keys and values, or those of an adapter: its running sequences return to the queue,
+        with their tokens."""
         for sequence in self.running[::-1]:
-            self._requeue(sequence)
-        for prompt in self.prompts.values():
-            self._drop_pages(prompt)
+            if adapter in (None, sequence.adapter):
+                self._requeue(sequence)
+        for (owner, _), prompt in self.prompts.items():
+            if adapter in (None, owner):
+                self._drop_pages(prompt)
 
     def _grow(self) -> None:
         size = self.page_size

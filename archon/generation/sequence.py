@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from archon.generation.adapters import ServedAdapter
 from archon.generation.detokenizer import Detokenizer
 from archon.generation.types import ModelRequest, ModelResponse, StopReason
 
@@ -33,6 +34,7 @@ class Sequence:
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None
     on_done: Callable[[Sequence], None]
+    adapter: ServedAdapter | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -53,6 +55,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt = self.request.input_ids
+        # Keys and values depend on the adapter; another one of the same name is another object.
+        self.prompt_key = (self.adapter, tuple(self.prompt))
         self.total = len(self.prompt)  # tokens so far, prompt and answer
         self.max_cached = self.total + self.limit - 1  # the last token of the longest answer is never cached
         g = self.request.gconfig

@@ -82,6 +82,7 @@ class ModelRequest:
     Attributes:
         input_ids: token ids. Anything else raises RolloutError, in particular the mapping that transformers 5 returns
             from `apply_chat_template` by default.
+        adapter: name of the loaded adapter that answers; None for the model itself.
         rid: names the request for `abort`; several requests may share one.
         on_token: called with each token and its logprob as soon as it is sampled, by engines that support it.
         sampling_checked: whether a server has applied the trainer's policy to the sampling values already.
@@ -91,6 +92,7 @@ class ModelRequest:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     tokenizer: Any = None
+    adapter: str | None = None
     image_data: list[Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     on_token: Callable[[int, float], None] | None = None

@@ -50,6 +50,10 @@ class ContextOverflowError(RolloutError):
     """A prompt that leaves no room for an answer."""
 
 
+class UnknownAdapterError(RolloutError):
+    """A request for an adapter that is not loaded; names those that are."""
+
+
 class LayoutError(UserError):
     """A parallel layout that breaks a rule; names the rule and the nearest legal layouts."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,20 +51,41 @@ class LatentKeys:
         rotated = rows[..., self.rank :].expand(-1, keys.shape[1], -1)
         return self.pad(torch.cat((keys, rotated), dim=-1)), self.pad(values)
 
-    def absorb(self, q: Tensor) -> Tensor:
-        """Returns queries [B, H, C + R] whose products with rows are those of q [B, H, N + R] with expanded keys."""
+    def absorb(self, q: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Returns queries [B, H, C + R] whose products with rows are those of q [B, H, N + R] with expanded keys.
+
+        `adapters` are those of the queries and of the rows that they attend to; so below.
+        """
         keys, rotated = q.split((self.key_features, q.shape[-1] - self.key_features), dim=-1)
         absorbed = torch.bmm(keys.transpose(0, 1), self._matrices()[:, : self.key_features])
-        return torch.cat((absorbed.transpose(0, 1), rotated), dim=-1)
+        absorbed = absorbed.transpose(0, 1)
+        for rows, a, b in self._parts(adapters):
+            absorbed[rows] += torch.einsum("bhn,hnr->bhr", keys[rows], b[:, : self.key_features]) @ a
+        return torch.cat((absorbed, rotated), dim=-1)
 
-    def expand_values(self, latents: Tensor) -> Tensor:
+    def expand_values(self, latents: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Returns sums of values [B, H, V] for the same sums of latents [B, H, C]."""
         matrices = self._matrices()[:, self.key_features :]
-        return torch.bmm(latents.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
+        values = torch.bmm(latents.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
+        for rows, a, b in self._parts(adapters):
+            values[rows] += torch.einsum("bhr,hvr->bhv", latents[rows] @ a.t(), b[:, self.key_features :])
+        return values
+
+    def _parts(self, adapters: AdapterRows | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yields the rows of each adapter of the expansion, its a [r, C], and scale * b as [H, N + V, r]."""
+        several: Any = getattr(self.expansion, "lora", None)
+        for name, first, last in () if adapters is None or several is None else adapters.runs:
+            if (part := several.part(name)) is not None:
+                yield slice(first, last), part.a, self._by_head(part.b) * part.scale
 
     def _matrices(self) -> Tensor:
-        """Returns the weight, with its adapter added if it has one, as [H, N + V, C]."""
-        weight, adapter = self.expansion.weight, getattr(self.expansion, "lora", None)
-        if adapter is not None and adapter.enabled:
+        """Returns the weight, with its adapter added if it has one of its own, as [H, N + V, C]."""
+        weight: Tensor = self.expansion.weight
+        adapter: Any = getattr(self.expansion, "lora", None)
+        if adapter is not None and adapter.enabled and not isinstance(adapter, nn.ModuleDict):
             weight = weight + adapter.scale * (adapter.b @ adapter.a)
+        return self._by_head(weight)
+
+    def _by_head(self, weight: Tensor) -> Tensor:
+        """Returns a matrix of H (N + V) rows as [H, N + V, …]."""
         return weight.unflatten(0, (-1, self.key_features + self.value_features))

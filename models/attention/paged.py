@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from archon.models.adapter_rows import AdapterRows
 from archon.models.attention.blockwise import batched_attention
 from archon.models.attention.documents import PackedDocuments
 from archon.models.attention.latent import LatentKeys
@@ -119,7 +120,7 @@ class PagedAttention(AttentionMeta):
         if first:
             outs.append(self._attend_pages(layer, q[:first], spec))
         if self.chunks:
-            outs.append(self._attend_chunks(layer, q[first:], k[first:], v[first:], spec, lambda k, v: (k, v)))
+            outs.append(self._attend_chunks(layer, q[first:], k[first:], v[first:], spec, _as_they_are))
         return self._joined(outs)
 
     def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
@@ -167,12 +168,31 @@ class PagedAttention(AttentionMeta):
         q, rows = self._prepare(layer, q, keys.rows)
         outs, first = list[Tensor](), self.n_decode
         if first:
-            outs.append(keys.expand_values(self._attend_pages(layer, keys.absorb(q[:first]), spec)))
+            adapters = self._decode_adapters
+            latents = self._attend_pages(layer, keys.absorb(q[:first], adapters), spec)
+            outs.append(keys.expand_values(latents, adapters))
         if self.chunks:
-            k, v = keys.expand(rows[first:])
+            k, v = keys.expand(rows[first:], self._chunk_adapters)
             out = self._attend_chunks(layer, keys.pad(q[first:]), k, v, spec, keys.expand)
             outs.append(out[..., : keys.value_features])
         return self._joined(outs)
+
+    @cached_property
+    def _decode_adapters(self) -> AdapterRows | None:
+        return self.adapters and self.adapters.rows(0, self.n_decode)
+
+    @cached_property
+    def _chunk_adapters(self) -> AdapterRows | None:
+        return self.adapters and self.adapters.rows(self.n_decode, len(self._positions))
+
+    @cached_property
+    def _cached_adapters(self) -> list[AdapterRows | None]:
+        """The adapters of the tokens of each chunk's sequence that are cached after this forward."""
+        firsts = np.cumsum([self.n_decode, *(chunk.length for chunk in self.chunks)]).tolist()
+        return [
+            self.adapters and self.adapters.repeated(first, chunk.start + chunk.length)
+            for chunk, first in zip(self.chunks, firsts, strict=False)
+        ]
 
     def _prepare(self, layer: int, q: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """Store the new rows [T, heads, features] of this forward and of its duplicates.
@@ -212,7 +232,7 @@ class PagedAttention(AttentionMeta):
         expand: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Returns attention [S, H, V] of the chunks: packed documents if they start a sequence, else with the cache,
-        whose rows `expand` turns into keys and values."""
+        whose rows, and the rows' adapters, `expand` turns into keys and values."""
         bounds = np.cumsum([0, *(chunk.length for chunk in self.chunks)]).tolist()
         if self._packed is not None and len(self._packed.documents.lengths) == len(self.chunks):
             return self._packed.attend(layer, q, k, v, spec)
@@ -221,11 +241,15 @@ class PagedAttention(AttentionMeta):
         if self._packed is not None:
             rows = torch.cat([torch.arange(a, b, device=q.device) for chunk, a, b in spans if chunk.start == 0])
             out[rows] = self._packed.attend(layer, q[rows], k[rows], v[rows], spec)
-        for chunk, first, last in spans:
+        for index, (chunk, first, last) in enumerate(spans):
             if chunk.start:
                 total = chunk.start + chunk.length
                 pages = torch.tensor(chunk.pages[: -(-total // self.cache.page_size)], device=q.device)
-                keys, values = expand(*self.cache.read(layer, pages, total))
+                keys, values = expand(*self.cache.read(layer, pages, total), self._cached_adapters[index])
                 document = q[None, first:last], keys[None], values[None]
                 out[first:last] = batched_attention(*document, spec)[0]
         return out
+
+
+def _as_they_are(keys: Tensor, values: Tensor, adapters: AdapterRows | None) -> tuple[Tensor, Tensor]:
+    return keys, values

@@ -74,7 +74,10 @@ class Linear(nn.Linear):
         return self.adapted(linear(x, weight, bias), x, adapters)
 
     def adapted(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
-        """Returns out [T, out], the product for x [T, in], plus what the layer's adapter adds, or that of each row."""
+        """Returns out [T, out], the product for x [T, in], plus what the layer's adapter adds, or that of each row.
+
+        What it returns may be `out`, changed.
+        """
         if self.lora is None or not self.lora.enabled:
             return out
         if isinstance(self.lora, LowRank):

@@ -73,6 +73,11 @@ class LowRanks(nn.ModuleDict):
             return out
         return out + adapters.unsort(self._grouped(adapters.sort(x), adapters.names, adapters.counts, rows))
 
+    def part(self, name: str) -> LowRank | None:
+        """Returns the adapter of this name, None if this matrix has none."""
+        adapter = self._modules.get(name)
+        return adapter if isinstance(adapter, LowRank) else None
+
     def add_to_experts(self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor) -> Tensor:
         """Returns out [N, out] plus what the adapters of rows x [N, in] add, which are sorted by expert, then adapter.
 
@@ -90,8 +95,7 @@ class LowRanks(nn.ModuleDict):
 
         Every adapter of `names` has a gradient, 0 without rows: ranks that sum gradients need the same ones.
         """
-        members = [self._modules.get(name) for name in names]
-        adapters = [member if isinstance(member, LowRank) else None for member in members]
+        adapters = [self.part(name) for name in names]
         parts = [None if adapter is None else adapter.parts(x.dtype, rows) for adapter in adapters]
         scales = [1.0 if adapter is None else adapter.scale for adapter in adapters]
         a, b = next(part for part in parts if part is not None)

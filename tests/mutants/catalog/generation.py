@@ -36,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens carry the version of the weights their answer began with",
         "archon/generation/generator.py",
-        "sequence.append(token, logprob, self.version)",
+        "sequence.append(token, logprob, (sequence.adapter or self).version)",
         "sequence.append(token, logprob, (sequence.versions or [self.version])[0])",
         ("tests/generation/test_engine.py",),
     ),
@@ -50,8 +50,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "prompts read with the old weights are used with the new ones",
         "archon/generation/scheduler.py",
-        "        for prompt in self.prompts.values():\n            self._drop_pages(prompt)\n\n    def _grow",
-        "\n    def _grow",
+        "            if adapter in (None, owner):\n                self._drop_pages(prompt)\n",
+        "            del owner, prompt\n",
         ("tests/generation/test_engine.py",),
     ),
     Mutant(

@@ -1,0 +1,257 @@
+"""Several adapters in one generator: each request is answered as if its own were the only one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from archon.checkpoint.adapter_export import Adapters
+from archon.generation import InProcessEngine
+from archon.generation.types import ModelRequest, ModelResponse
+from archon.models.base import BaseArchonModel
+from archon.models.layers.linear import Linear
+from archon.models.lora import AdapterSize, add_adapters
+from archon.schema.errors import RolloutError, UnknownAdapterError
+from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
+from tests.lora.adapters import merged, random_adapter
+from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32, GENERATED_LOGPROB_FP64
+
+RAGGED = prompts(1, 2, 5, 9, 17, 33)
+# A tied head, experts, latents, a state, and experts with biases next_to sliding windows.
+FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
+
+
+def asks(adapter: str | None, prompt: list[int], **gconfig: Any) -> ModelRequest:
+    asked = request(prompt, **gconfig)
+    asked.adapter = adapter
+    return asked
+
+
+def serving(model: BaseArchonModel, adapters: Mapping[str, Adapters], **options: Any) -> InProcessEngine:
+    engine = make_engine(model, **{"page_size": 3, "n_pages": 400, "prefill_tokens": 7} | options)
+    for name, adapter in adapters.items():
+        engine.load_adapter(name, adapter)
+    return engine
+
+
+def worst_difference(answers: list[ModelResponse], models: list[BaseArchonModel], temperature: float) -> float:
+    """The largest |Δ logprob| of sampled tokens between generator and the trainer's forward of each one's model."""
+    differences = []
+    for answer, model in zip(answers, models, strict=True):
+        expected = trainer_logprobs(model, answer.input_tokens, answer.output_tokens, temperature)
+        given = torch.tensor(answer.output_logprobs, dtype=torch.float64)
+        differences.append((given - expected.double()).abs().max())
+    return float(torch.stack(differences).max())
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_served_together_each_answer_is_that_of_its_adapter_alone(family: str, count: int) -> None:
+    """Ranks differ, prompts are the same for all adapters, and fewer slots than requests make them arrive in turn."""
+    model = make_model(torch.float64, family)
+    adapters = {f"a{seed}": random_adapter(model, seed, rank=2 + seed % 3) for seed in range(count)}
+    models = {None: model} | {name: merged(model, adapter) for name, adapter in adapters.items()}
+    chosen = RAGGED[1::2]
+    together = [asks(name, prompt, greedy=True, max_new_tokens=6) for prompt in chosen for name in models]
+    answers = serving(model, adapters, max_slots=5).generate(together)
+    whose = [models[asked.adapter] for asked in together]
+    assert worst_difference(answers, whose, 1.0) < GENERATED_LOGPROB_FP64
+    for name, adapter in [*adapters.items()][-2:]:
+        own = [asked for asked in together if asked.adapter == name]
+        alone = serving(model, {name: adapter}).generate(own)
+        assert [answer.output_tokens for answer in alone] == [
+            answer.output_tokens for answer, asked in zip(answers, together, strict=True) if asked.adapter == name
+        ]
+    assert len({tuple(answer.output_tokens) for answer in answers}) > len(chosen), "adapters change answers"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_step_ratio_of_sampled_answers_is_one(dtype: torch.dtype) -> None:
+    model = make_model()
+    adapters = {f"a{seed}": random_adapter(model, seed) for seed in range(3)}
+    engine = serving(model, adapters, dtype=dtype)
+    together = [asks(name, prompt, temperature=0.7, max_new_tokens=16) for prompt in RAGGED for name in adapters]
+    answers = engine.generate(together)
+    whole = {name: merged(make_model(dtype), adapter) for name, adapter in adapters.items()}
+    differences = []
+    for answer, asked in zip(answers, together, strict=True):
+        assert asked.adapter is not None
+        expected = trainer_logprobs(whole[asked.adapter], answer.input_tokens, answer.output_tokens, 0.7)
+        differences.append((torch.tensor(answer.output_logprobs) - expected).abs())
+    if dtype == torch.float32:
+        assert torch.cat(differences).max() < GENERATED_LOGPROB_FP32
+    else:
+        assert torch.cat(differences).mean() < GENERATED_LOGPROB_BF16
+
+
+def test_answers_of_one_prompt_share_its_pages_within_an_adapter_alone() -> None:
+    model = make_model(torch.float64)
+    adapters = {f"a{seed}": random_adapter(model, seed) for seed in range(2)}
+    engine = serving(model, adapters, page_size=4, prefill_tokens=100)
+    owners = [None, "a0", "a1"]
+    together = [asks(name, RAGGED[5], seed=n, max_new_tokens=6) for n in range(4) for name in owners]
+    answers = engine.generate(together)
+    assert engine.stats.shared_prompts == 3 * len(owners)
+    assert engine.stats.prefill_tokens == len(owners) * len(RAGGED[5])
+    models = {None: model} | {name: merged(model, adapter) for name, adapter in adapters.items()}
+    assert worst_difference(answers, [models[asked.adapter] for asked in together], 1.0) < GENERATED_LOGPROB_FP64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_scored_with_its_adapter(family: str) -> None:
+    model = make_model(torch.float64, family)
+    adapter = random_adapter(model, 1)
+    engine = serving(model, {"one": adapter})
+    for name, whole in ((None, model), ("one", merged(model, adapter))):
+        expected = make_engine(whole).prompt_logprobs(RAGGED[5], 0.7)
+        given = engine.prompt_logprobs(RAGGED[5], 0.7, name)
+        difference = torch.tensor(given, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
+        assert difference.abs().max() < GENERATED_LOGPROB_FP64
+    with pytest.raises(UnknownAdapterError, match="no adapter 'two' is loaded; loaded are: 'one'"):
+        engine.prompt_logprobs(RAGGED[5], 0.7, "two")
+
+
+def test_requests_of_the_model_itself_are_bitwise_the_same_beside_loaded_adapters() -> None:
+    model = make_model()
+    wanted = [request(prompt, seed=3, max_new_tokens=12) for prompt in RAGGED]
+    alone, next_to = make_engine(model), make_engine(model)
+    before = next_to.fingerprint
+    for seed in range(3):
+        next_to.load_adapter(f"a{seed}", random_adapter(model, seed))
+    for one, other in zip(alone.generate(wanted), next_to.generate(wanted), strict=True):
+        assert (one.output_tokens, one.output_logprobs) == (other.output_tokens, other.output_logprobs)
+    next_to.update_weights(model)
+    assert next_to.fingerprint == before == alone.fingerprint
+
+
+async def until_tokens(engine: InProcessEngine, count: int) -> None:
+    """Let the loop turn until every running answer has `count` tokens."""
+    running = engine._generator.scheduler.running
+    while not running or any(len(sequence.output) < count for sequence in running):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def test_an_adapter_updated_in_place_starts_its_own_answers_anew_and_no_others() -> None:
+    model = make_model(torch.float64)
+    old, new, other = (random_adapter(model, seed) for seed in range(3))
+    engine = serving(model, {"a": old, "b": other}, page_size=4, prefill_tokens=100)
+    together = [asks(name, prompt, seed=1, max_new_tokens=20) for prompt in RAGGED[2:4] for name in (None, "a", "b")]
+    tasks = [asyncio.create_task(engine.agenerate(asked)) for asked in together]
+    await until_tokens(engine, 6)
+    cached = {s.prompt_key: s.computed for s in engine._generator.scheduler.running}
+    engine.update_adapter("a", new, version=7)
+    for sequence in engine._generator.unfinished:
+        own = sequence.adapter is not None and sequence.adapter.name == "a"
+        assert sequence.computed == (0 if own else cached[sequence.prompt_key])
+    answers = await asyncio.gather(*tasks)
+    untouched = serving(model, {"b": other}).generate([asked for asked in together if asked.adapter != "a"])
+    kept = [answer for answer, asked in zip(answers, together, strict=True) if asked.adapter != "a"]
+    assert [answer.output_tokens for answer in kept] == [answer.output_tokens for answer in untouched]
+    assert {version for answer in kept for version in answer.output_versions} == {0}
+    models = {0: merged(model, old), 7: merged(model, new)}
+    for answer, asked in zip(answers, together, strict=True):
+        if asked.adapter != "a":
+            continue
+        assert {*answer.output_versions} == {0, 7}
+        for version, whole in models.items():
+            expected = trainer_logprobs(whole, answer.input_tokens, answer.output_tokens, 1.0)
+            own = torch.tensor([given == version for given in answer.output_versions])
+            given = torch.tensor(answer.output_logprobs, dtype=torch.float64)
+            assert (given - expected)[own].abs().max() < GENERATED_LOGPROB_FP64
+    engine.update_adapter("a", old)
+    assert engine.adapters["a"].version == 8
+
+
+async def test_unloading_lets_unfinished_answers_end_with_the_weights_that_they_began_with() -> None:
+    model = make_model(torch.float64)
+    old, new = random_adapter(model, 0), random_adapter(model, 1)
+    engine = serving(model, {"a": old}, page_size=4, prefill_tokens=100, max_slots=3)
+    asked = [asks("a", prompt, greedy=True, max_new_tokens=12) for prompt in RAGGED[2:]]
+    tasks = [asyncio.create_task(engine.agenerate(one)) for one in asked]
+    await until_tokens(engine, 4)
+    assert engine._generator.scheduler.waiting, "some have not begun"
+    engine.unload_adapter("a")
+    assert not engine.adapters
+    with pytest.raises(UnknownAdapterError, match="no adapter 'a' is loaded; loaded are: none"):
+        await engine.agenerate(asked[0])
+    engine.load_adapter("a", new)
+    later = [asyncio.create_task(engine.agenerate(one)) for one in asked]
+    before, after = await asyncio.gather(*tasks), await asyncio.gather(*later)
+    for answers, adapter in ((before, old), (after, new)):
+        alone = serving(model, {"a": adapter}).generate(asked)
+        assert [answer.output_tokens for answer in answers] == [answer.output_tokens for answer in alone]
+    engine.unload_adapter("a")
+    assert not held(engine), "weights of adapters that nobody uses are freed"
+    with pytest.raises(UnknownAdapterError, match="'a'"):
+        engine.unload_adapter("a")
+
+
+def held(engine: InProcessEngine) -> int:
+    """How many parts of adapters the layers hold."""
+    several = [m.lora for m in engine.model.modules() if isinstance(m, Linear) and m.lora is not None]
+    return sum(len(adapters.parts) for adapters in several)  # type: ignore[arg-type]
+
+
+async def test_aborted_and_failed_requests_let_go_of_their_adapter() -> None:
+    model = make_model()
+    engine = serving(model, {"a": random_adapter(model, 0)})
+    task = asyncio.create_task(engine.agenerate(asks("a", RAGGED[3], max_new_tokens=50)))
+    await until_tokens(engine, 2)
+    engine.unload_adapter("a")
+    assert held(engine)
+    engine.abort()
+    await task
+    assert not held(engine)
+    engine.load_adapter("a", random_adapter(model, 0))
+    task = asyncio.create_task(engine.agenerate(asks("a", RAGGED[3], max_new_tokens=50)))
+    await until_tokens(engine, 2)
+    engine.unload_adapter("a")
+    with pytest.raises(RolloutError):
+        engine.update_weights({}.items())
+    with pytest.raises(RolloutError, match="were not sent"):
+        await task
+    assert not held(engine)
+
+
+def test_what_cannot_be_loaded_is_refused_and_changes_nothing() -> None:
+    model = make_model()
+    adapter = random_adapter(model, 0)
+    engine = serving(model, {"a": adapter})
+    parts = held(engine)
+    with pytest.raises(RolloutError, match="an adapter 'a' is loaded already"):
+        engine.load_adapter("a", adapter)
+    engine.max_adapters = 1
+    with pytest.raises(RolloutError, match="1 adapters are loaded, as many as allowed; unload one"):
+        engine.load_adapter("b", adapter)
+    engine.max_adapters = 9
+    wrong = replace(adapter, sizes={name: AdapterSize(2, 6.0, False) for name in adapter.sizes})
+    other = random_adapter(make_model(family="qwen3_moe"), 0)
+    for weights, message in ((wrong, r"has shapes \(3, 24\) and \(32, 3\); expected \(2, 24\)"), (other, "not have")):
+        with pytest.raises(RolloutError, match=message):
+            engine.load_adapter("b", weights)
+        with pytest.raises(RolloutError, match=message):
+            engine.update_adapter("a", weights)
+    assert [*engine.adapters] == ["a"]
+    assert held(engine) == parts
+
+
+def test_a_model_with_an_adapter_of_its_own_takes_no_others() -> None:
+    model = make_model()
+    adapter, engine = random_adapter(model, 0), make_engine(model)
+    add_adapters(engine.model, adapter.sizes, torch.float32)
+    with pytest.raises(RolloutError, match="an adapter of its own"):
+        engine.load_adapter("a", adapter)
+
+
+def test_counts_are_kept_by_adapter() -> None:
+    model = make_model()
+    engine = serving(model, {f"a{seed}": random_adapter(model, seed) for seed in range(2)})
+    engine.generate([asks(name, prompt, max_new_tokens=5) for prompt in RAGGED[:3] for name in ("a0", None)])
+    busy, idle = engine.adapters.values()
+    assert (busy.requests, busy.prompt_tokens, busy.answer_tokens, busy.unfinished) == (3, 8, 15, 0)
+    assert (idle.requests, idle.prompt_tokens, idle.answer_tokens, idle.unfinished) == (0, 0, 0, 0)
