@@ -91,6 +91,23 @@ def test_a_runs_checkpoint_becomes_a_folder_that_peft_loads(archon, run, tmp_pat
     assert difference(their_logits(theirs(base, tmp_path / "adapter")), logits_of(engine)) <= 1e-5
 
 
+def test_experts_are_written_one_by_one_and_stacked_again(archon, tmp_path: Path) -> None:
+    base = base_of("qwen3_moe", tmp_path / "base")
+    engine = engine_of(base, lora=LORA)
+    engine.save(tmp_path / "stacked", "peft")
+    for source, target in (("stacked", "per_expert"), ("per_expert", "again")):
+        experts = "per_expert" if target == "per_expert" else "stacked"
+        done = archon("export", tmp_path / source, tmp_path / target, "--experts", experts)
+        assert done.code == 0, done.err
+    names = {key.removeprefix("base_model.model.model.layers.0.mlp.") for key in stored(tmp_path / "per_expert")}
+    assert {f"experts.{row}.{name}_proj.lora_B.weight" for row in range(4) for name in ("gate", "up", "down")} <= names
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "stacked" / file).read_bytes()
+    assert "already; add --merge" in archon("export", tmp_path / "stacked", tmp_path / "out").complaint
+    merge = ("export", tmp_path / "stacked", tmp_path / "out", "--merge", "--experts", "stacked")
+    assert "--merge writes none" in archon(*merge).complaint
+
+
 def test_a_folder_of_pefts_is_merged_into_the_base_that_it_names(archon, run, tmp_path: Path) -> None:
     base, checkpoint, engine = run
     engine.save(tmp_path / "adapter", "peft")

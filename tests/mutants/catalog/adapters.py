@@ -7,6 +7,11 @@ from tests.mutants.mutant import Mutant
 
 OPTIONS = "lora={'rank': 3, 'alpha': 5.0, 'init': 'random'}"
 PEFT = "tests/lora/test_peft.py::test_peft_computes_with_archons_adapter_what_archon_does"
+LAYOUTS = "tests/lora/test_peft_layouts.py"
+WRITTEN = f"{LAYOUTS}::test_peft_computes_with_archons_adapters_what_archon_does"
+READ = f"{LAYOUTS}::test_archon_computes_with_pefts_adapters_what_peft_does"
+OLDER = f"{LAYOUTS}::test_files_of_older_versions_of_peft"
+REFUSALS = "tests/lora/test_peft_refusals.py"
 TRAINING = "tests/lora/test_training.py"
 UNSUMMED = "(lambda p: p.to_local() if hasattr(p, 'to_local') else p)"
 
@@ -87,5 +92,124 @@ MUTANTS: tuple[Mutant, ...] = (
         "for name, tensor in tensors.items() if is_adapter(name)} or tensors",
         "for name, tensor in tensors.items()}",
         ("tests/lora/test_generation.py::test_a_push_of_the_base_or_of_other_adapters_is_refused",),
+    ),
+    Mutant(
+        "stacked experts of PEFT 0.19.0 are read as those of 0.19.1",
+        "archon/checkpoint/peft_layout.py",
+        "version < (0, 19, 1)",
+        "version < (0, 19, 0)",
+        (OLDER,),
+    ),
+    Mutant(
+        "stacked experts of PEFT 0.19.0 are read as those of 0.18",
+        "archon/checkpoint/peft_layout.py",
+        "(not transposed or version >= (0, 19))",
+        "not transposed",
+        (OLDER,),
+    ),
+    Mutant(
+        "the B of stacked experts is written expert after expert",
+        "archon/checkpoint/peft_layout.py",
+        "b.permute(1, 2, 0).flatten(1, 2)",
+        "b.permute(1, 0, 2).flatten(1, 2)",
+        (WRITTEN,),
+    ),
+    Mutant(
+        "the first of a module's adapted parameters has the plain name",
+        "archon/checkpoint/peft_layout.py",
+        "enumerate(reversed(names))",
+        "enumerate(names)",
+        (WRITTEN, READ),
+    ),
+    Mutant(
+        "the adapters of fused matrices are written into the first rows",
+        "archon/checkpoint/peft_layout.py",
+        "replace(target.placement, transposed=False).insert(rows, b)",
+        "b[..., : rows.shape[-2], :].copy_(rows)",
+        (WRITTEN,),
+    ),
+    Mutant(
+        "matrices that share an A are written as if they did not",
+        "archon/checkpoint/peft_layout.py",
+        "shared = len(given) == len(parts) and all(",
+        "shared = len(parts) == 1 and all(",
+        (READ,),
+    ),
+    Mutant(
+        "a part's ranks may be another part's as well",
+        "archon/checkpoint/peft_layout.py",
+        "if rows[..., : columns.start].any() or rows[..., columns.stop :].any():",
+        "if rows[..., : columns.start].any():",
+        (f"{REFUSALS}::test_metadata_of_other_parts",),
+    ),
+    Mutant(
+        "the alpha of a fused adapter grows with the rank under rslora too",
+        "archon/checkpoint/peft_config.py",
+        "first.alpha * (math.sqrt(factor) if first.rslora else factor)",
+        "first.alpha * factor",
+        (WRITTEN,),
+    ),
+    Mutant(
+        "the ranks of the parts of a tensor are not read back",
+        "archon/checkpoint/peft_adapter.py",
+        "    shared = parts is None",
+        "    shared = parts is None or len(tensor.parts) > 1",
+        (WRITTEN,),
+    ),
+    Mutant(
+        "shared experts are named as PEFT takes for experts",
+        "archon/checkpoint/peft_export.py",
+        'converted = experts == "stacked" and any(',
+        'converted = experts == "per_expert" and any(',
+        (WRITTEN,),
+    ),
+    Mutant(
+        "adapters of some experts of a layer are read",
+        "archon/checkpoint/peft_adapter.py",
+        "if None not in rows and len(rows) < experts:",
+        "if None not in rows and not rows:",
+        (f"{REFUSALS}::test_tensors_that_are_not_all_of_a_models_adapters",),
+    ),
+    Mutant(
+        "experts of a layer may have alphas of their own",
+        "archon/checkpoint/peft_adapter.py",
+        "if sizes.setdefault(target.name, size) != size:",
+        "if sizes.setdefault(target.name, size).rank != size.rank:",
+        (f"{REFUSALS}::test_experts_of_different_alphas_and_weights_with_two_adapters",),
+    ),
+    Mutant(
+        "a pattern of one expert is a pattern of all",
+        "models/lora.py",
+        "if value != values[0]:",
+        "if len(modules) > len(values):",
+        (f"{LAYOUTS}::test_adapters_that_peft_cannot_hold_are_refused",),
+    ),
+    Mutant(
+        "layers_to_transform is not compared with the tensors",
+        "archon/checkpoint/peft_config.py",
+        "or int(layer[1]) in self.layers:",
+        "or int(layer[1]) >= 0:",
+        (f"{REFUSALS}::test_fields_that_contradict_the_tensors_or_archon",),
+    ),
+    Mutant(
+        "a pattern of names before a regular expression is the later one",
+        "archon/schema/name_patterns.py",
+        "return min(found, key=lambda item: item[0])[1]",
+        "return max(found, key=lambda item: item[0])[1]",
+        ("tests/lora/test_name_patterns.py",),
+    ),
+    Mutant(
+        "patterns of names may repeat groups",
+        "archon/schema/name_patterns.py",
+        'if token.startswith("(") and (least, most) != (0, 1):',
+        'if token.startswith("(") and most == 0:',
+        ("tests/lora/test_name_patterns.py", REFUSALS),
+    ),
+    Mutant(
+        "a pattern of names is tried from its first dot alone",
+        "archon/schema/name_patterns.py",
+        'starts = {0} | {place + 1 for place, character in enumerate(name) if character == "."}',
+        'starts = {0, name.find(".") + 1}',
+        ("tests/lora/test_name_patterns.py",),
     ),
 )
