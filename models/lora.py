@@ -17,7 +17,7 @@ from archon.models.layers.linear import Linear
 from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.moe import GroupedExperts
 from archon.models.state_dict import BaseStateDictAdapter
-from archon.schema.config import LoRAConfig
+from archon.schema.config import AdapterShape
 from archon.schema.errors import ConfigError
 from archon.schema.name_patterns import NamePatterns, ends_of
 
@@ -43,7 +43,7 @@ class AdapterSize:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def adapter_sizes(adapter: BaseStateDictAdapter, config: LoRAConfig) -> dict[str, AdapterSize]:
+def adapter_sizes(adapter: BaseStateDictAdapter, config: AdapterShape) -> dict[str, AdapterSize]:
     """Returns the adapters that `config` wants, by the native name of their matrix, in the model's order.
 
     Targets and patterns are names of Hugging Face's modules, such as q_proj or layers.3.mlp.down_proj, as in PEFT: one
@@ -135,9 +135,17 @@ def _same_of_all(field: str, modules: Sequence[str], values: Sequence[Value]) ->
     return values[0]
 
 
-def add_adapters(model: nn.Module, sizes: Mapping[str, AdapterSize], dtype: torch.dtype) -> None:
-    """Freeze a model on the meta device and add the adapters of the matrices that it has, in `dtype`."""
-    model.requires_grad_(False)
+def add_adapters(
+    model: nn.Module, sizes: Mapping[str, AdapterSize], dtype: torch.dtype, named: str | None = None
+) -> None:
+    """Freeze a model on the meta device and add an adapter of the matrices that it has, in `dtype`.
+
+    An adapter with a name may be one of several. Raises ConfigError for a name that a module cannot have.
+    """
+    if named is not None and hasattr(LowRanks, named):
+        raise ConfigError(f"an adapter cannot be named {named!r}, which PyTorch's modules use; choose another name")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
     modules = dict(model.named_modules())
     for name, size in sizes.items():
         owner, _, matrix = name.rpartition(".")
@@ -146,11 +154,20 @@ def add_adapters(model: nn.Module, sizes: Mapping[str, AdapterSize], dtype: torc
             continue
         if isinstance(module, GroupedExperts):
             experts, out_features, in_features = getattr(module, matrix).shape
-            adapter = LowRank(in_features, out_features, size.rank, size.scale, experts)
+            adapter = LowRank(in_features, out_features, size.rank, size.scale, experts).to(dtype)
             module.lora = module.lora or nn.ModuleDict()
-            module.lora[matrix] = adapter.to(dtype)
+            module.lora[matrix] = _joined(dict(module.lora).get(matrix), adapter, named)
         else:
-            module.lora = LowRank(module.in_features, module.out_features, size.rank, size.scale).to(dtype)
+            adapter = LowRank(module.in_features, module.out_features, size.rank, size.scale).to(dtype)
+            module.lora = _joined(module.lora, adapter, named)
+
+
+def _joined(others: nn.Module | None, adapter: LowRank, named: str | None) -> LowRank | LowRanks:
+    if named is None:
+        return adapter
+    several = others if isinstance(others, LowRanks) else LowRanks()
+    several[named] = adapter
+    return several
 
 
 def mirror_adapters(model: nn.Module, like: nn.Module) -> None:
@@ -174,10 +191,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             adapter.enabled = True
 
 
-def initializers(model: nn.Module, kind: Literal["zero", "gaussian", "random"]) -> Iterator[Fill]:
-    """Yields what gives the adapters' parameters their first values, as PEFT does; see `LoRAConfig.init`."""
+def initializers(
+    model: nn.Module, kind: Literal["zero", "gaussian", "random"], named: str | None = None
+) -> Iterator[Fill]:
+    """Yields what gives an adapter's parameters their first values, as PEFT does; see `AdapterShape.init`."""
     for prefix, module in model.named_modules():
-        if isinstance(module, LowRank):
+        if isinstance(module, LowRank) and (named is None or prefix.endswith(f".{named}")):
             normal = partial(nn.init.normal_, std=1 / module.a.shape[-2])
             yield f"{prefix}.a", normal if kind == "gaussian" else _uniform
             yield f"{prefix}.b", _uniform if kind == "random" else nn.init.zeros_
@@ -209,10 +228,12 @@ def is_adapter(name: str) -> bool:
     return ".lora." in name
 
 
-def adapter_names(matrix: str) -> tuple[str, str]:
-    """Returns the names of a and b of a matrix's adapter."""
+def adapter_names(matrix: str, named: str | None = None) -> tuple[str, str]:
+    """Returns the names of a and b of a matrix's adapter, which has a name where there are several."""
     owner, _, last = matrix.rpartition(".")
     prefix = f"{owner}.lora" if last == "weight" else f"{owner}.lora.{last}"
+    if named is not None:
+        prefix = f"{prefix}.{named}"
     return f"{prefix}.a", f"{prefix}.b"
 
 

@@ -123,6 +123,10 @@ class SequenceShare:
             x = torch.cat((x, x.new_full((self.plan.padding, *x.shape[1:]), fill)))
         return x.index_select(0, self.index)
 
+    def take_on_cpu(self, x: Tensor, fill: int) -> Tensor:
+        """Same as `take`, of a tensor [T] on the CPU and to it."""
+        return torch.cat((x, x.new_full((self.plan.padding,), fill))).index_select(0, self._own)
+
     def rows(self, rows: Tensor) -> Tensor:
         """Returns the indices among the own tokens of those that `rows` indexes in the pack; int64, both on the CPU."""
         selected = torch.zeros(self.tokens + self.plan.padding, dtype=torch.bool)

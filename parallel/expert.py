@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from archon.parallel.comm import Group, all_to_all
-from archon.parallel.tensor import shard_parameter
+from archon.parallel.tensor import adapters_of, shard_parameter
 from archon.parallel.torch_groups import concatenated
 from archon.schema.errors import LayoutError
 
@@ -84,7 +84,8 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh | None, etp_mesh
                     )
                 placements.append(Shard(dim))
             shard_parameter(experts, weight, mesh, tuple(placements))
-        for matrix, adapter in (getattr(experts, "lora", None) or {}).items():
+        lora = getattr(experts, "lora", None) or {}
+        for matrix, adapter in [(name, one) for name, own in lora.items() for one in adapters_of(own)]:
             # a [E, r, in] is split with the columns of its matrix, b [E, out, r] with its rows.
             split = "a" if matrix == "w2" else "b"
             for part in ("a", "b"):

@@ -80,10 +80,17 @@ def _split(name: str, module: Any, mesh: DeviceMesh, group: Group, treatment: Tr
         shard_parameter(module, "weight", mesh, (placement,))
     if bias is not None:
         shard_parameter(module, "bias", mesh, (placement if placement == Shard(0) else Replicate(),))
-    adapter = getattr(module, "lora", None)
-    if adapter is not None:  # a [r, in] is split with the columns of the weight, b [out, r] with its rows
+    for adapter in adapters_of(getattr(module, "lora", None)):
+        # a [r, in] is split with the columns of the weight, b [out, r] with its rows.
         shard_parameter(adapter, "a", mesh, (placement if placement == Shard(1) else Replicate(),))
         shard_parameter(adapter, "b", mesh, (placement if placement == Shard(0) else Replicate(),))
+
+
+def adapters_of(lora: Any) -> list[Any]:
+    """Returns the adapters of a matrix: none, one, or several by name."""
+    if lora is None:
+        return []
+    return list(lora.values()) if isinstance(lora, nn.ModuleDict) else [lora]
 
 
 def _split_parameter(name: str, module: nn.Module, mesh: DeviceMesh, treatment: Treatment) -> None:

@@ -232,10 +232,21 @@ def read_adapter(
 
 @torch.no_grad()
 def load_adapter(
-    path: str | os.PathLike[str], model: nn.Module, adapter: BaseStateDictAdapter, sizes: Mapping[str, AdapterSize]
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    adapter: BaseStateDictAdapter,
+    sizes: Mapping[str, AdapterSize],
+    named: str | None = None,
 ) -> None:
-    """Copy this rank's part of a folder's adapters into the model's; see `read_adapter`, which reads all first."""
+    """Copy this rank's part of a folder's adapters into the model's; see `read_adapter`, which reads all first.
+
+    `named` is which of a model's several adapters they become.
+    """
     own = dict(model.named_parameters())
+    for matrix in sizes if named is not None else ():
+        for alone, several in zip(adapter_names(matrix), adapter_names(matrix, named), strict=True):
+            if several in own:
+                own[alone] = own.pop(several)
     for name, tensor in read_adapter(path, adapter, sizes).items():
         if name in own:  # else in another stage of the pipeline
             local_tensor(own[name]).copy_(tensor[own_part(own[name])])

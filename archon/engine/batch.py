@@ -10,7 +10,7 @@ can pair a document's end with the next one's start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archon.models.adapter_rows import NO_ADAPTER
 from archon.models.attention.prefix import SharedPrefixes
 from archon.models.head import IGNORE_INDEX
 from archon.schema.errors import BatchError
@@ -47,6 +48,10 @@ class PackedBatch:
     source: Tensor | None = None
     shared: SharedPrefixes | None = None
     order: TokenReorder | None = None
+    adapters: tuple[int, ...] | None = None
+    """The index of each document's adapter, for a model with several."""
+    adapter_ids: Tensor | None = None
+    """That of each token that the model computes, in its order: int64 on the CPU."""
     rows: tuple[Tensor, Tensor] | None = None
     """The results of `labeled_rows` without and with `only_trained`; None until the batch leaves the CPU."""
 
@@ -112,7 +117,43 @@ class PackedBatch:
 
     def sorted_for_model(self) -> PackedBatch:
         """Returns the batch, which is on the CPU, for a model that computes documents by length."""
-        return self if self.shared is not None else replace(self, order=TokenReorder.by_length(self.lengths))
+        if self.shared is not None:
+            return self
+        return replace(self, order=TokenReorder.by_length(self.lengths, self.adapters))
+
+    def with_adapters(self, n_adapters: int) -> PackedBatch:
+        """Returns the batch, which is on the CPU, for a model with several adapters: `adapter` is the index of each
+        document's, or `NO_ADAPTER`. Raises BatchError without that field or for an index outside of the adapters."""
+        if "adapter" not in self.per_document or self["adapter"].is_floating_point():
+            raise BatchError(
+                "the batch does not say which of the model's adapters each document has; expected a field 'adapter', "
+                "integers [B], indices into lora.adapters"
+            )
+        ids = self["adapter"].tolist()
+        wrong = [index for index in ids if not (index == NO_ADAPTER or 0 <= index < n_adapters)]
+        if wrong:
+            raise BatchError(
+                f"adapter {wrong[0]} of a document is none of the model's; expected 0 to {n_adapters - 1}, or "
+                f"{NO_ADAPTER} for none"
+            )
+        return replace(self, adapters=tuple(ids))
+
+    def with_adapter_ids(self) -> PackedBatch:
+        """Returns the batch, which is on the CPU and whose order is settled, with `adapter_ids`."""
+        ids = self.token_adapters()
+        return replace(self, adapter_ids=self.in_model_order(ids if self.shared is None else ids[self.shared.rows]))
+
+    def token_adapters(self) -> Tensor:
+        """Returns the index [T] of each token's adapter, on the CPU, in the order of the pack."""
+        return torch.tensor(self.adapters).repeat_interleave(torch.tensor(self.lengths))
+
+    def by_adapter(self) -> Iterator[tuple[int, PackedBatch]]:
+        """Yields the index of each adapter of documents of this pack, and the pack of these documents; `source` has the
+        positions of its tokens in this one."""
+        assert self.adapters is not None
+        starts = [0, *accumulate(self.lengths)]
+        for index in sorted({*self.adapters}):
+            yield index, _take(self, [d for d, own in enumerate(self.adapters) if own == index], starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,16 +169,19 @@ class TokenReorder:
     inverse: Tensor
 
     @classmethod
-    def by_length(cls, lengths: Sequence[int]) -> TokenReorder | None:
+    def by_length(cls, lengths: Sequence[int], adapters: Sequence[int] | None = None) -> TokenReorder | None:
         """Returns an order by ascending length, in which documents of one length are one batch for attention; None if
         they are nearly adjacent already.
 
-        For the many short documents of reinforcement learning that is a handful of calls instead of hundreds.
+        For the many short documents of reinforcement learning that is a handful of calls instead of hundreds. Documents
+        of several `adapters` are sorted by adapter first, so that layers need not sort their tokens.
         """
-        if sum(1 for _ in groupby(lengths)) <= 2 * len({*lengths}):
+        keys = lengths if adapters is None else list(zip(adapters, lengths, strict=True))
+        grouped = adapters is None or list(adapters) == sorted(adapters)
+        if grouped and sum(1 for _ in groupby(keys)) <= 2 * len({*keys}):
             return None
         given = torch.tensor(lengths)
-        order = torch.argsort(given, stable=True)
+        order = torch.tensor(sorted(range(len(lengths)), key=lambda document: keys[document]))
         sorted_lengths = given[order]
         bounds = torch.nn.functional.pad(sorted_lengths.cumsum(0), (1, 0))
         shift = (given.cumsum(0) - given)[order] - bounds[:-1]
@@ -282,6 +326,7 @@ def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> Packe
         fields={name: x[chosen if name in packed.per_document else index] for name, x in packed.fields.items()},
         per_document=packed.per_document,
         source=index,
+        adapters=None if packed.adapters is None else tuple(packed.adapters[d] for d in documents),
     )
 
 

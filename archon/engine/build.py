@@ -25,20 +25,23 @@ from archon.parallel.fsdp import local_tensor, own_part
 from archon.parallel.pipeline import StagedModel, prune
 from archon.parallel.process_group import own_gpu, started_processes
 from archon.parallel.resolve import ResolvedLayout
-from archon.schema.config import EngineConfig, LoRAConfig
+from archon.schema.config import AdapterShape, EngineConfig
 from archon.schema.errors import ConfigError, LayoutError
 
 
 @dataclass(frozen=True)
 class Build:
-    """Builds a model from its configuration and resolved layout."""
+    """Builds a model from its configuration and resolved layout.
+
+    `adapters` has the sizes of each adapter by name; None names the only one of a model without several.
+    """
 
     config: EngineConfig
     spec: ModelSpec
     args: BaseModelArgs
     layout: ResolvedLayout
     device: torch.device
-    adapters: Mapping[str, AdapterSize] = field(default_factory=dict)
+    adapters: Mapping[str | None, Mapping[str, AdapterSize]] = field(default_factory=dict)
 
     @property
     def compute(self) -> torch.dtype:
@@ -55,8 +58,8 @@ class Build:
         """Returns the model with all layers, unparallelized, on the meta device: weights frozen if it has adapters."""
         with torch.device("meta"):
             model = self.spec.model_class(self.args).to(self.masters)
-            if self.adapters:
-                add_adapters(model, self.adapters, torch.promote_types(self.compute, torch.float32))
+            for named, sizes in self.adapters.items():
+                add_adapters(model, sizes, torch.promote_types(self.compute, torch.float32), named)
         return model
 
     def build_model(self, remove: Callable[[BaseArchonModel], None] = lambda model: None) -> BaseArchonModel:
@@ -99,10 +102,10 @@ class Build:
                 self._init_weights(model, self.whole_model().initializers(), adapter.is_tied)
         if not self.config.init_from_scratch:
             load_hf_weights(model, adapter, self.config.path)
-        if self.config.lora is not None:
+        for named, shape in adapter_shapes(self.config).items():
             with torch.random.fork_rng(devices=gpus):
-                torch.manual_seed(self.config.lora.seed)
-                self._init_weights(model, initializers(self.whole_model(), self.config.lora.init), tied=False)
+                torch.manual_seed(shape.seed)
+                self._init_weights(model, initializers(self.whole_model(), shape.init, named), tied=False)
 
     @torch.no_grad()
     def _init_weights(self, model: BaseArchonModel | StagedModel, fills: Iterable[Fill], tied: bool) -> None:
@@ -115,6 +118,13 @@ class Build:
             aliases = {name, "tok_embeddings.weight"} if name == "output.weight" and tied else {name}
             for parameter in (own[alias].detach() for alias in aliases & own.keys()):
                 local_tensor(parameter).copy_(drawn[own_part(parameter)])
+
+
+def adapter_shapes(config: EngineConfig) -> Mapping[str | None, AdapterShape]:
+    """Returns the adapters that are configured by name; None names the only one of a model without several."""
+    if config.lora is None:
+        return {}
+    return {None: config.lora} if config.lora.adapters is None else dict(config.lora.adapters.items())
 
 
 def balancing(config: EngineConfig) -> dict[str, bool]:
@@ -166,7 +176,7 @@ def check_stages(layout: ResolvedLayout, adapters: Mapping[str, AdapterSize]) ->
             )
 
 
-def lora_sizes(adapter: BaseStateDictAdapter, config: LoRAConfig) -> dict[str, AdapterSize]:
+def lora_sizes(adapter: BaseStateDictAdapter, config: AdapterShape) -> dict[str, AdapterSize]:
     """Returns the adapters of a fresh configuration, or those of the folder that it names."""
     return adapter_sizes(adapter, config) if config.path is None else read_sizes(config.path, adapter)
 
@@ -182,8 +192,8 @@ def require_exportable(config: EngineConfig, name: str) -> None:
     hf_config = read_hf_config(config.path)
     spec = get_model_spec(hf_config["model_type"])
     adapter = spec.state_dict_adapter_class(hf_config, str(config.path), is_critic=config.is_critic)
-    if config.lora is not None:
-        require_writable(adapter, lora_sizes(adapter, config.lora), config.lora.export_experts)
+    for shape in adapter_shapes(config).values():
+        require_writable(adapter, lora_sizes(adapter, shape), shape.export_experts)
     if not config.router_bias_update_rate:
         return
     with torch.device("meta"):

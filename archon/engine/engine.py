@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,9 +22,11 @@ from archon.checkpoint.peft_export import save_adapter
 from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
 from archon.engine import heap
-from archon.engine.batch import merge, unpack
+from archon.engine.adapters import AdapterTraining, check_several_adapters
+from archon.engine.batch import PackedBatch, merge, unpack
 from archon.engine.build import (
     Build,
+    adapter_shapes,
     balancing,
     check_balancing,
     check_stages,
@@ -45,9 +47,18 @@ from archon.engine.state import (
     rng_state,
     set_rng_state,
 )
-from archon.engine.train_step import Batch, BatchLoss, MicroBatchRunner, TokenSplit, micro_batches, total_weight
+from archon.engine.train_step import (
+    Batch,
+    BatchLoss,
+    MicroBatchRunner,
+    TokenSplit,
+    adapter_shares,
+    micro_batches,
+    total_weight,
+)
 from archon.engine.watchdog import StallWatch
 from archon.models import get_model_spec
+from archon.models.adapter_rows import NO_ADAPTER
 from archon.models.args import BaseModelArgs
 from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
@@ -66,9 +77,13 @@ from archon.parallel.process_group import join_process_group, limit_collectives
 from archon.parallel.ranks import Ranks
 from archon.parallel.resolve import ResolvedLayout, resolve_layout
 from archon.schema.config import EngineConfig, OptimizerConfig
-from archon.schema.errors import CheckpointError, ConfigError
+from archon.schema.errors import BatchError, CheckpointError, ConfigError
 
 SaveFormat = Literal["hf", "native", "peft"]
+
+
+def _described(sizes: Mapping[str, AdapterSize]) -> dict[str, Any]:
+    return {name: asdict(size) for name, size in sizes.items()}
 
 
 class ArchonEngine:
@@ -92,6 +107,7 @@ class ArchonEngine:
     layout: ResolvedLayout
     ranks: Ranks
     lora: dict[str, AdapterSize]
+    adapters: dict[str, AdapterTraining]
     optimizer: Optimizer | None
     scheduler: LRSchedule | None
 
@@ -145,12 +161,13 @@ class ArchonEngine:
         self.adapter = spec.state_dict_adapter_class(
             hf_config, str(config.path), is_critic=config.is_critic, init_score=bool(config.init_score)
         )
-        self.lora = {} if config.lora is None else lora_sizes(self.adapter, config.lora)
-        check_stages(self.layout, self.lora)
-        build = self._build = Build(config, spec, args, self.layout, self.device, self.lora)
+        sizes = self._adapter_sizes()
+        named = self._adapter_names = tuple(name for name in sizes if name is not None)
+        check_several_adapters(config, self.layout, total_steps)
+        build = self._build = Build(config, spec, args, self.layout, self.device, sizes)
         backend = resolve_backend(config.attn_type, self.device, build.compute)
         require_delta_rule(config.delta_rule, self.device, build.compute)
-        if config.optimizer:
+        if config.optimizer and not named:
             check_schedule(config.scheduler, total_steps)
         join_process_group(dims.world_size, self.device.type, config.timeout_s)
         if config.deterministic:
@@ -167,12 +184,12 @@ class ArchonEngine:
         if dims.pp_enabled:
             self.model = staged = build.build_stages(self.ranks.pp.rank)
             pipeline = Pipeline(staged, self.ranks.pp, self.device, build.compute, args.dim)
-            self._runner = PipelineRunner(staged, self.device, tokens, config.is_critic, pipeline)
+            self._runner = PipelineRunner(staged, self.device, tokens, config.is_critic, pipeline, named)
         else:
             self.model = build.build_model()
             load = RouterLoad(self.model)
             self._runner = MicroBatchRunner(
-                self.model, self.device, tokens, config.is_critic, load, config.router_aux_loss_coef
+                self.model, self.device, tokens, config.is_critic, load, config.router_aux_loss_coef, adapters=named
             )
         if dims.world_size > 1:
             limit_collectives(config.timeout_s)
@@ -181,13 +198,33 @@ class ArchonEngine:
         self.stall_watch = StallWatch(config.stall_s)
         weakref.finalize(self, self.stall_watch.end)
         build.load_weights(self.model, self.adapter)
-        # A dry run, whose weights are not read, has the sizes of the folder's adapters alone.
-        if config.lora is not None and config.lora.path is not None and not config.init_from_scratch:
-            load_adapter(config.lora.path, self.model, self.adapter, self.lora)
-        self.optimizer = build_optimizer(self.model, config.optimizer) if config.optimizer else None
-        self.scheduler = None
+        for name, shape in adapter_shapes(config).items():
+            # A dry run, whose weights are not read, has the sizes of the folder's adapters alone.
+            if shape.path is not None and not config.init_from_scratch:
+                load_adapter(shape.path, self.model, self.adapter, sizes[name], name)
+        self._make_optimizers(sizes, total_steps)
+
+    def _make_optimizers(self, sizes: Mapping[str | None, dict[str, AdapterSize]], total_steps: int | None) -> None:
+        config = self.config
+        self.adapters = {
+            name: AdapterTraining(name, self.model, sizes[name], config, total_steps) for name in self._adapter_names
+        }
+        self._stepped: tuple[str, ...] = ()
+        """The adapters that the last `train_batch` trained, until `step_lr_scheduler`."""
+        self.optimizer = self.scheduler = None
+        if config.optimizer is not None and not self.adapters:
+            self.optimizer = build_optimizer(self.model, config.optimizer)
         if self.optimizer is not None and config.optimizer is not None:
             self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
+
+    def _adapter_sizes(self) -> dict[str | None, dict[str, AdapterSize]]:
+        """Sets `lora`. Returns the sizes of each adapter by name, None for the only one."""
+        sizes = {name: lora_sizes(self.adapter, shape) for name, shape in adapter_shapes(self.config).items()}
+        for own in sizes.values():
+            check_stages(self.layout, own)
+        self.lora = sizes.get(None, {})
+        """The only adapter's sizes, by matrix; empty without adapters, and with several, which are in `adapters`."""
+        return sizes
 
     def meta_model(self) -> BaseArchonModel:
         """Returns the model with all layers, and adapters if it has them, unparallelized, on the meta device."""
@@ -205,8 +242,11 @@ class ArchonEngine:
 
         Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `micro_batches`, `loss_weight` (the
         denominator), `skipped` (1 when the gradient was not finite: then no weight or moment changed) and the loss
-        function's metrics.
+        function's metrics. With several adapters see `archon.engine.adapters`: `loss` is the sum of theirs, `lr`
+        the largest, `skipped` how many were, and each has its own as `NAME/loss` and so on.
         """
+        if self.adapters:
+            return self._train_adapters(batch, loss_fn, loss_weight_fn, temperature)
         optimizer, scheduler, config = self._require_optimizer()
         with self.stall_watch.block():
             metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
@@ -223,6 +263,25 @@ class ArchonEngine:
             self._skips.count(not finite, self.step, config.max_skipped_in_a_row)
             heap.trim_if_grown("training")
             return metrics | {"lr": scheduler.lr, "skipped": float(not finite)}
+
+    def _train_adapters(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
+    ) -> dict[str, float]:
+        """Same as `train_batch`, of several adapters: each that has documents takes a step of its own."""
+        if self.config.optimizer is None:
+            self._require_optimizer()
+        with self.stall_watch.block():
+            metrics = self._accumulate(batch, loss_fn, loss_weight_fn, temperature)
+            trained = [name for name in self.adapters if f"{name}/grad_norm" in metrics]
+            self.step += 1
+            with phase("optimizer"):
+                for name in trained:
+                    metrics |= self.adapters[name].step(metrics[f"{name}/grad_norm"])
+            self.model.zero_grad(set_to_none=True)
+            self._stepped = tuple(trained)
+            heap.trim_if_grown("training")
+            of_all = {key: [metrics[f"{name}/{key}"] for name in trained] for key in ("lr", "skipped")}
+            return metrics | {"lr": max(of_all["lr"]), "skipped": sum(of_all["skipped"])}
 
     def gradients(
         self,
@@ -250,8 +309,8 @@ class ArchonEngine:
     ) -> dict[str, float]:
         """Accumulate the batch's gradients in the parameters. Returns the metrics before the optimizer's step."""
         packed, parts = self._split(batch)
-        weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
-        batch_loss = BatchLoss(loss_fn, loss_weight_fn, weight, temperature)
+        batch_loss = self._batch_loss(parts, loss_fn, loss_weight_fn, temperature)
+        shares = batch_loss.of_adapters or {}
         self.model.train()
         reduce_every = self.config.gradient_reduction == "per_microbatch"
         self.model.zero_grad(set_to_none=True)
@@ -261,19 +320,45 @@ class ArchonEngine:
         sums = self._runner.accumulate(parts, batch_loss, reduce_every)
         self._failed_mid_step = False
         with phase("optimizer"):
-            norm = self._gradient_norm()
-        metrics = self._runner.read(sums, {"grad_norm": norm}, tokens=torch.tensor(packed.n_tokens))
-        return metrics | {"micro_batches": float(len(parts)), "loss_weight": weight}
+            norms = {"grad_norm": self._gradient_norm()}
+            for share in shares.values():
+                parameters = self.adapters[share.name].parameters
+                norms[f"{share.name}/grad_norm"] = gradient_norm(parameters, self.ranks.pp)
+        metrics = self._runner.read(sums, norms, tokens=torch.tensor(packed.n_tokens))
+        for share in shares.values():
+            metrics |= {f"{share.name}/tokens": share.tokens, f"{share.name}/loss_weight": share.weight}
+        return metrics | {"micro_batches": float(len(parts)), "loss_weight": batch_loss.denominator}
+
+    def _batch_loss(
+        self, parts: list[PackedBatch], loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float
+    ) -> BatchLoss:
+        weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
+        if not self.adapters:
+            return BatchLoss(loss_fn, loss_weight_fn, weight, temperature)
+
+        def require_adapters() -> None:
+            if any(NO_ADAPTER in (mb.adapters or ()) for mb in parts):
+                raise BatchError(
+                    f"a document has adapter {NO_ADAPTER}, the base alone, whose weights are frozen, so that it has no "
+                    "loss; leave it out of the batch"
+                )
+
+        self.ranks.require_on_all(require_adapters, self.device)
+        shares = adapter_shares(parts, self._adapter_names, loss_weight_fn, self.ranks, self.device)
+        return BatchLoss(loss_fn, loss_weight_fn, weight, temperature, shares)
 
     def eval_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, temperature: float = 1.0
     ) -> dict[str, float]:
         """Returns `loss`, `tokens`, `loss_weight` and the loss function's metrics, without gradient."""
         packed, parts = self._split(batch)
-        weight = total_weight(parts, loss_weight_fn, self.ranks, self.device)
+        batch_loss = self._batch_loss(parts, loss_fn, loss_weight_fn, temperature)
         self.model.eval()
-        sums = self._runner.evaluate(parts, BatchLoss(loss_fn, loss_weight_fn, weight, temperature))
-        return self._runner.read(sums, {}, tokens=torch.tensor(packed.n_tokens)) | {"loss_weight": weight}
+        sums = self._runner.evaluate(parts, batch_loss)
+        metrics = self._runner.read(sums, {}, tokens=torch.tensor(packed.n_tokens))
+        for share in (batch_loss.of_adapters or {}).values():
+            metrics[f"{share.name}/loss_weight"] = share.weight
+        return metrics | {"loss_weight": batch_loss.denominator}
 
     def forward_batch(self, batch: Batch, temperature: float = 1.0, *, only_trained: bool = False) -> Tensor:
         """Returns log p of each token at `temperature`, or a critic's value before it: [B, S]; [T] of a `PackedBatch`.
@@ -298,26 +383,61 @@ class ArchonEngine:
             yield
 
     def step_lr_scheduler(self) -> None:
-        """Set the learning rate of the next optimizer step."""
-        self._require_optimizer()[1].step()
+        """Set the learning rate of the next optimizer step: of several adapters that of each that has taken one."""
+        if not self.adapters:
+            self._require_optimizer()[1].step()
+            return
+        for name in self._stepped:
+            schedule = self.adapters[name].schedule
+            assert schedule is not None
+            schedule.step()
+        self._stepped = ()
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yields (native name, whole tensor) of every parameter, tied ones once, in the masters' dtype, and of every
         balancing bias; sharded ones are gathered in buckets of `bucket_bytes`, at least one tensor each.
 
-        Adapters are added to the copies of their matrices that are yielded.
+        An adapter is added to the copies of its matrices that are yielded; several are not.
         """
         weights = self.base_weights(bucket_bytes)
         yield from with_adapters(weights, dict(self.adapter_weights()), self.lora) if self.lora else weights
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (native name, whole tensor) of every adapter's a and b; none for a model without adapters."""
-        own = {name: parameter for name, parameter in self.model.named_parameters() if is_adapter(name)}
-        if not isinstance(self.model, StagedModel):
-            yield from whole_tensors(own.items())
-        elif self.lora:
-            whole = {name: p for name, p in self._build.whole_model().named_parameters() if is_adapter(name)}
-            yield from staged_tensors(own, whole, self.ranks.pp, self.device)
+    def adapter_weights(self, named: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (native name, whole tensor) of every adapter's a and b; none for a model without adapters.
+
+        Of several adapters one that is `named` is yielded with the names that it has where it is the only one.
+        """
+        chosen: Callable[[str], bool] = is_adapter
+        if named is not None:
+            chosen = self._adapter(named).names.__contains__
+        own = {name: parameter for name, parameter in self.model.named_parameters() if chosen(name)}
+        tensors = whole_tensors(own.items())
+        if isinstance(self.model, StagedModel):
+            whole = {name: p for name, p in self._build.whole_model().named_parameters() if chosen(name)}
+            tensors = staged_tensors(own, whole, self.ranks.pp, self.device)
+        for name, tensor in tensors:
+            owner, _, part = name.rpartition(".")
+            yield name if named is None else f"{owner.removesuffix(f'.{named}')}.{part}", tensor
+
+    def load_adapter(self, named: str, path: str | os.PathLike[str]) -> None:
+        """Load one of several adapters from a folder in PEFT's format; its optimizer and schedule stay.
+
+        Every rank calls it. Raises CheckpointError for an adapter of other sizes.
+        """
+        own = self._adapter(named)
+        if read_sizes(path, self.adapter) != own.sizes:
+            raise CheckpointError(
+                f"{os.fspath(path)} has other matrices, ranks or alphas than adapter {named!r} of this run; expected "
+                f"those of lora.adapters.{named}"
+            )
+        load_adapter(path, self.model, self.adapter, own.sizes, named)
+
+    def _adapter(self, named: str) -> AdapterTraining:
+        if named not in self.adapters:
+            raise ConfigError(
+                f"there is no adapter {named!r}; this model has {', '.join(self.adapters) or 'none with a name'}"
+            )
+        return self.adapters[named]
 
     def base_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Same as `weights`, without adapters: of a model that has them, its frozen weights, not copied where this rank
@@ -359,16 +479,18 @@ class ArchonEngine:
     @property
     def export_format(self) -> SaveFormat:
         """What a run leaves at its end: `peft` for a model with adapters, else `hf`."""
-        return "peft" if self.lora else "hf"
+        return "peft" if self.lora or self.adapters else "hf"
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal where a native checkpoint is loaded: `model_fingerprint`; with adapters also their sizes
         and a hash of the base's files."""
         model = model_fingerprint(self.args)
-        if not self.lora:
+        if not self.lora and not self.adapters:
             return model
-        sizes = {name: asdict(size) for name, size in self.lora.items()}
+        sizes: dict[str, Any] = _described(self.lora)
+        if self.adapters:
+            sizes = {name: _described(own.sizes) for name, own in self.adapters.items()}
         return {**model, "adapters": sizes, "base": self._base_digest}
 
     def save(
@@ -377,18 +499,22 @@ class ArchonEngine:
         format: SaveFormat = "hf",
         asynchronous: bool = False,
         dtype: torch.dtype | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Write the weights, or the whole state; every rank calls it.
 
         Args:
             format: `hf` exports a Hugging Face checkpoint from any layout: shards, index, config and tokenizer, written
                 by rank 0 alone, one shard in memory at a time, with adapters merged. `peft` exports the adapters alone
-                in PEFT's format. `native` saves this engine's state below `path` (see `archon.checkpoint.native`):
-                each rank writes its part, and any layout can load it.
+                in PEFT's format, of several each in a folder of its name. `native` saves this engine's state below
+                `path` (see `archon.checkpoint.native`): each rank writes its part, and any layout can load it.
             asynchronous: for `native`: copy to the CPU, and write in the background. Errors are raised by the next save
                 or by `wait_for_saves`.
             dtype: of an `hf` export, by default the masters'.
+            adapter: which of several adapters a `peft` export holds, in `path` itself.
         """
+        if adapter is not None and format != "peft":
+            raise ConfigError(f"adapter={adapter!r} names what format='peft' exports, and format is {format!r}")
         if format == "native":
             if dtype is not None:
                 raise ConfigError(f"format='native' keeps every dtype; dtype={dtype} belongs to format='hf'")
@@ -400,14 +526,25 @@ class ArchonEngine:
         if asynchronous:
             raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
         if format == "peft":
-            if not self.lora:
-                raise ConfigError("format='peft' writes adapters, and this model has none; set lora, or format to 'hf'")
-            experts = self.config.lora.export_experts if self.config.lora else "stacked"
-            weights = dict(self.adapter_weights())
-            save_adapter(path, self.adapter, self.lora, weights, base=self._base, experts=experts)
+            self._save_adapters(path, adapter)
             return
+        if self.adapters:
+            raise ConfigError(
+                f"format='hf' merges an adapter into the weights, and this model has {len(self.adapters)}; export them "
+                "with format='peft', and merge one by archon export"
+            )
         carry = False if self._loaded_from is None else self._loaded_from
         save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype, carry=carry)
+
+    def _save_adapters(self, path: str | os.PathLike[str], named: str | None) -> None:
+        shapes = adapter_shapes(self.config)
+        if not shapes:
+            raise ConfigError("format='peft' writes adapters, and this model has none; set lora, or format to 'hf'")
+        for name in shapes if named is None else [self._adapter(named).name]:
+            folder = path if name is None or named is not None else os.path.join(path, name)
+            sizes = self.lora if name is None else self.adapters[name].sizes
+            weights, experts = dict(self.adapter_weights(name)), shapes[name].export_experts
+            save_adapter(folder, self.adapter, sizes, weights, base=self._base, experts=experts)
 
     def wait_for_saves(self) -> None:
         """Wait until the newest asynchronous save is on disk; raises its error."""
@@ -437,7 +574,7 @@ class ArchonEngine:
         next step.
         """
         self._check_usable()
-        state = {
+        state: dict[str, Any] = {
             "model": model_state(self.model),
             "rng": rng_state() if self.parallel_dims.world_size == 1 else PerRank((rng_state(),)),
             "layout": str(self.layout),
@@ -448,6 +585,9 @@ class ArchonEngine:
             state["optimizer"] = optimizer_state(self.model, self.optimizer)
             state["scheduler"] = self.scheduler.state_dict()
             state["skipped_steps"] = self.skipped_steps
+        if self.adapters:
+            state["adapters"] = {name: own.state_dict(self.model) for name, own in self.adapters.items()}
+            state["stepped"] = list(self._stepped)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -467,6 +607,9 @@ class ArchonEngine:
             load_optimizer_state(self.model, self.optimizer, state["optimizer"], self._known_names())
             self.scheduler.load_state_dict(state["scheduler"])
             self._skips.total = int(state["skipped_steps"])
+        for name, own in self.adapters.items():
+            own.load_state_dict(self.model, state["adapters"][name], self._known_names())
+        self._stepped = tuple(state.get("stepped", ()))
         self.step, self.version = int(state["step"]), int(state["version"])
         rng = state["rng"]
         if isinstance(rng, PerRank):
@@ -498,8 +641,8 @@ class ArchonEngine:
         if not self.config.cpu_offload:  # else the parameters are on the CPU anyway
             self.model.to(device)
         self.model.tie_weights()
-        if self.optimizer is not None:
-            for parameter, moments in self.optimizer.state.items():
+        for optimizer in (self.optimizer, *(own.optimizer for own in self.adapters.values())):
+            for parameter, moments in optimizer.state.items() if optimizer is not None else ():
                 moments.update({key: x.to(local_tensor(parameter).device) for key, x in moments.items()})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -514,7 +657,7 @@ class ArchonEngine:
     @property
     def skipped_steps(self) -> int:
         """The number of steps so far that changed no weight, because their gradient was not finite."""
-        return self._skips.total
+        return self._skips.total + sum(own.skipped_steps for own in self.adapters.values())
 
     @property
     def whole_model(self) -> BaseArchonModel:
@@ -532,6 +675,7 @@ class ArchonEngine:
                 self.args.vocab_size,
                 share_prefixes=self._share_prefixes,
                 sort=self._sort_documents,
+                n_adapters=len(self.adapters) or None,
             )
 
         # If only one rank refused its batch, the others would wait in a collective, or mix two batches if its caller

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -28,13 +28,17 @@ logger = logging.getLogger(__name__)
 NORM_CHUNK = 2**14
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """Returns AdamW [Loshchilov & Hutter 2019, algorithm 2] with weight decay on matrices only.
+def build_optimizer(model: nn.Module, config: OptimizerConfig, names: Collection[str] | None = None) -> AdamW:
+    """Returns AdamW [Loshchilov & Hutter 2019, algorithm 2] with weight decay on matrices only, of a model's
+    parameters or of those with `names`.
 
     It runs one fused kernel a group: on a CPU in a fifth of the time of the plain loop and a tenth of `foreach`, which
     passes through memory once an operation.
     """
     decayed, plain = decay_groups(model)
+    if names is not None:
+        chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+        decayed, plain = ([p for p in parameters if id(p) in chosen] for parameters in (decayed, plain))
     groups: dict[Any, dict[str, Any]] = {}
     for parameters, decay in ((decayed, config.weight_decay), (plain, 0.0)):
         for parameter in parameters:

@@ -30,12 +30,18 @@ class PipelineRunner:
     """
 
     def __init__(
-        self, model: StagedModel, device: torch.device, tokens: TokenSplit, is_critic: bool, pipeline: Pipeline
+        self,
+        model: StagedModel,
+        device: torch.device,
+        tokens: TokenSplit,
+        is_critic: bool,
+        pipeline: Pipeline,
+        adapters: tuple[str, ...] = (),
     ) -> None:
         self.model, self.device, self.tokens, self.pipeline = model, device, tokens, pipeline
         self.ranks = tokens.ranks
         self.stages = {
-            number: MicroBatchRunner(stage, device, tokens, is_critic, RouterLoad(stage))  # type: ignore[arg-type]
+            number: MicroBatchRunner(stage, device, tokens, is_critic, RouterLoad(stage), adapters=adapters)  # type: ignore[arg-type]
             for number, stage in zip(model.numbers, model.stages, strict=True)
         }
         self.loads = [stage.load for stage in self.stages.values()]
@@ -47,14 +53,14 @@ class PipelineRunner:
 
     def accumulate(self, parts: Sequence[PackedBatch], loss: BatchLoss, reduce_every: bool) -> MetricSums:
         """Same as `MicroBatchRunner.accumulate`; the sums are empty except on the last stage's ranks."""
-        sums, fuse = MetricSums(self.device), self.model.plan.schedule not in SPLIT_BACKWARD
+        sums, fuse = MetricSums.of(loss, self.device), self.model.plan.schedule not in SPLIT_BACKWARD
         self._run(self.pipeline.backward, parts, lambda runner, mb: runner.loss(mb, loss, sums, fuse=fuse))
         self._reduce_tied()
         return sums
 
     def evaluate(self, parts: Sequence[PackedBatch], loss: BatchLoss) -> MetricSums:
         """Same as `MicroBatchRunner.evaluate`; the sums are empty except on the last stage's ranks."""
-        sums = MetricSums(self.device)
+        sums = MetricSums.of(loss, self.device)
         self._run(self.pipeline.forward, parts, lambda runner, mb: runner.loss(mb, loss, sums))
         return sums
 

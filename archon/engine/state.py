@@ -80,7 +80,8 @@ def load_optimizer_state(
     known: Collection[str] = (),
 ) -> None:
     """Copy moments and step counts to the parameters of the same names; an empty state resets the optimizer."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = {name: p for name, p in model.named_parameters() if id(p) in own_ids}
     optimizer.state.clear()
     if not state:
         return

@@ -14,6 +14,7 @@ from torch import Tensor
 from archon.engine.batch import PackedBatch, pack, split, to_device_async
 from archon.engine.loss import LossFn, LossWeightFn, Metrics, WeightedTokenLoss
 from archon.engine.router_balance import RouterLoad
+from archon.models.adapter_rows import NO_ADAPTER, AdapterRows
 from archon.models.attention.context_parallel import ContextParallelAttention, GatheredAttention, UlyssesAttention
 from archon.models.attention.meta import AttentionMeta, PackedAttention, PrefixAttention
 from archon.models.attention.prefix import shared_prefixes
@@ -33,12 +34,27 @@ Batch = Mapping[str, Tensor] | PackedBatch
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The loss of a batch: Σ `fn` / `denominator` over all its micro-batches, of log-probabilities at `temperature`."""
+    """The loss of a batch: Σ `fn` / `denominator` over all its micro-batches, of log-probabilities at `temperature`.
+
+    Of a model with several adapters it is the sum of the losses of those in `of_adapters`, each Σ `fn` over the
+    adapter's documents alone / its own denominator.
+    """
 
     fn: LossFn
     weight_fn: LossWeightFn
     denominator: float
     temperature: float
+    of_adapters: Mapping[int, AdapterShare] | None = None
+
+
+@dataclass(frozen=True)
+class AdapterShare:
+    """What one of several adapters has in a batch: its name, and the loss weight and tokens of its documents on all
+    ranks."""
+
+    name: str
+    weight: float
+    tokens: float
 
 
 class MetricSums:
@@ -48,6 +64,16 @@ class MetricSums:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, Tensor] = {}
+        self.losses: dict[str, Tensor] = {}
+        """`NAME/loss` of each adapter of a model with several."""
+
+    @classmethod
+    def of(cls, loss: BatchLoss, device: torch.device) -> MetricSums:
+        """Returns empty sums of a batch."""
+        sums = cls(device)
+        for share in (loss.of_adapters or {}).values():
+            sums.losses[f"{share.name}/loss"] = torch.zeros_like(sums.loss)
+        return sums
 
     def add(self, metrics: Metrics) -> None:
         for name, (total, count) in metrics.items():
@@ -57,7 +83,9 @@ class MetricSums:
     def read(self, ranks: Ranks, replicated: Mapping[str, Tensor], **scalars: Tensor) -> dict[str, float]:
         """Returns the sum over data-parallel ranks of the loss and every scalar, sum / count of every metric, and the
         scalars that are `replicated`, in one transfer from the device. A metric whose count is 0 is left out."""
-        scalars = {"loss": self.loss, **scalars}
+        scalars = {"loss": self.loss, **self.losses, **scalars}
+        if self.losses:
+            self._join_names(ranks)
         _require_same_names([*scalars, *self.sums], ranks)
         device = self.loss.device
         tensors = [*scalars.values(), *self.sums.values(), *self.counts.values()]
@@ -69,6 +97,16 @@ class MetricSums:
         counts = values[len(scalars) + len(self.sums) : len(joined)]
         result.update({name: s / c for name, s, c in zip(self.sums, sums, counts, strict=True) if c})
         return result
+
+    def _join_names(self, ranks: Ranks) -> None:
+        """Give every data-parallel rank the metrics of all: some may have no document of an adapter."""
+        of_ranks: list[list[str]] = [[] for _ in range(ranks.dp.size)]
+        if ranks.dp.size > 1:
+            torch.distributed.all_gather_object(of_ranks, [*self.sums], group=ranks.dp.process_group)
+        zero = torch.zeros_like(self.loss)
+        joined = sorted({*self.sums}.union(*of_ranks))
+        self.sums = {name: self.sums.get(name, zero) for name in joined}
+        self.counts = {name: self.counts.get(name, zero) for name in joined}
 
 
 def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
@@ -85,13 +123,20 @@ def _require_same_names(names: Sequence[str], ranks: Ranks) -> None:
 
 
 def micro_batches(
-    batch: Batch, max_tokens: int, vocab_size: int, *, share_prefixes: bool = False, sort: bool = False
+    batch: Batch,
+    max_tokens: int,
+    vocab_size: int,
+    *,
+    share_prefixes: bool = False,
+    sort: bool = False,
+    n_adapters: int | None = None,
 ) -> tuple[PackedBatch, list[PackedBatch]]:
     """Returns the whole batch as one pack, and its micro-batches, at least one.
 
     `share_prefixes` searches each for common prefixes; `sort` has the model compute the documents of those without by
-    length, and keeps their order in the pack. Raises BatchError for a batch without a document, or with a token or
-    label outside the vocabulary.
+    length, and keeps their order in the pack. `n_adapters` is the number of the model's adapters if it has several:
+    documents then say which they have, and share prefixes only with those of the same. Raises BatchError for a batch
+    without a document, or with a token or label outside the vocabulary.
     """
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
     if not packed.lengths:
@@ -106,10 +151,49 @@ def micro_batches(
             raise BatchError(
                 f"{what} {wrong} is outside the model's vocabulary of {vocab_size}; is it this model's tokenizer?"
             )
+    if n_adapters is not None:
+        packed = packed.with_adapters(n_adapters)
     parts = split(packed, max_tokens)
     if share_prefixes:
-        parts = [replace(mb, shared=shared_prefixes(mb.tokens, mb.lengths)) for mb in parts]
-    return packed, [mb.sorted_for_model() for mb in parts] if sort else parts
+        parts = [replace(mb, shared=shared_prefixes(_distinct(mb, vocab_size), mb.lengths)) for mb in parts]
+    if sort:
+        parts = [mb.sorted_for_model() for mb in parts]
+    return packed, parts if n_adapters is None else [mb.with_adapter_ids() for mb in parts]
+
+
+def _distinct(mb: PackedBatch, vocab_size: int) -> Tensor:
+    """Returns numbers [T] that are equal for equal tokens of documents of one adapter."""
+    return mb.tokens if mb.adapters is None else mb.tokens + vocab_size * (mb.token_adapters() + 1)
+
+
+def adapter_shares(
+    parts: Sequence[PackedBatch],
+    names: Sequence[str],
+    loss_weight_fn: LossWeightFn,
+    ranks: Ranks,
+    device: torch.device,
+) -> dict[int, AdapterShare]:
+    """Returns what each adapter has in the micro-batches of all ranks, by its index among `names`; those without a
+    document are left out. Raises BatchError for an adapter whose documents have nothing to train."""
+    totals = torch.zeros(2, len(names), dtype=torch.float64)
+    for mb in parts:
+        for index, part in mb.by_adapter():
+            if index != NO_ADAPTER:
+                totals[:, index] += torch.tensor([float(loss_weight_fn(part)), part.n_tokens], dtype=torch.float64)
+    if ranks.dp.size > 1:
+        totals = all_reduce(totals.to(device), ranks.dp)
+    shares = {
+        index: AdapterShare(name, weight, tokens)
+        for index, (name, weight, tokens) in enumerate(zip(names, *totals.tolist(), strict=True))
+        if tokens
+    }
+    for share in shares.values():
+        if not share.weight > 0:
+            raise BatchError(
+                f"the documents of adapter {share.name!r} have nothing to train: their loss weight is "
+                f"{share.weight:g} (is loss_mask all zero?)"
+            )
+    return shares
 
 
 def total_weight(
@@ -170,6 +254,8 @@ class MicroBatchRunner:
     router_aux_loss_coef: float = 0.0
     input: Tensor | None = None
     min_tokens: int = 0
+    adapters: tuple[str, ...] = ()
+    """The names of a model's several adapters, in the order of their indices."""
 
     @property
     def ranks(self) -> Ranks:
@@ -234,6 +320,10 @@ class MicroBatchRunner:
             tokens, positions = (x.index_select(0, mb.shared.rows) for x in (tokens, positions))
         else:
             attention = PackedAttention(documents.cu_seqlens, mb.max_seqlen, self.tokens.attn_type, documents.lengths)
+        if mb.adapter_ids is not None:
+            # All names, since all ranks must have gradients of the same parameters.
+            ids = mb.adapter_ids if share is None else share.take_on_cpu(mb.adapter_ids, NO_ADAPTER)
+            attention.adapters = AdapterRows.of(self.adapters, ids, self.device, tp=self.ranks.tp)
         head["label_rows"] = None if rows is None else to_device_async(rows, self.device)
         head |= {"labels": labels, "loss_weights": loss_weights}
         return self.model(tokens, positions, documents.cu_seqlens, mb.max_seqlen, attention, **head), share
@@ -245,12 +335,48 @@ class MicroBatchRunner:
         Tokens whose `loss_mask` is 0 are not scored: their logprob and entropy are 0. `fuse` allows a fused loss, which
         cannot be differentiated in parts.
         """
+        if loss.of_adapters is not None:
+            return self._loss_of_adapters(mb, loss, loss.of_adapters, sums, fuse)
         result = self._summed_loss(mb, loss.fn, loss.temperature, fuse)
         value, metrics = result if isinstance(result, tuple) else (result, {})
         value = value / loss.denominator
         sums.loss += value.detach()
         sums.add(metrics)
         return value
+
+    def _loss_of_adapters(
+        self, mb: PackedBatch, loss: BatchLoss, shares: Mapping[int, AdapterShare], sums: MetricSums, fuse: bool
+    ) -> Tensor:
+        """Same as `loss`, of a model with several adapters: the loss function is called with the documents of each."""
+        labels, rows, fn = mb.scored_labels(), mb.labeled_rows(only_trained=True), loss.fn
+        parts = [(shares[index], part) for index, part in mb.by_adapter() if index != NO_ADAPTER]
+        if fuse and isinstance(fn, WeightedTokenLoss):
+            weights = torch.zeros(mb.n_tokens, dtype=torch.float64, device=self.device)
+            for share, part in parts:
+                weights[_source(part, self.device)] = fn.token_weights(part).double() / share.weight
+            fused = self.call(mb, labels, loss.temperature, entropy=False, loss_weights=weights, rows=rows)
+            assert isinstance(fused, WeightedLoss)
+            for share, part in parts:
+                source = _source(part, self.device)
+                logprobs = fused.logprobs[source].detach()
+                sums.losses[f"{share.name}/loss"] -= (weights[source] * logprobs.double()).sum()
+                sums.add({f"{share.name}/{name}": pair for name, pair in fn.metrics(logprobs, part).items()})
+            sums.loss += fused.loss.detach()
+            return fused.loss
+        scores = self.call(mb, labels, loss.temperature, getattr(fn, "needs_entropy", True), rows=rows)
+        assert isinstance(scores, TokenScores)
+        total = scores.logprobs.new_zeros(()) if parts else scores.logprobs.sum() * 0.0
+        for share, part in parts:
+            source = _source(part, self.device)
+            entropy = None if scores.entropy is None else scores.entropy[source]
+            result = fn(scores.logprobs[source], entropy, part)
+            value, metrics = result if isinstance(result, tuple) else (result, {})
+            value = value / share.weight
+            sums.losses[f"{share.name}/loss"] += value.detach()
+            sums.add({f"{share.name}/{name}": pair for name, pair in metrics.items()})
+            total = total + value
+        sums.loss += total.detach()
+        return total
 
     def _summed_loss(
         self, mb: PackedBatch, loss_fn: LossFn, temperature: float, fuse: bool
@@ -277,7 +403,7 @@ class MicroBatchRunner:
         The auxiliary loss of a mixture of experts is that of each micro-batch, weighted by its share of the
         denominator.
         """
-        sums = MetricSums(self.device)
+        sums = MetricSums.of(loss, self.device)
         rounds = self.ranks.all_reduce_max(len(parts), self.device)
         for index in range(rounds):
             set_gradient_reduction(self.model, reduce_every or index == rounds - 1)
@@ -314,7 +440,7 @@ class MicroBatchRunner:
     @torch.no_grad()
     def evaluate(self, parts: Sequence[PackedBatch], loss: BatchLoss) -> MetricSums:
         """Returns the sums of this rank's micro-batches, without gradient."""
-        sums = MetricSums(self.device)
+        sums = MetricSums.of(loss, self.device)
         with self._forwards_only(parts):
             for mb in parts:
                 self.loss(mb.to(self.device), loss, sums)
@@ -366,6 +492,12 @@ class MicroBatchRunner:
 def _tensor(output: Tensor | TokenScores | WeightedLoss) -> Tensor:
     assert isinstance(output, Tensor)
     return output
+
+
+def _source(part: PackedBatch, device: torch.device) -> Tensor:
+    """Returns the positions of a part's tokens in the micro-batch that it is of, on the device."""
+    assert part.source is not None
+    return to_device_async(part.source, device)
 
 
 def _name(function: Callable[..., object]) -> str:

@@ -167,8 +167,8 @@ class ActivationCheckpointConfig(StrictModel):
         return cls.parse({"mode": mode, mode: detail} if detailed else {"mode": name}, source="a recompute policy")
 
 
-class LoRAConfig(StrictModel):
-    """Low-rank adapters on frozen weights, with PEFT's names and meanings."""
+class AdapterShape(StrictModel):
+    """Which matrices have low-rank adapters and what these are, with PEFT's names and meanings."""
 
     rank: int = Field(16, ge=1, description="rank of the adapters")
     alpha: float = Field(32.0, gt=0, description="an adapter counts alpha / rank times")
@@ -200,7 +200,7 @@ class LoRAConfig(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _check_names(self) -> LoRAConfig:
+    def _check_names(self) -> Self:
         if not self.targets:
             raise ValueError(
                 f"targets is {self.targets!r}, which adapts nothing; expected all-linear or names of modules (to train "
@@ -214,12 +214,47 @@ class LoRAConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _check_path(self) -> LoRAConfig:
-        fresh = self.model_dump(exclude_defaults=True).keys() - {"path", "export_experts"}
+    def _check_path(self) -> Self:
+        of_both = {"path", "export_experts"}
+        fresh = self.model_dump(exclude_defaults=True).keys() & (AdapterShape.model_fields.keys() - of_both)
         if self.path is not None and fresh:
             raise ValueError(
                 f"{', '.join(sorted(fresh))} is of a fresh adapter, and path = {self.path!r} names one that has its "
                 "own; give one of them"
+            )
+        return self
+
+
+class AdapterConfig(AdapterShape):
+    """One of several adapters that are trained in the same batches, each as if alone."""
+
+    optimizer: OptimizerConfig | None = Field(None, description="AdamW of this adapter; null: that of the model")
+    scheduler: SchedulerConfig | None = Field(
+        None, description="learning-rate schedule by this adapter's own steps; null: that of the model"
+    )
+    total_steps: int | None = Field(
+        None, ge=1, description="own steps after which a decaying schedule ends; null: those of the run"
+    )
+
+
+class LoRAConfig(AdapterShape):
+    """Low-rank adapters on frozen weights: one of each matrix, or several in `adapters`."""
+
+    adapters: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], AdapterConfig] | None = Field(
+        None, description="several adapters by name, each with its own values in place of this section's"
+    )
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> LoRAConfig:
+        if self.adapters is None:
+            return self
+        if not self.adapters:
+            raise ValueError("adapters is empty; name at least one, or leave it out for one adapter of each matrix")
+        own = sorted(self.model_dump(exclude_defaults=True).keys() - {"adapters"})
+        if own:
+            raise ValueError(
+                f"{', '.join(own)} is of one adapter, and adapters names {len(self.adapters)} with values of their "
+                "own; move it into each of them"
             )
         return self
 
@@ -340,6 +375,19 @@ class EngineConfig(StrictModel):
                 f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases of the base, which lora "
                 "freezes; set it to 0, or lora to null"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> EngineConfig:
+        if self.lora is None or self.lora.adapters is None:
+            return self
+        if self.router_aux_loss_coef:
+            raise ValueError(
+                f"router_aux_loss_coef = {self.router_aux_loss_coef:g} is a loss of all documents of a batch at once, "
+                "and several adapters train as if each were alone; set it to 0, or lora.adapters to one run each"
+            )
+        if self.optimizer is None and any(adapter.optimizer for adapter in self.lora.adapters.values()):
+            raise ValueError("an adapter has an optimizer, and the model's is null, which trains nothing; give it one")
         return self
 
     @model_validator(mode="after")

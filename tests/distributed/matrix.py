@@ -47,6 +47,14 @@ def data_of(step: int) -> dict[str, Tensor]:
     return batch(LENGTHS, seed=10 + step)
 
 
+def case_data(case: Case, step: int) -> dict[str, Tensor]:
+    data = data_of(step)
+    if "adapters" in case.config.get("lora", {}):
+        third = 2 if step == 0 else 1
+        data["adapter"] = torch.tensor([0, 0, 0, 1, third, 0, 1, third, 1, 0, 1])
+    return data
+
+
 def run_reference(case: Case, folder: Path) -> None:
     """One process: a checkpoint of fresh weights, the gradients of the first batch and the weights after the steps."""
     register()
@@ -61,7 +69,7 @@ def run_reference(case: Case, folder: Path) -> None:
     if case.config.get("lora"):
         engine = ArchonEngine(engine_config(plain, str(folder / "checkpoint"), "d1"))
         engine.initialize()
-    found = measure(engine, case, data_of(0), _shares(case))
+    found = measure(engine, case, case_data(case, 0), _shares(case))
     if not case.config.get("router_aux_loss_coef"):
         found |= train(engine, case, 0, 1)
     save_file(found, folder / "reference.safetensors")
@@ -106,9 +114,10 @@ def _of_all_shares(
 def train(engine: ArchonEngine, case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     """The weights after a few clipped steps."""
     for step in range(STEPS):
-        engine.train_batch(rows_of(data_of(step), rank, ranks), loss_of(case), loss_token_count, TEMPERATURE)
+        engine.train_batch(rows_of(case_data(case, step), rank, ranks), loss_of(case), loss_token_count, TEMPERATURE)
         engine.step_lr_scheduler()
-    changed = [(name, tensor) for name, tensor in engine.weights() if not engine.lora or name in engine.lora]
+    base = [] if engine.adapters else engine.weights()
+    changed = [(name, tensor) for name, tensor in base if not engine.lora or name in engine.lora]
     weights = {f"weight.{name}": tensor.clone() for name, tensor in changed}
     return weights | {f"adapter.{name}": tensor.clone() for name, tensor in engine.adapter_weights()}
 
@@ -123,7 +132,7 @@ def run_case(case: Case, folder: str) -> dict[str, float]:
     ranks = engine.ranks
     check_shards(engine)
     with Collectives() as comms:
-        found = measure(engine, case, rows_of(data_of(0), ranks.dp.rank, ranks.dp.size))
+        found = measure(engine, case, rows_of(case_data(case, 0), ranks.dp.rank, ranks.dp.size))
     check_collectives(engine, comms.kinds)
     if not case.config.get("router_aux_loss_coef"):
         found |= train(engine, case, ranks.dp.rank, ranks.dp.size)

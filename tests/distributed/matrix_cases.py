@@ -417,5 +417,29 @@ ADAPTED: tuple[Case, ...] = (
     _case("(attn:d2t2|ffn:d1t2e2)", "moe", **LORA, **NARROW_BASE),
 )
 
-BLOCKS += DELTA + EXPERTS + ADAPTED
+# Several adapters in one batch, of different ranks, scales, targets and learning rates. A data-parallel rank has no
+# document of "y", and "z" has some in the first step alone.
+SEVERAL = {
+    "lora": {
+        "adapters": {
+            "x": {"rank": 3, "init": "random"},
+            "y": {"rank": 5, "alpha": 2.0, "rslora": True, "init": "random", "optimizer": {"lr": 0.003}},
+            "z": {"rank": 2, "init": "random"},
+        }
+    }
+}
+SEVERAL_ADAPTERS: tuple[Case, ...] = (
+    _case("d2", "tied", "a rank without a document of an adapter", **SEVERAL),
+    _case("t2", "few_kv", **SEVERAL),
+    _case("c2", "dense", context_parallel="allgather", **SEVERAL),
+    _case("c2t2", "tied", "adapters of the padding", context_parallel="ulysses", **SEVERAL),
+    _pipeline("p2", "1f1b", "tied", **SEVERAL),
+    _case("d2e2", "moe", "rows of several adapters sent to the ranks of their experts", **SEVERAL),
+    _case("(attn:d2t2|ffn:d1t2e2)", "moe", **SEVERAL),
+    _case("t2", "latent", **SEVERAL),
+    _case("c2", "latent", context_parallel="allgather", **SEVERAL),
+    _case("d2", "delta", loss="fused", **SEVERAL),
+)
+
+BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -1,0 +1,323 @@
+"""Several adapters in one batch: each is trained as if it were alone.
+
+Losses, gradients, norms and weights of every adapter equal those of a run with this adapter as the only one, on its
+documents alone, in the steps in which it has some.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archon.checkpoint.native import find_checkpoint, open_state
+from archon.engine.batch import PackedBatch
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, loss_token_count, masked_sum
+from archon.schema.config import EngineConfig
+from archon.schema.errors import BatchError, CheckpointError, ConfigError
+from tests.engine.tiny import make_engine
+
+EXACT = 1e-10
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+CLIPPED = {"lr": 2e-2, "weight_decay": 0.1, "max_grad_norm": 0.05}
+TWO: dict[str, dict[str, Any]] = {
+    "poet": {"rank": 3, "alpha": 5.0, "init": "random", "seed": 1, "optimizer": CLIPPED},
+    "judge": {
+        "rank": 8,
+        "alpha": 4.0,
+        "rslora": True,
+        "targets": ["q_proj", "down_proj"],
+        "seed": 2,
+        "optimizer": {"lr": 5e-3, "beta2": 0.99, "max_grad_norm": None},
+        "scheduler": {"kind": "cosine", "warmup_steps": 2},
+        "total_steps": 7,
+    },
+}
+EIGHT = TWO | {
+    f"a{index}": {
+        "rank": 1 + index % 4,
+        "alpha": 2.0,
+        "init": "random",
+        "seed": index,
+        "optimizer": {"lr": 1e-3 * index},
+    }
+    for index in range(1, 7)
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("bases")
+    for name, hf in MODELS.items():
+        make_engine(folder / f"made-{name}", hf=hf).save(folder / name)
+    return {name: str(folder / name) for name in MODELS}
+
+
+def engine_of(base: str, lora: dict[str, Any], **options: Any) -> ArchonEngine:
+    defaults: dict[str, Any] = {"path": base, "device": "cpu", "dtype": "float64", "max_tokens_per_mb": 64}
+    engine = ArchonEngine(EngineConfig.parse(defaults | {"lora": lora} | options))
+    engine.initialize(10)
+    return engine
+
+
+def alone(base: str, adapter: dict[str, Any], **options: Any) -> ArchonEngine:
+    """Returns an engine with one adapter, which has the values of one of several."""
+    own = dict(adapter)
+    run = {key: own.pop(key) for key in ("optimizer", "scheduler") if key in own}
+    total_steps = own.pop("total_steps", 10)
+    defaults: dict[str, Any] = {"path": base, "device": "cpu", "dtype": "float64", "max_tokens_per_mb": 64}
+    engine = ArchonEngine(EngineConfig.parse(defaults | run | {"lora": own} | options))
+    engine.initialize(total_steps)
+    return engine
+
+
+def documents(step: int, adapters: list[int]) -> dict[str, Tensor]:
+    """A padded batch of documents of different lengths, the first half of each shared by all; row i is of adapter
+    `adapters[i]`."""
+    generator = torch.Generator().manual_seed(step)
+    n, width = len(adapters), 14
+    lengths = torch.randint(6, width + 1, (n,), generator=generator)
+    ids = torch.randint(3, 90, (n, width), generator=generator)
+    ids[:, :4] = ids[:1, :4]
+    mask = torch.arange(width) < lengths.unsqueeze(1)
+    trained = (torch.rand(n, width, generator=generator) < 0.7) & mask
+    trained[:, 5] = True
+    return {"input_ids": ids, "attention_mask": mask, "loss_mask": trained.float(), "adapter": torch.tensor(adapters)}
+
+
+def rows_of(batch: dict[str, Tensor], index: int) -> dict[str, Tensor] | None:
+    """The documents of one adapter, without the field that says so."""
+    own = batch["adapter"] == index
+    return {name: x[own] for name, x in batch.items() if name != "adapter"} if own.any() else None
+
+
+def plan(n_adapters: int, steps: int) -> list[list[int]]:
+    """The adapters of the documents of each step, mixed; some are absent in some steps."""
+    generator = torch.Generator().manual_seed(n_adapters)
+    return [torch.randint(n_adapters, (n_adapters + 1,), generator=generator).tolist() for _ in range(steps)]
+
+
+class ClippedLoss:
+    """A loss that is not a weighted sum of logprobs, with an entropy."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
+        assert entropy is not None
+        terms = (logprobs.exp() + 0.1 * entropy) * mb["loss_mask"]
+        return -terms.sum(), {"entropy": masked_sum(entropy.detach(), mb["loss_mask"])}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def close(found: float, expected: float) -> bool:
+    return abs(found - expected) <= EXACT * max(1.0, abs(expected))
+
+
+@pytest.mark.parametrize(
+    ("model", "adapters", "loss"),
+    [
+        pytest.param("dense", TWO, CrossEntropyLoss(), id="dense-two-cross-entropy"),
+        pytest.param("moe", TWO, ClippedLoss(), id="moe-two-any-loss"),
+        pytest.param("dense", EIGHT, CrossEntropyLoss(), id="dense-eight-cross-entropy", marks=pytest.mark.slow),
+        pytest.param("dense", EIGHT, ClippedLoss(), id="dense-eight-any-loss", marks=pytest.mark.slow),
+        pytest.param("moe", EIGHT, CrossEntropyLoss(), id="moe-eight-cross-entropy", marks=pytest.mark.slow),
+    ],
+)
+def test_each_adapter_is_trained_as_if_alone(
+    bases: dict[str, str], model: str, adapters: dict[str, dict[str, Any]], loss: LossFn
+) -> None:
+    several = engine_of(bases[model], {"adapters": adapters})
+    single = {name: alone(bases[model], adapter) for name, adapter in adapters.items()}
+    absences = 0
+    for step, ids in enumerate(plan(len(adapters), 10)):
+        batch = documents(step, ids)
+        grads, _ = several.gradients(batch, loss, loss_token_count)
+        metrics = several.train_batch(batch, loss, loss_token_count)
+        several.step_lr_scheduler()
+        losses = []
+        for index, (name, engine) in enumerate(single.items()):
+            own = rows_of(batch, index)
+            mine = {key.removeprefix(f"{name}/"): x for key, x in metrics.items() if key.startswith(f"{name}/")}
+            if own is None:
+                absences += 1
+                assert not mine
+                continue
+            expected_grads, _ = engine.gradients(own, loss, loss_token_count)
+            for parameter, expected in expected_grads.items():
+                owner, _, part = parameter.rpartition(".")
+                assert relative(grads[f"{owner}.{name}.{part}"], expected) <= EXACT, (step, name, parameter)
+            expected_metrics = engine.train_batch(own, loss, loss_token_count)
+            engine.step_lr_scheduler()
+            losses.append(expected_metrics["loss"])
+            assert mine.keys() == expected_metrics.keys() - {"micro_batches"}
+            assert all(close(x, expected_metrics[key]) for key, x in mine.items()), (step, name)
+        assert close(metrics["loss"], sum(losses))
+    assert absences >= 2, "adapters without a document in a step must be among the steps"
+    for name, engine in single.items():
+        weights = dict(several.adapter_weights(name))
+        expected_weights = dict(engine.adapter_weights())
+        assert weights.keys() == expected_weights.keys()
+        assert all(relative(weights[key], x) <= EXACT for key, x in expected_weights.items()), name
+        assert several.adapters[name].steps == engine.step
+
+
+def test_an_adapter_without_documents_stays_as_it_is(bases: dict[str, str]) -> None:
+    engine = engine_of(bases["dense"], {"adapters": TWO})
+    for step in range(3):
+        engine.train_batch(documents(step, [0, 1, 0]), CrossEntropyLoss(), loss_token_count)
+    before = {name: x.clone() for name, x in engine.adapter_weights("poet")}
+    engine.train_batch(documents(4, [1, 1]), CrossEntropyLoss(), loss_token_count)
+    engine.step_lr_scheduler()
+    assert all(torch.equal(x, before[name]) for name, x in engine.adapter_weights("poet")), "momentum or decay moved it"
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_documents_score_as_with_their_adapter_alone_or_with_the_base(
+    bases: dict[str, str], share_prefixes: bool
+) -> None:
+    """Also where documents of different adapters begin with the same tokens."""
+    adapters = {name: adapter | {"init": "random"} for name, adapter in TWO.items()}
+    engine = engine_of(bases["dense"], {"adapters": adapters}, share_prefixes=share_prefixes)
+    batch = documents(0, [1, 0, -1, 1, 0, 0, -1])
+    scores = engine.forward_batch(batch)
+    engines = {index: alone(bases["dense"], adapter) for index, adapter in enumerate(adapters.values())}
+    engines[-1] = alone(bases["dense"], {"init": "zero"})
+    for index, single in engines.items():
+        own = rows_of(batch, index)
+        assert own is not None
+        assert relative(scores[batch["adapter"] == index], single.forward_batch(own)) <= EXACT
+
+
+def test_an_infinite_gradient_skips_the_step_of_its_adapter_alone(bases: dict[str, str]) -> None:
+    class Broken(ClippedLoss):
+        def __call__(self, logprobs: Tensor, entropy: Tensor | None, mb: PackedBatch) -> tuple[Tensor, Metrics]:
+            value, metrics = super().__call__(logprobs, entropy, mb)
+            return (value * float("nan") if mb["adapter"][0] == 0 else value), metrics
+
+    engine, judge = engine_of(bases["dense"], {"adapters": TWO}), alone(bases["dense"], TWO["judge"])
+    before = {name: x.clone() for name, x in engine.adapter_weights("poet")}
+    batch = documents(0, [0, 1, 1, 0])
+    metrics = engine.train_batch(batch, Broken(), loss_token_count)
+    assert (metrics["poet/skipped"], metrics["judge/skipped"], engine.skipped_steps) == (1.0, 0.0, 1)
+    assert all(torch.equal(x, before[name]) for name, x in engine.adapter_weights("poet"))
+    own = rows_of(batch, 1)
+    assert own is not None
+    judge.train_batch(own, ClippedLoss(), loss_token_count)
+    expected = dict(judge.adapter_weights())
+    assert all(relative(x, expected[name]) <= EXACT for name, x in engine.adapter_weights("judge"))
+
+
+def test_a_resumed_run_of_several_adapters_is_the_same_bitwise(bases: dict[str, str], tmp_path: Path) -> None:
+    steps = [[0, 0, 1], [0, 0], [1, 0, 1], [1, 1], [0, 1, 1]]
+
+    def train(engine: ArchonEngine, first: int, last: int) -> list[dict[str, float]]:
+        metrics = []
+        for step in range(first, last):
+            metrics.append(engine.train_batch(documents(step, steps[step]), CrossEntropyLoss(), loss_token_count))
+            engine.step_lr_scheduler()
+        return metrics
+
+    third = EIGHT["a1"]  # never trained, so that it has no moments
+    engine = engine_of(bases["dense"], {"adapters": TWO | {"idle": third}})
+    train(engine, 0, 2)
+    engine.save(tmp_path / "native", format="native")
+    rest = train(engine, 2, 5)
+    other = engine_of(bases["dense"], {"adapters": TWO | {"idle": third}})
+    folder = find_checkpoint(tmp_path / "native")
+    assert folder is not None
+    with open_state(folder, other.fingerprint) as (_, state):
+        other.load_state_dict(state["engine"])
+    assert train(other, 2, 5) == rest
+    ours, theirs = dict(engine.adapter_weights()), dict(other.adapter_weights())
+    assert ours.keys() == theirs.keys() and all(torch.equal(theirs[name], x) for name, x in ours.items())
+    with pytest.raises(CheckpointError):
+        engine_of(bases["dense"], {"adapters": TWO}).load(tmp_path / "native")
+
+
+def test_one_adapter_is_exported_and_loaded_by_name(bases: dict[str, str], tmp_path: Path) -> None:
+    adapters = {name: adapter | {"init": "random"} for name, adapter in TWO.items()}
+    engine = engine_of(bases["dense"], {"adapters": adapters}, dtype="float32")
+    engine.save(tmp_path / "one", format="peft", adapter="judge")
+    engine.save(tmp_path / "all", format="peft")
+    batch = documents(0, [1, 1, 1])
+    single = alone(bases["dense"], {"path": str(tmp_path / "one")}, dtype="float32")
+    own = rows_of(batch, 1)
+    assert own is not None
+    torch.testing.assert_close(engine.forward_batch(batch), single.forward_batch(own), rtol=1e-6, atol=1e-6)
+    begun = {name: {"path": str(tmp_path / "all" / name)} for name in adapters}
+    other = engine_of(bases["dense"], {"adapters": begun}, dtype="float32")
+    expected = dict(engine.adapter_weights())
+    assert all(torch.equal(x, expected[name]) for name, x in other.adapter_weights())
+    fresh = engine_of(bases["dense"], {"adapters": TWO}, dtype="float32")
+    fresh.load_adapter("judge", tmp_path / "one")
+    assert all(
+        torch.equal(x, dict(engine.adapter_weights("judge"))[name]) for name, x in fresh.adapter_weights("judge")
+    )
+    with pytest.raises(CheckpointError, match=r"other matrices, ranks or alphas than adapter 'poet'"):
+        fresh.load_adapter("poet", tmp_path / "one")
+    with pytest.raises(ConfigError, match="there is no adapter 'nobody'; this model has poet, judge"):
+        fresh.save(tmp_path / "none", format="peft", adapter="nobody")
+    with pytest.raises(ConfigError, match="merges an adapter into the weights, and this model has 2"):
+        fresh.save(tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"adapter": torch.tensor([0, 2])}, "adapter 2 of a document is none of the model's; expected 0 to 1"),
+        ({"adapter": None}, "does not say which of the model's adapters each document has"),
+        ({"adapter": torch.tensor([0.0, 1.0])}, "does not say which of the model's adapters each document has"),
+        ({"adapter": torch.tensor([0, -1])}, "adapter -1, the base alone, whose weights are frozen"),
+        (
+            {"loss_mask": torch.tensor([[1.0] * 14, [0.0] * 14])},
+            "the documents of adapter 'judge' have nothing to train",
+        ),
+    ],
+)
+def test_a_batch_that_adapters_cannot_train_on_is_refused(
+    bases: dict[str, str], change: dict[str, Any], complaint: str
+) -> None:
+    engine = engine_of(bases["dense"], {"adapters": TWO})
+    batch = {name: x for name, x in (documents(0, [0, 1]) | change).items() if x is not None}
+    with pytest.raises(BatchError, match=complaint):
+        engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"lora": {"adapters": {}}}, "adapters is empty"),
+        ({"lora": {"adapters": TWO, "rank": 4}}, "rank is of one adapter, and adapters names 2"),
+        ({"lora": {"adapters": {"a.b": {}}}}, "string should match pattern"),
+        ({"lora": {"adapters": {"x": {"path": "folder", "rank": 3}}}}, "rank is of a fresh adapter"),
+        ({"router_aux_loss_coef": 0.1}, "several adapters train as if each were alone"),
+        ({"optimizer": None}, "an adapter has an optimizer, and the model's is null"),
+    ],
+)
+def test_what_several_adapters_cannot_be_is_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        EngineConfig.parse({"path": "base", "lora": {"adapters": TWO}} | options)
+
+
+def test_what_only_the_model_can_tell_is_refused(bases: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="blocks that are compiled cannot do that yet; set compile to false"):
+        engine_of(bases["dense"], {"adapters": TWO}, compile=True)
+    with pytest.raises(ConfigError, match="an adapter cannot be named 'train', which PyTorch's modules use"):
+        engine_of(bases["dense"], {"adapters": {"train": {}}})
+    late = {"scheduler": {"kind": "linear", "warmup_steps": 3}, "total_steps": 3}
+    with pytest.raises(ConfigError, match="leaves none of the 3 steps to decay in"):
+        engine_of(bases["dense"], {"adapters": {"late": late}})
