@@ -17,7 +17,7 @@ from archon.checkpoint.hf_export import require_zero_expert_biases, save_hf_dist
 from archon.checkpoint.hf_io import checkpoint_digest
 from archon.checkpoint.hf_reader import load_hf_weights, read_hf_config
 from archon.checkpoint.native import find_checkpoint, model_fingerprint, open_state
-from archon.checkpoint.peft_adapter import load_adapter
+from archon.checkpoint.peft_adapter import load_adapter, read_sizes
 from archon.checkpoint.peft_export import save_adapter
 from archon.checkpoint.saver import Saver
 from archon.checkpoint.state_tree import PerRank, read_all
