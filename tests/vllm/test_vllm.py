@@ -16,6 +16,7 @@ from archon.remote.engine import NoServerError, RemoteEngine
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.training.metrics import read_jsonl
+from tests.real_model import SMOLLM2
 from tests.vllm.server import VLLMServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.xdist_group("vllm")]
@@ -23,6 +24,7 @@ MakeConfig = Callable[..., RLConfig]
 
 # Two implementations of float32 attention and head: measured 5e-5 at most on SmolLM2, 3e-6 on this model.
 LOGPROB = 1e-4
+FIGURES = ("push/difference", "push/bytes", "push/seconds", "first_logprob_diff", "reward", "seconds/rollout")
 
 
 def ask(engine: RemoteEngine, *requests: ModelRequest) -> list[Any]:
@@ -93,23 +95,47 @@ def test_twenty_steps_each_of_whose_pushes_is_verified(
 ) -> None:
     actor: dict[str, Any] = {"path": str(checkpoint), "optimizer": {"lr": 1e-3}}
     if transport == "lora":
-        actor |= {"lora": {"rank": 8, "alpha": 16}, "optimizer": {"lr": 1e-2}}
-    trainer = RLTrainer(rl_config(server, actor=actor))
+        actor |= {"lora": {"rank": 8, "alpha": 16}, "optimizer": {"lr": 3e-3}}
+    steps = twenty_steps(rl_config(server, actor=actor), transport)
+    rewards = [step["reward"] for step in steps]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+def test_twenty_steps_of_a_real_model(rl_config: MakeConfig, serve: Callable[..., VLLMServer]) -> None:
+    """SmolLM2-135M-Instruct, float32, tied: 538 MB a push."""
+    folder = SMOLLM2.make(SMOLLM2.folder)
+    config = rl_config(
+        serve(folder),
+        actor={"path": str(folder), "optimizer": {"lr": 1e-5}},
+        gconfig={"n_samples": 2, "max_new_tokens": 12},
+        reward="tests.vllm.rewards.vowels",
+    )
+    config.rollout.prompts_per_step, config.rollout.gold_checked = 2, 0
+    twenty_steps(config, "disk")
+
+
+def twenty_steps(config: RLConfig, transport: str) -> list[dict[str, Any]]:
+    """Trains, checks every step and every push, and returns the steps' records."""
+    trainer = RLTrainer(config)
     trainer.train()
     assert trainer.generator.transport == transport
-    records = read_jsonl(Path(trainer.config.run_dir) / "metrics.jsonl")
+    records = read_jsonl(Path(config.run_dir) / "metrics.jsonl")
     steps = [record for record in records if "push/difference" in record]
-    assert len(steps) == 20 and [step["version"] for step in steps] == list(range(1, 21))
+    for step in steps:
+        figures = {name: step[name] for name in FIGURES}
+        print(figures)
+    assert [step["version"] for step in steps] == list(range(1, 21))
     assert all(step["first_logprob_diff"] < LOGPROB for step in steps), "the first-step gate, on every step"
     assert all(0 < step["push/difference"] < LOGPROB and step["push/servers"] == 1 for step in steps)
-    assert max(step["seconds/push"] for step in steps) < 30
-    assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in steps)
+    assert all(math.isfinite(step["loss"]) for step in steps)
+    assert sum(step["grad_norm"] > 0 for step in steps) > 10
+    return steps
 
 
-def test_a_push_without_its_files_leaves_the_server_out(
+def test_the_stale_head_of_tied_embeddings_is_noticed(
     rl_config: MakeConfig, serve: Callable[..., VLLMServer], checkpoint: Path
 ) -> None:
-    """And the stale head: vLLM reloads tied embeddings on a CPU and keeps the old packed head, with status 200."""
+    """vLLM reloads them on a CPU, keeps the old packed head, and answers with status 200."""
     extension = ("--worker-extension-cls", "tests.vllm.stale_head.Extension")
     broken = serve(checkpoint, *extension)
     trainer = RLTrainer(rl_config(broken, actor={"path": str(checkpoint), "optimizer": {"lr": 1e-2}}))

@@ -20,6 +20,7 @@ from tests.mutants.catalog import (
     layouts,
     losses,
     quantized,
+    remote,
     rollouts,
     training,
     update,
@@ -29,6 +30,6 @@ from tests.mutants.mutant import Mutant
 
 ROOMS = (
     attention, latents, delta_nets, experts, layers, head, adapters, configs, weights, layouts, engine, checkpoints,
-    quantized, dcp, generation, training, rollouts, agents, advantages, losses, update,
+    quantized, dcp, generation, training, rollouts, remote, agents, advantages, losses, update,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

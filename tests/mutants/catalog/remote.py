@@ -1,0 +1,53 @@
+"""Mistakes in rollouts on inference servers: pushes that are not checked, answers of other weights, other defaults."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ENGINE, TRAINING = "tests/remote/test_engine.py", "tests/remote/test_training.py"
+FAILED_PUSH = f"{TRAINING}::test_a_push_that_fails_ends_a_run_without_another_server"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "a push is not compared with the trainer's logprobs",
+        "archon/remote/server.py",
+        "if not difference <= push.max_difference:",
+        "if difference > 1e9:",
+        (f"{TRAINING}::test_a_server_whose_push_failed_is_left_out_paused_until_one_succeeds",),
+    ),
+    Mutant(
+        "a push keeps the prefix cache of the old weights",
+        "archon/remote/vllm.py",
+        'if not self._field(http.post("/reset_prefix_cache", seconds=seconds), "success"):',
+        "if not seconds:",
+        (f"{FAILED_PUSH}[cache_in_use-the prefix cache is in use]",),
+    ),
+    Mutant(
+        "answers of a server that was restarted are trained on",
+        "archon/remote/server.py",
+        "if name != given:",
+        "if not name:",
+        (f"{ENGINE}::test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere[restarted]",),
+    ),
+    Mutant(
+        "the ids that end an answer are the server's",
+        "archon/remote/vllm.py",
+        '"ignore_eos": True,',
+        '"ignore_eos": g.ignore_eos,',
+        (f"{ENGINE}::test_defaults_of_the_server_decide_nothing",),
+    ),
+    Mutant(
+        "the answers of a group go to all servers",
+        "archon/remote/engine.py",
+        "if group is None or kept not in able:",
+        "if True:",
+        (f"{ENGINE}::test_a_group_goes_to_one_server_and_groups_to_the_least_loaded",),
+    ),
+    Mutant(
+        "logprobs of another temperature are taken for those of the sampled one",
+        "archon/remote/vllm.py",
+        'if scaled and (self.facts.logprobs_mode == "raw" or gconfig.greedy):',
+        'if scaled and self.facts.logprobs_mode == "raw" and gconfig.greedy:',
+        (f"{ENGINE}::test_values_whose_logprobs_the_server_cannot_give_are_refused",),
+    ),
+)
