@@ -47,16 +47,23 @@ class RemoteStats:
     """Counts and times since the engine was made.
 
     Attributes:
-        seconds: with at least one request in flight.
+        busy_seconds: with at least one request in flight, until the last time that there was none.
+        busy_since: when the first of those in flight came; None: there is none.
         retried: requests that another server was asked again.
         resumed: answers that went on after an interruption.
         lost: servers that left the fleet.
     """
 
-    seconds: float = 0.0
+    busy_seconds: float = 0.0
+    busy_since: float | None = None
     retried: int = 0
     resumed: int = 0
     lost: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds with at least one request in flight."""
+        return self.busy_seconds + (0.0 if self.busy_since is None else time.perf_counter() - self.busy_since)
 
 
 @dataclass
@@ -86,7 +93,6 @@ class RemoteEngine:
         self._aborted: set[str] = set()
         self._running: dict[str, RemoteServer] = {}
         self._submitted = self._in_flight = 0
-        self._since = 0.0
         self._resumed = asyncio.Event()
         self._resumed.set()
         self.max_seq_len = min(server.dialect.facts.max_seq_len for server in self.servers)
@@ -181,7 +187,7 @@ class RemoteEngine:
         for server, (model, difference, failure) in zip(self.servers, results, strict=True):
             server.failure = failure
             if failure is None:
-                server.model, server.version = model, version
+                server.accept(model, version)
                 differences.append(difference)
             else:
                 self.stats.lost += 1
@@ -303,13 +309,13 @@ class RemoteEngine:
 
     def _enter(self, now: float) -> None:
         if not self._in_flight:
-            self._since = now
+            self.stats.busy_since = now
         self._in_flight += 1
 
     def _leave(self) -> None:
         self._in_flight -= 1
         if not self._in_flight:
-            self.stats.seconds += time.perf_counter() - self._since
+            self.stats.busy_seconds, self.stats.busy_since = self.stats.seconds, None
 
 
 def spread_tokens(vocab_size: int, n: int) -> list[int]:

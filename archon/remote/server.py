@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from archon.remote.dialect import Answer, Dialect, Sampling, Transport
@@ -38,6 +38,7 @@ class RemoteServer:
     Attributes:
         model: the name that requests give.
         version: of its weights, once they were pushed and verified.
+        verified: the versions of all pushes to it that were.
         failure: why it is out of the fleet; None: it is in it. A server comes back by a push that is verified.
         running: requests that it is answering.
         pushing: whether it is getting weights, and must not be asked before they are verified.
@@ -48,6 +49,7 @@ class RemoteServer:
     model: str
     version: int | None = None
     failure: str | None = None
+    verified: set[str] = field(default_factory=set, repr=False)
     running: int = 0
     pushing: bool = False
 
@@ -59,15 +61,17 @@ class RemoteServer:
         """Returns the server's answer. Raises ServerError unless every token is of weights that were pushed to it."""
         path, body = self.dialect.request(sampling)
         self.running += 1
-        given = str(self.version)
+        given = self.version
         try:
             answer = self.dialect.answer(await self.http.answer(path, body, seconds))
         finally:
             self.running -= 1
         if not answer.versions:
-            answer.versions = [(given, 0, len(answer.tokens))]
+            # A push ends what a server is answering, so that any other answer is of the weights of now.
+            named = given if answer.stop_reason == "abort" else self.version
+            answer.versions = [(str(named), 0, len(answer.tokens))]
         for name, *_ in answer.versions:
-            if name != given:  # a push ends an answer, so that each part of one has one version
+            if name not in self.verified or given is None or int(name) < given:
                 raise ServerError(
                     f"{self.url} answered with weights of version {name!r}, and it was given {given}; was it "
                     "restarted, or updated by others?"
@@ -103,5 +107,10 @@ class RemoteServer:
         except Exception:
             dialect.pause(http, abort=True)  # so that nobody is answered with wrong weights
             raise
-        self.model, self.version, self.failure = model, push.version, None
+        self.accept(model, push.version)
         return difference
+
+    def accept(self, model: str, version: int) -> None:
+        """Takes the server into the fleet, with weights that it was given and that were verified."""
+        self.model, self.version, self.failure = model, version, None
+        self.verified.add(str(version))

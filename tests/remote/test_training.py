@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from archon.remote.engine import NoServerError
+from archon.remote.engine import NoServerError, spread_tokens
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
 from archon.schema.errors import ConfigError
+from archon.training.metrics import read_jsonl
+from tests.distributed.test_failing import torchrun
 from tests.remote.twin import VLLMTwin
+from tests.rl.conftest import small_run
 from tests.tolerances import FIRST_RATIO_FP32
 
 # Three steps of Adam at 1e-3, on logprobs that differ by the rounding of a batch of another size.
@@ -109,8 +116,46 @@ def test_settings_that_contradict_servers_are_refused(rl_config: MakeConfig) -> 
 
 
 def test_the_probe_covers_the_vocabulary() -> None:
-    from archon.remote.engine import spread_tokens
-
     assert sorted(spread_tokens(12, 64)) == list(range(12))
     ids = torch.tensor(spread_tokens(151_936, 64))
     assert len(ids) == len(ids.unique()) == 64 and ids.max() > 149_000
+
+
+def test_asynchronous_answers_go_on_over_pushes_and_are_never_too_old(rl_config: MakeConfig, twin: MakeTwin) -> None:
+    server = twin()
+    config = rl_config([server.url], gconfig={"n_samples": 4, "max_new_tokens": 40, "ignore_eos": True})
+    config.rollout.max_staleness = 2
+    trainer = RLTrainer(config)
+    with trainer.opened():
+        for step in range(4):
+            batch = trainer.rollout_batch()
+            versions = batch.trajectories["versions"][batch.trajectories["loss_mask"] == 1]
+            assert versions.max() <= step and versions.min() >= step - 2
+            metrics = trainer.train_step()
+            assert metrics["staleness_max"] <= 2 and metrics["push/servers"] == 1
+        assert trainer.generator.stats.resumed > 0, "answers that a push interrupted"
+        assert trainer.generator.stats.lost == 0 and 0 < metrics["rollout/overlap"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_push_once_and_train_as_one_process_does(blank: Path, twin: MakeTwin, tmp_path: Path) -> None:
+    runs = []
+    for layout in ("d1", "d2"):
+        folder = tmp_path / layout
+        run = small_run(blank, folder) | {"generator": None}
+        run["actor"] |= {"layout": layout}
+        run["rollout"] |= {"servers": [twin().url]}
+        (tmp_path / f"{layout}.yaml").write_text(yaml.safe_dump(run))
+        arguments = ("archon", "rl", "--config", str(tmp_path / f"{layout}.yaml"))
+        if layout == "d1":
+            subprocess.run([sys.executable, "-m", *arguments], check=True, timeout=240)
+        else:
+            code, output, _ = torchrun(*arguments)
+            assert code == 0, output
+        records = read_jsonl(folder / "metrics.jsonl")
+        runs.append([record for record in records if "push/difference" in record])
+    assert [step["version"] for step in runs[1]] == [1, 2, 3, 4]
+    for alone, together in zip(*runs, strict=True):
+        assert alone["reward"] == together["reward"]
+        assert together["push/difference"] < FIRST_RATIO_FP32 and together["push/servers"] == 1

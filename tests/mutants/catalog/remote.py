@@ -25,8 +25,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "answers of a server that was restarted are trained on",
         "archon/remote/server.py",
-        "if name != given:",
-        "if not name:",
+        "if name not in self.verified or given is None or int(name) < given:",
+        "if given is None:",
         (f"{ENGINE}::test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere[restarted]",),
     ),
     Mutant(
