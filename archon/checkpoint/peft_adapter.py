@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from archon.checkpoint.peft_config import CONFIG_FILE, PeftConfig, read_config
-from archon.checkpoint.peft_layout import PREFIX, AdaptedTensor, Pair, adapted_tensors, is_reversed, key_pairs
+from archon.checkpoint.peft_layout import (
+    PREFIX,
+    TEXT_MODEL,
+    AdaptedTensor,
+    Pair,
+    adapted_tensors,
+    is_reversed,
+    key_pairs,
+)
 from archon.checkpoint.safetensors_file import SafetensorsFile, bytes_of, fail
 from archon.models.lora import AdapterSize, adaptable, adapter_names
 from archon.models.state_dict import BaseStateDictAdapter
@@ -84,16 +92,19 @@ def _open(folder: Path) -> Iterator[tuple[PeftConfig, SafetensorsFile]]:
 def _stored(config: PeftConfig, file: SafetensorsFile, adapter: BaseStateDictAdapter) -> list[_Stored]:
     """Returns the adapters of an open file, of which each has both keys and the shapes that the config says."""
     matrices = adaptable(adapter)
-    known = adapted_tensors(adapter, matrices) | adapted_tensors(adapter.in_memory, matrices)
-    modules = [tensor for tensor in known.values() if tensor.experts is None]
-    stacks = [tensor for tensor in known.values() if tensor.experts is not None and config.is_parameter(tensor.name)]
+    tensors = adapted_tensors(adapter, matrices) | adapted_tensors(adapter.in_memory, matrices)
+    known = [*tensors.values()]
+    if not any(TEXT_MODEL in key for key in file.entries):
+        known = [tensor.in_text_model for tensor in known]
+    modules = [tensor for tensor in known if tensor.experts is None]
+    stacks = [tensor for tensor in known if tensor.experts is not None and config.is_parameter(tensor.name)]
     keys = key_pairs([*modules, *stacks])
     expected = {key for pair in keys.values() for key in pair}
     for key, entry in file.entries.items():
         if key not in expected:
             fail(
                 file.path,
-                f"key {key!r} is no adapter of this model's linear layers" + _stack_hint(key, known.values(), config),
+                f"key {key!r} is no adapter of this model's linear layers" + _stack_hint(key, known, config),
             )
         if not entry.dtype.is_floating_point or len(entry.shape) != 2:
             fail(file.path, f"key {key!r} is {entry.dtype} {entry.shape}; expected a matrix of floating-point numbers")

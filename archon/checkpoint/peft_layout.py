@@ -21,6 +21,8 @@ from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.schema.errors import ConfigError
 
 PREFIX = "base_model.model."
+TEXT_MODEL = ".language_model."
+"""What names of a composite model have before its text decoder's; those of the decoder alone lack it."""
 Pair = tuple[Tensor, Tensor]
 """A and B of an adapter: [r, in] and [out, r], or [E, r, in] and [E, out, r]."""
 
@@ -48,6 +50,11 @@ class AdaptedTensor:
     def module(self) -> str:
         """The module that PEFT wraps: itself, or the one that has the parameter."""
         return self.name if self.experts is None else self.name.rpartition(".")[0]
+
+    @property
+    def in_text_model(self) -> AdaptedTensor:
+        """The same tensor by its name in the text decoder alone, as `AutoModelForCausalLM` loads composite models."""
+        return replace(self, name=self.name.replace(TEXT_MODEL, ".", 1))
 
     def shapes(self, rank: int, *, is_reversed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns the shapes of A and B in PEFT's file."""

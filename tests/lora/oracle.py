@@ -37,8 +37,8 @@ def logits_of(engine: ArchonEngine) -> Tensor:
         return engine.whole_model(TOKENS, torch.arange(len(TOKENS)), ends, len(TOKENS))
 
 
-def theirs(base: Path, adapter: Path | None = None) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+def theirs(base: Path, adapter: Path | None = None, kind: Any = AutoModelForCausalLM) -> Any:
+    model = kind.from_pretrained(base, dtype=torch.float32).eval()
     return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
 
 

@@ -48,7 +48,7 @@ def drawn(rng: random.Random, depth: int = 0) -> str:
 
 def test_patterns_match_what_python_says() -> None:
     rng, matches = random.Random(0), 0
-    for _ in range(3000):
+    for _ in range(2000):
         text = drawn(rng)
         pattern = NamePattern(text)
         for name in NAMES:
@@ -56,7 +56,7 @@ def test_patterns_match_what_python_says() -> None:
             expected = bool(re.fullmatch(rf"(.*\.)?({text})", name))
             assert pattern.matches_end(name) == expected, (text, name)
             matches += expected
-    assert 1000 < matches < 17000
+    assert 600 < matches < 11000
 
 
 @pytest.mark.parametrize("text", ["(a?|a?)" * 120 + "c", "a?" * 300 + "a" * 300, ".*" * 400 + "c", "(a|a)" * 150 + "c"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.schema.errors import CheckpointError, ConfigError
@@ -116,6 +117,23 @@ def test_archon_computes_with_pefts_adapters_what_peft_does(
     again = engine_of(base, lora={"path": str(tmp_path / "ours")})
     assert again.lora == engine.lora
     assert same(weights(again), weights(engine))
+
+
+def test_a_composite_models_adapters_are_of_it_or_of_its_text_decoder(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Archon writes those of the whole model, as its checkpoint has names, and reads both."""
+    base = bases["qwen3_5_moe"]
+    engine = engine_of(base, lora=RANDOM)
+    engine.save(tmp_path / "whole", "peft")
+    whole = theirs(base, tmp_path / "whole", AutoModelForImageTextToText)
+    assert difference(their_logits(whole), logits_of(engine)) <= TOLERANCE
+    assert same(weights(engine_of(base, lora={"path": str(tmp_path / "whole")})), weights(engine))
+    config = peft.LoraConfig(
+        r=3, target_modules=["in_proj_qkv", "o_proj"], target_parameters=EXPERTS, init_lora_weights=False
+    )
+    text = peft.get_peft_model(theirs(base), config).eval()
+    text.save_pretrained(tmp_path / "text")
+    found = engine_of(base, lora={"path": str(tmp_path / "text")})
+    assert difference(logits_of(found), their_logits(text)) <= TOLERANCE
 
 
 def as_old(tensor: Tensor, other: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -212,4 +212,11 @@ MUTANTS: tuple[Mutant, ...] = (
         'starts = {0, name.find(".") + 1}',
         ("tests/lora/test_name_patterns.py",),
     ),
+    Mutant(
+        "adapters of a composite model's text decoder alone are not read",
+        "archon/checkpoint/peft_adapter.py",
+        "known = [tensor.in_text_model for tensor in known]",
+        "known = [*known]",
+        (f"{LAYOUTS}::test_a_composite_models_adapters_are_of_it_or_of_its_text_decoder",),
+    ),
 )
