@@ -1,9 +1,10 @@
-"""Training of low-rank adapters, side by side with PEFT on transformers: the same checkpoint, adapter and documents.
+"""Training of low-rank adapters, side by side with PEFT on transformers: the same checkpoint, adapters and documents.
 
-Adapters of rank 16 on all linear layers, in float32: of a Qwen3 of 26 million parameters on 16 ragged documents
-(3,580 tokens), and of SmolLM2-135M-Instruct on 8 of them at half their length. A step is forward, cross-entropy,
-backward, clipping and AdamW of the adapter. Memory is the peak of a process, libraries and weights included. A push is
-what a generator is sent after a step: the adapter, in place of all weights.
+Adapters of rank 16 on all linear layers, in float32. One adapter: of a Qwen3 of 26 million parameters on 16 ragged
+documents (3,580 tokens), and of SmolLM2-135M-Instruct on 8 of them at half their length. Eight adapters of the former,
+each on a short document of its own: in one batch, and one after the other. A step is forward, cross-entropy, backward,
+clipping and AdamW of each adapter. Memory is the peak of a process, libraries and weights included. A push is what a
+generator is sent after a step: the adapter, in place of all weights.
 
     python -m benchmarks.lora
     python -m benchmarks.lora --case ragged --quick --profile
@@ -11,9 +12,11 @@ what a generator is sent after a step: the adapter, in place of all weights.
 
 from __future__ import annotations
 
+import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import harness, train_step
 from benchmarks.checkpoints import make_adapter, make_checkpoint, shape
@@ -21,51 +24,106 @@ from benchmarks.harness import say
 from benchmarks.record import Record
 
 RANK = 16
-PADDED, PACKED, ONE_BY_ONE = "peft (padded)", "peft (packed)", "peft (one document at a time)"
-AIMS = {PADDED: ">= 2", PACKED: ">= 2", ONE_BY_ONE: ">= 1.15"}
-MEMORY_AIMS = {PADDED: "<= 0.6", PACKED: "<= 0.6", ONE_BY_ONE: None}
 PUSH_AIM = "<= 0.05"
-# By case: the model, the documents, and the tokens of archon's micro-batches.
-CASES: dict[str, tuple[str, list[int], int]] = {
-    "ragged": ("26M", list(train_step.RAGGED_LENGTHS), 1024),
-    "smollm2": ("SmolLM2-135M-Instruct", [length // 2 for length in train_step.RAGGED_LENGTHS[:8]], 1024),
+ONE_AFTER_THE_OTHER = "(one after the other)"
+
+
+class Case(NamedTuple):
+    """`tokens` are of archon's micro-batches; the aims are of speed, and of the peak of memory, by side."""
+
+    model: str
+    lengths: tuple[int, ...]
+    tokens: int
+    aims: dict[str, str]
+    memory_aims: dict[str, str]
+    adapters: int = 1
+
+
+PADDED, PACKED, ONE_BY_ONE = "peft (padded)", "peft (packed)", "peft (one document at a time)"
+OF_ONE = {PADDED: ">= 2", PACKED: ">= 2", ONE_BY_ONE: ">= 1.15"}
+MEMORY_OF_ONE = {PADDED: "<= 0.6", PACKED: "<= 0.6"}
+OF_EIGHT = {f"archon {ONE_AFTER_THE_OTHER}": ">= 3", f"peft {ONE_AFTER_THE_OTHER}": ">= 3"}
+REAL = "SmolLM2-135M-Instruct"
+HALVES = tuple(length // 2 for length in train_step.RAGGED_LENGTHS[:8])
+CASES = {
+    "ragged": Case("26M", train_step.RAGGED_LENGTHS, 1024, OF_ONE, MEMORY_OF_ONE),
+    "smollm2": Case(REAL, HALVES, 1024, OF_ONE, MEMORY_OF_ONE),
+    "eight": Case("26M", (17, 24, 9, 31, 12, 28, 20, 15), 1024, OF_EIGHT, {}, adapters=8),
 }
 
 
-def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
     """Take the first two steps of a side; archon's facts have the bytes of a push as well."""
+    if ONE_AFTER_THE_OTHER in side:
+        return train_step.prepared(in_turn(side, options))
     if side != "archon":
-        return train_step.prepare(side, options)
-    engine = train_step.archon_engine(options)
-    facts, run = train_step.prepared(train_step.step_of(engine, train_step.documents(options)))
-    sizes = (sum(x.nbytes for _, x in tensors) for tensors in (engine.adapter_weights(), engine.weights()))
-    return facts | dict(zip(("adapter_bytes", "all_bytes"), sizes, strict=True)), run
+        return train_step.prepare(side, options | {"adapter": options["adapters"][0]})
+    many = len(options["adapters"]) > 1
+    lora: dict[str, Any] = {f"a{index}": {"path": path} for index, path in enumerate(options["adapters"])}
+    engine = train_step.archon_engine(options, lora={"adapters": lora} if many else lora["a0"])
+    facts, run = train_step.prepared(all_at_once(engine, options) if many else one(engine, options))
+    sizes = (sum(x.nbytes for _, x in tensors) for tensors in (engine.adapter_weights(), engine.base_weights()))
+    return facts | dict(zip(("adapter_bytes", "base_bytes"), sizes, strict=True)), run
 
 
-def measure(case: str, options: dict[str, Any], rounds: int, keep: bool, profile: bool) -> Record:
+def one(engine: Any, options: dict[str, Any]) -> train_step.Step:
+    """A step of the one adapter on all documents."""
+    return train_step.step_of(engine, train_step.documents(options))
+
+
+def all_at_once(engine: Any, options: dict[str, Any]) -> train_step.Step:
+    """A step of every adapter, each on the document of its index, in one batch."""
+    import torch
+
+    names = [f"a{index}" for index in range(len(options["adapters"]))]
+    step = train_step.step_of(engine, train_step.documents(options), adapter=torch.arange(len(names)))
+
+    def run() -> dict[str, float]:
+        metrics = step()
+        return of_all([{what: metrics[f"{name}/{what}"] for what in ("loss", "grad_norm")} for name in names])
+
+    return run
+
+
+def in_turn(side: str, options: dict[str, Any]) -> train_step.Step:
+    """A step of every adapter, each on the document of its index, by a model of its own."""
+    make = train_step.archon_step if side.startswith("archon") else train_step.peer_step
+    steps = [
+        make(side, options | {"adapter": path, "document": index}) for index, path in enumerate(options["adapters"])
+    ]
+    return lambda: of_all([step() for step in steps])
+
+
+def of_all(results: list[dict[str, float]]) -> dict[str, float]:
+    """Returns the mean loss of several adapters, and the norm of all their gradients."""
+    loss = sum(result["loss"] for result in results) / len(results)
+    return {"loss": loss, "grad_norm": math.hypot(*(result["grad_norm"] for result in results))}
+
+
+def measure(name: str, options: dict[str, Any], rounds: int, keep: bool, profile: bool) -> Record:
     """Measure one case: check that losses and gradient norms agree, then time every side."""
-    tokens = sum(options["lengths"])
-    say(f"lora.{case}: {options['model']}, rank {RANK}, {len(options['lengths'])} documents, {tokens} tokens")
-    record = harness.new_record("lora", case, options["threads"])
+    case, lengths = CASES[name], options["lengths"]
+    adapters = len(options["adapters"])
+    say(f"lora.{name}: {options['model']}, {adapters} of rank {RANK}, {len(lengths)} documents, {sum(lengths)} tokens")
+    record = harness.new_record("lora", name, options["threads"])
     model = shape(options["model"]) if options["model"] == "26M" else options["model"]
-    record.setup = {"model": model, "rank": RANK, "lengths": options["lengths"], "dtype": options["dtype"]}
+    record.setup = {"model": model, "rank": RANK, "adapters": adapters, "lengths": lengths, "dtype": options["dtype"]}
     record.setup["max_tokens_per_mb of archon"] = options["max_tokens_per_mb"]
-    runs, facts = train_step.time_sides(record, "benchmarks.lora", options, AIMS, rounds, profile)
+    runs, facts = train_step.time_sides(record, "benchmarks.lora", options, case.aims, rounds, profile)
     ours = runs.pop("archon")
     for side, theirs in runs.items():
-        for kind, name in (("rss_peak", "peak memory"), ("rss_above_start", "what a step adds to it")):
-            peaks = ([float(run["memory"][kind]) for run in each] for each in (ours, theirs))
-            aim = MEMORY_AIMS[side] if kind == "rss_peak" else None
-            record.ratios[f"archon / {side}, {name}"] = harness.ratio(*peaks, aim)
-    pushed, everything = (float(facts["archon"][name]) for name in ("adapter_bytes", "all_bytes"))
-    record.ratios["bytes of a push, the adapter / all weights"] = harness.ratio([pushed], [everything], PUSH_AIM)
+        peaks = [[float(run["memory"]["rss_peak"]) for run in each] for each in (ours, theirs)]
+        record.ratios[f"archon / {side}, peak memory"] = harness.ratio(*peaks, aim=case.memory_aims.get(side))
+    if adapters == 1:
+        pushed, base = (float(facts["archon"][what]) for what in ("adapter_bytes", "base_bytes"))
+        record.ratios["bytes of a push, the adapter / all weights"] = harness.ratio([pushed], [base], PUSH_AIM)
     harness.finish(record, keep)
     return record
 
 
 def checkpoint_of(model: str, folder: Path) -> Path:
     """Returns a checkpoint of one of `SHAPES`, made in `folder`, or that of the real model."""
-    if model != CASES["smollm2"][0]:
+    if model != REAL:
         return make_checkpoint(folder / "base", model)
     from tests.real_model import SMOLLM2
 
@@ -73,7 +131,7 @@ def checkpoint_of(model: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Parse the arguments, make checkpoint and adapter, measure."""
+    """Parse the arguments, make checkpoint and adapters, measure."""
     parser = harness.parser(__doc__)
     parser.add_argument("--case", choices=CASES, help="one case only")
     parser.add_argument("--profile", action="store_true", help="profile also where no aim is missed")
@@ -81,17 +139,18 @@ def main() -> None:
     if arguments.worker:
         return harness.serve(prepare, arguments.worker)
     keep = not (arguments.quick or arguments.no_record)
-    for case in [arguments.case] if arguments.case else CASES:
-        model, lengths, tokens = CASES[case]
+    for name in [arguments.case] if arguments.case else CASES:
+        case = CASES[name]
+        model, lengths = case.model, list(case.lengths)
         if arguments.quick:
             model, lengths = "tiny", [length // 4 for length in lengths]
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = checkpoint_of(model, Path(folder))
-            adapter = make_adapter(Path(folder) / "adapter", checkpoint, rank=RANK)
-            options = {"threads": arguments.threads, "checkpoint": str(checkpoint), "adapter": str(adapter)}
+            made = (make_adapter(Path(folder) / str(i), checkpoint, rank=RANK, seed=i) for i in range(case.adapters))
+            options = {"threads": arguments.threads, "checkpoint": str(checkpoint), "adapters": [*map(str, made)]}
             options |= {"model": model, "device": "cpu", "dtype": "float32"}
-            options |= {"lengths": lengths, "max_tokens_per_mb": tokens}
-            measure(case, options, arguments.rounds, keep, arguments.profile)
+            options |= {"lengths": lengths, "max_tokens_per_mb": case.tokens}
+            measure(name, options, arguments.rounds, keep, arguments.profile)
     return None
 
 

@@ -48,7 +48,10 @@ Step = Callable[[], dict[str, float]]
 
 
 def documents(options: dict[str, Any]) -> list[Any]:
-    """Returns the batch, equal for every side: an int64 tensor per document; of several ranks, this one's documents."""
+    """Returns the batch, equal for every side: an int64 tensor per document; of several ranks, this one's documents.
+
+    With the option `document` it is that one alone.
+    """
     import torch
 
     from benchmarks.peer_models import hf_config
@@ -56,6 +59,8 @@ def documents(options: dict[str, Any]) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     vocab = hf_config(options["checkpoint"])["vocab_size"]
     docs = [torch.randint(vocab, (length,), generator=generator) for length in options["lengths"]]
+    if "document" in options:
+        return [docs[options["document"]]]
     ranks = options.get("ranks", 1)
     return docs if ranks == 1 else docs[int(os.environ["RANK"]) :: ranks]
 
@@ -76,8 +81,8 @@ def prepared(step: Step) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]
     return facts, run
 
 
-def archon_engine(options: dict[str, Any], compiled: bool = False) -> Any:
-    """Returns the engine of archon's side, initialized; it trains the `adapter` of the options if they have one."""
+def archon_engine(options: dict[str, Any], compiled: bool = False, lora: dict[str, Any] | None = None) -> Any:
+    """Returns the engine of archon's side, initialized; it trains adapters if the options have one, or `lora`."""
     from archon import ArchonEngine, EngineConfig
 
     betas = ADAMW["betas"]
@@ -89,7 +94,7 @@ def archon_engine(options: dict[str, Any], compiled: bool = False) -> Any:
         compile=compiled,
         activation_checkpoint={"mode": options.get("recompute", "none")},
         layout=f"d{options.get('ranks', 1)}",
-        lora={"path": options["adapter"]} if "adapter" in options else None,
+        lora={"path": options["adapter"]} if "adapter" in options else lora,
         optimizer={"lr": ADAMW["lr"], "beta1": betas[0], "beta2": betas[1], "eps": ADAMW["eps"], "weight_decay": 0.0},
     )
     engine = ArchonEngine(config)
@@ -97,15 +102,15 @@ def archon_engine(options: dict[str, Any], compiled: bool = False) -> Any:
     return engine
 
 
-def step_of(engine: Any, docs: list[Any]) -> Step:
-    """`ArchonEngine.train_batch`, from the padded batch at its door."""
+def step_of(engine: Any, docs: list[Any], **fields: Any) -> Step:
+    """`ArchonEngine.train_batch`, from the padded batch at its door, with further `fields`."""
     from archon.engine.loss import CrossEntropyLoss, loss_token_count
     from benchmarks.peer_losses import padded
 
     ids, mask = padded(docs)
     loss_mask = mask.clone()
     loss_mask[:, 0] = 0  # nothing predicts a document's first token
-    batch = {"input_ids": ids, "attention_mask": mask.bool(), "loss_mask": loss_mask}
+    batch = {"input_ids": ids, "attention_mask": mask.bool(), "loss_mask": loss_mask, **fields}
     loss_fn = CrossEntropyLoss()
     return lambda: engine.train_batch(batch, loss_fn, loss_token_count)
 

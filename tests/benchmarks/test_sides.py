@@ -43,11 +43,19 @@ def test_a_training_step_of_archon_is_that_of_transformers(checkpoint):
 def test_a_training_step_of_archons_adapter_is_that_of_peft(checkpoint, tmp_path):
     adapter = make_adapter(tmp_path, checkpoint, rank=3)
     options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": "float32"}
-    options |= {"lengths": [9, 1, 33, 17], "max_tokens_per_mb": 40, "adapter": str(adapter)}
-    facts = {side: lora.prepare(side, options)[0] for side in ("archon", *lora.AIMS)}
+    options |= {"lengths": [9, 1, 33, 17], "max_tokens_per_mb": 40, "adapters": [str(adapter)]}
+    facts = {side: lora.prepare(side, options)[0] for side in ("archon", *lora.OF_ONE)}
     check_steps(facts)
-    assert facts["archon"]["all_bytes"] == 4 * parameters_of(shape("tiny"))
+    assert facts["archon"]["base_bytes"] == 4 * parameters_of(shape("tiny"))
     assert facts["archon"]["adapter_bytes"] == sum(t.nbytes for t in hf_tensors(str(adapter)).values())
+
+
+def test_several_adapters_take_the_same_steps_in_one_batch_and_one_after_the_other(checkpoint, tmp_path):
+    adapters = [str(make_adapter(tmp_path / str(seed), checkpoint, rank=3, seed=seed)) for seed in range(3)]
+    options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": "float32"}
+    options |= {"lengths": [9, 5, 17], "max_tokens_per_mb": 40, "adapters": adapters}
+    facts = {side: lora.prepare(side, options)[0] for side in ("archon", *lora.OF_EIGHT)}
+    assert len(step_check.compare(facts, "float32")) == 6
 
 
 def test_the_heads_of_both_sides_agree():
