@@ -1,10 +1,10 @@
 """Training of low-rank adapters, side by side with PEFT on transformers: the same checkpoint, adapters and documents.
 
-Adapters of rank 16 on all linear layers, in float32. One adapter: of a Qwen3 of 26 million parameters on 16 ragged
-documents (3,580 tokens), and of SmolLM2-135M-Instruct on 8 of them at half their length. Eight adapters of the former,
-each on a short document of its own: in one batch, and one after the other. A step is forward, cross-entropy, backward,
-clipping and AdamW of each adapter. Memory is the peak of a process, libraries and weights included. A push is what a
-generator is sent after a step: the adapter, in place of all weights.
+Adapters of rank 16 on all linear layers. One adapter: of a Qwen3 of 26 million parameters on 16 ragged documents (3,580
+tokens), on a base in float32 and in bfloat16, and of SmolLM2-135M-Instruct on 8 of them at half their length. Eight
+adapters of the former, each on a short document of its own: in one batch, and one after the other. A step is forward,
+cross-entropy, backward, clipping and AdamW of each adapter. Memory is the peak of a process, libraries and weights
+included. A push is what a generator is sent after a step: the adapter, in place of all weights.
 
     python -m benchmarks.lora
     python -m benchmarks.lora --case ragged --quick --profile
@@ -37,6 +37,7 @@ class Case(NamedTuple):
     aims: dict[str, str]
     memory_aims: dict[str, str]
     adapters: int = 1
+    dtype: str = "float32"
 
 
 PADDED, PACKED, ONE_BY_ONE = "peft (padded)", "peft (packed)", "peft (one document at a time)"
@@ -47,6 +48,7 @@ REAL = "SmolLM2-135M-Instruct"
 HALVES = tuple(length // 2 for length in train_step.RAGGED_LENGTHS[:8])
 CASES = {
     "ragged": Case("26M", train_step.RAGGED_LENGTHS, 1024, OF_ONE, MEMORY_OF_ONE),
+    "ragged-bfloat16": Case("26M", train_step.RAGGED_LENGTHS, 1024, OF_ONE, MEMORY_OF_ONE, dtype="bfloat16"),
     "smollm2": Case(REAL, HALVES, 1024, OF_ONE, MEMORY_OF_ONE),
     "eight": Case("26M", (17, 24, 9, 31, 12, 28, 20, 15), 1024, OF_EIGHT, {}, adapters=8),
 }
@@ -148,7 +150,7 @@ def main() -> None:
             checkpoint = checkpoint_of(model, Path(folder))
             made = (make_adapter(Path(folder) / str(i), checkpoint, rank=RANK, seed=i) for i in range(case.adapters))
             options = {"threads": arguments.threads, "checkpoint": str(checkpoint), "adapters": [*map(str, made)]}
-            options |= {"model": model, "device": "cpu", "dtype": "float32"}
+            options |= {"model": model, "device": "cpu", "dtype": case.dtype}
             options |= {"lengths": lengths, "max_tokens_per_mb": case.tokens}
             measure(name, options, arguments.rounds, keep, arguments.profile)
     return None

@@ -50,11 +50,11 @@ def transformers_model(path: str, *, device: str = "cpu", dtype: str = "float32"
     )
 
 
-def peft_model(path: str, adapter: str) -> Any:
-    """transformers' model with an adapter in PEFT's format, to be trained."""
+def peft_model(path: str, adapter: str, dtype: str) -> Any:
+    """transformers' model in `dtype` with an adapter in PEFT's format, to be trained in float32."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(transformers_model(path), adapter, is_trainable=True)
+    return PeftModel.from_pretrained(transformers_model(path, dtype=dtype), adapter, is_trainable=True)
 
 
 def fsdp2_model(path: str) -> Any:

@@ -130,7 +130,7 @@ def peer_step(side: str, options: dict[str, Any]) -> Step:
 
     device = options["device"]
     if "adapter" in options:
-        model = peer_models.peft_model(options["checkpoint"], options["adapter"]).train()
+        model = peer_models.peft_model(options["checkpoint"], options["adapter"], options["dtype"]).train()
         autocast = torch.autocast("cpu", enabled=False)
     elif side == "transformers" or side in RAGGED_AIMS:
         model = peer_models.transformers_model(options["checkpoint"], device=device).train()

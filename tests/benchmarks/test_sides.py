@@ -28,10 +28,10 @@ def test_a_checkpoint_has_the_parameters_its_shape_says(checkpoint):
     assert sum(tensor.numel() for tensor in hf_tensors(str(checkpoint)).values()) == parameters_of(shape("tiny"))
 
 
-def check_steps(facts: dict[str, dict[str, float]]) -> None:
+def check_steps(facts: dict[str, dict[str, float]], dtype: str = "float32") -> None:
     """The first two steps of three peers are archon's."""
     assert len(facts) == 4
-    assert len(step_check.compare(facts, "float32")) == 9
+    assert len(step_check.compare(facts, dtype)) == 9
 
 
 def test_a_training_step_of_archon_is_that_of_transformers(checkpoint):
@@ -40,13 +40,14 @@ def test_a_training_step_of_archon_is_that_of_transformers(checkpoint):
     check_steps({side: train_step.prepare(side, options)[0] for side in ("archon", *train_step.RAGGED_AIMS)})
 
 
-def test_a_training_step_of_archons_adapter_is_that_of_peft(checkpoint, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_training_step_of_archons_adapter_is_that_of_peft(checkpoint, tmp_path, dtype):
     adapter = make_adapter(tmp_path, checkpoint, rank=3)
-    options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": "float32"}
+    options = {"threads": 1, "checkpoint": str(checkpoint), "model": "tiny", "device": "cpu", "dtype": dtype}
     options |= {"lengths": [9, 1, 33, 17], "max_tokens_per_mb": 40, "adapters": [str(adapter)]}
     facts = {side: lora.prepare(side, options)[0] for side in ("archon", *lora.OF_ONE)}
-    check_steps(facts)
-    assert facts["archon"]["base_bytes"] == 4 * parameters_of(shape("tiny"))
+    check_steps(facts, dtype)
+    assert facts["archon"]["base_bytes"] == (2 if dtype == "bfloat16" else 4) * parameters_of(shape("tiny"))
     assert facts["archon"]["adapter_bytes"] == sum(t.nbytes for t in hf_tensors(str(adapter)).values())
 
 
