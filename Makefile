@@ -63,7 +63,7 @@ test-all: setup
 
 test-kill: setup
 	rm -f $(KILL_RECORD)
-	ARCHON_KILLS=20 ARCHON_KILL_RECORD=$(abspath $(KILL_RECORD)) $(PYTEST) -k kill
+	ARCHON_KILLS=30 ARCHON_KILL_RECORD=$(abspath $(KILL_RECORD)) $(PYTEST) -k kill
 
 test-matrix: setup
 	OMP_NUM_THREADS=1 .venv/bin/python -m tests.distributed.record

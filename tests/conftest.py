@@ -53,7 +53,7 @@ def data_dir() -> Path:
 class Kills:
     """How often a kill test kills at random moments, and the record of each kill.
 
-    `wanted` is 5, or what ARCHON_KILLS says (`make test-kill`: 20). A test adds each kill and what it left behind; with
+    `wanted` is 5, or what ARCHON_KILLS says (`make test-kill`: 30). A test adds each kill and what it left behind; with
     ARCHON_KILL_RECORD the entries are appended to that file as JSON lines.
     """
 
