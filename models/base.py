@@ -158,7 +158,8 @@ class BaseArchonModel(nn.Module):
         attention = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
         out: Any = self.hidden_states(tokens, positions, attention)
         if self.score is not None:
-            values = self.score(out).squeeze(-1)
+            weight = self.score.weight  # wider than the computation where adapters are trained
+            values = self.score(out.to(weight.dtype)).squeeze(-1)
             if self.score.tp is not None:
                 values = all_gather_replicated(values, self.score.tp)
             values = values.to(torch.promote_types(values.dtype, torch.float32))

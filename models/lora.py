@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from archon.models.layers.linear import Linear
 from archon.models.layers.lora import LowRank, LowRanks
@@ -140,12 +141,17 @@ def add_adapters(
 ) -> None:
     """Freeze a model on the meta device and add an adapter of the matrices that it has, in `dtype`.
 
-    An adapter with a name may be one of several. Raises ConfigError for a name that a module cannot have.
+    A critic's value head is not frozen, and is in `dtype` too. An adapter with a name may be one of several. Raises
+    ConfigError for a name that a module cannot have.
     """
     if named is not None and hasattr(LowRanks, named):
         raise ConfigError(f"an adapter cannot be named {named!r}, which PyTorch's modules use; choose another name")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+    head = getattr(model, "score", None)
+    if head is not None:
+        head.to(dtype).requires_grad_(True)
+        head.casts_parameters = True
     modules = dict(model.named_modules())
     for name, size in sizes.items():
         owner, _, matrix = name.rpartition(".")
@@ -176,6 +182,23 @@ def mirror_adapters(model: nn.Module, like: nn.Module) -> None:
         adapter = getattr(module, "lora", None)
         if adapter is not None:
             model.get_submodule(name).lora = copy.deepcopy(adapter).to("meta")
+
+
+def share_frozen(model: nn.Module, owner: nn.Module) -> None:
+    """Make frozen parameters of `model` those of `owner` with the same name, shape and dtype, also where both are
+    sharded alike; before the first forward."""
+    theirs = {name: parameter for name, parameter in owner.named_parameters() if not parameter.requires_grad}
+    for module_name, module in model.named_modules():
+        for name, own in list(module.named_parameters(recurse=False)):
+            other = theirs.get(f"{module_name}.{name}" if module_name else name)
+            if other is None or own.requires_grad or _kind(own) != _kind(other):
+                continue
+            setattr(module, name, other)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, placed
 
 
 @contextmanager

@@ -326,6 +326,7 @@ class RLTrainer(BaseTrainer):
         if resolved.critic is not None:
             self.critic = ArchonEngine(resolved.critic)
             self.critic.initialize(steps)
+            self.critic.share_base(self.engine)
         for engine in (self.engine, self.critic):
             if engine is not None and self.runner is not None:
                 engine.stall_watch.folder = self.runner.directory.stacks

@@ -64,7 +64,7 @@ from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
 from archon.models.layers.delta_rule import require_delta_rule
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import AdapterSize, adapters_off, is_adapter, with_adapters
+from archon.models.lora import AdapterSize, adapters_off, is_adapter, share_frozen, with_adapters
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
@@ -225,6 +225,12 @@ class ArchonEngine:
         self.lora = sizes.get(None, {})
         """The only adapter's sizes, by matrix; empty without adapters, and with several, which are in `adapters`."""
         return sizes
+
+    def share_base(self, owner: ArchonEngine) -> None:
+        """Use the frozen weights of an initialized engine in place of equal ones of its own, in the same layout; before
+        the first batch. Does nothing unless both have adapters and the same checkpoint."""
+        if self.lora and owner.lora and self._base == owner._base:
+            share_frozen(self.model, owner.model)
 
     def meta_model(self) -> BaseArchonModel:
         """Returns the model with all layers, and adapters if it has them, unparallelized, on the meta device."""
@@ -526,6 +532,8 @@ class ArchonEngine:
         if asynchronous:
             raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
         if format == "peft":
+            if self.config.is_critic:
+                raise ConfigError("format='peft' holds adapters and no value head; set format to 'native' or 'hf'")
             self._save_adapters(path, adapter)
             return
         if self.adapters:

@@ -106,10 +106,11 @@ def load_optimizer_state(
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of a model's state by name: of a model with adapters theirs alone."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    adapters = {name: tensor for name, tensor in parameters.items() if is_adapter(name)}
-    return adapters or parameters | expert_biases(model)
+    """Returns the tensors of a model's state by name: of a model with adapters those that are not frozen."""
+    parameters = dict(model.named_parameters())
+    has_adapters = any(map(is_adapter, parameters))
+    held = {name: p.detach() for name, p in parameters.items() if p.requires_grad or not has_adapters}
+    return held if has_adapters else held | expert_biases(model)
 
 
 def _source(model: nn.Module, name: str) -> str:

@@ -363,8 +363,6 @@ class EngineConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_lora(self) -> EngineConfig:
-        if self.lora is not None and self.is_critic:
-            raise ValueError("lora adapts a model with a language-model head, and is_critic is true; set lora to null")
         if self.lora is not None and self.init_from_scratch:
             raise ValueError(
                 "lora adapts the weights of a checkpoint, and init_from_scratch is true, so that no checkpoint has the "
@@ -416,8 +414,8 @@ def derived_engine(model: EngineConfig, changes: Mapping[str, Any], source: str)
 
 
 def derived_critic(model: EngineConfig, changes: Mapping[str, Any], source: str) -> EngineConfig:
-    """Returns `derived_engine` with a value head, which starts fresh unless `changes` say `init_score: false`, and
-    without the model's adapters."""
+    """Returns `derived_engine` with a value head, which starts fresh unless `changes` say `init_score: false`. It has
+    adapters only where `changes` have `lora`, whose other values are the model's."""
     if changes.get("is_critic") is False:
         raise ConfigError(f"{source}.is_critic is false, and this model is a critic; leave it out")
     return derived_engine(model, {"init_score": True, "lora": None, **changes, "is_critic": True}, source)

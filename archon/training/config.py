@@ -90,6 +90,10 @@ class PreferenceConfig(SFTConfig):
     def _check_models(self) -> PreferenceConfig:
         if self.loss == "reward" and self.ref is not None:
             raise ValueError("loss reward needs no reference model; remove `ref`")
+        if self.loss == "reward" and self.model.lora is not None:
+            raise ValueError(
+                "loss reward trains a value head, which an adapter's files cannot hold; set model.lora to null"
+            )
         if self.loss != "reward" and self.model.is_critic:
             raise ValueError(f"model.is_critic is set, and loss {self.loss} trains a policy; choose loss=reward")
         self.resolve()

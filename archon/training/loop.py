@@ -152,6 +152,11 @@ class BaseTrainer:
                         raise CheckpointError(
                             f"{folder}: the checkpoint has no critic; was algorithm.advantage changed?"
                         )
+                    if self.critic.lora and read_all(state.pop("critic_fingerprint")) != self.critic.fingerprint:
+                        raise CheckpointError(
+                            f"{folder}: the critic's adapters there have other sizes or another base; was critic "
+                            "changed?"
+                        )
                     self.critic.load_state_dict(state.pop("critic"))
                 position = read_all(state)
             runner.log(f"resuming after step {step}")
@@ -173,6 +178,8 @@ class BaseTrainer:
         state = {"engine": self.engine.state_dict(), **self.position()}
         if self.critic is not None:
             state["critic"] = self.critic.state_dict()
+            if self.critic.lora:
+                state["critic_fingerprint"] = self.critic.fingerprint
         self.engine.saver.save(
             self.runner.directory.checkpoints,
             self.step,

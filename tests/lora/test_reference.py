@@ -116,7 +116,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "made"
 
 
-def rl_run(checkpoint: Path, run_dir: Path, **changes: Any) -> RLConfig:
+def rl_run(checkpoint: Path, run_dir: Path, /, **changes: Any) -> RLConfig:
     from tests.rl.conftest import small_run
 
     actor = {"path": str(checkpoint), "device": "cpu", "optimizer": {"lr": 1e-2}, "lora": LORA}

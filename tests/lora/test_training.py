@@ -146,7 +146,6 @@ def test_a_stage_without_adapters_is_refused(bases: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"is_critic": True}, "lora adapts a model with a language-model head"),
         ({"init_from_scratch": True}, "lora adapts the weights of a checkpoint, and init_from_scratch is true"),
         ({"router_bias_update_rate": 0.1}, "moves biases of the base, which lora freezes"),
         ({"lora": {"rank": 0}}, "input should be greater than or equal to 1"),

@@ -1,0 +1,64 @@
+"""Two-digit sums as conversations: the data of the recipes with SmolLM2-135M-Instruct.
+
+The first turns show one sum in the wanted form, "31 + 47 = 78". With them the model answers about a fifth of the sums
+right; without them it explains at length how it would add.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from archon.data.named_datasets import arithmetic_pairs
+
+SHOWN = ((31, 47),)
+HELD_OUT = 200
+
+
+def rows(split: str) -> list[dict[str, Any]]:
+    """Returns the rows of a split.
+
+    Args:
+        split: `train` and `test` are for RL, a prompt and its answer; `sft` and `sft_test` whole conversations; `pairs`
+            and `pairs_test` a right answer and a wrong one. No sum of a test split is in another one, nor is its mirror
+            image.
+    """
+    held_out = split.endswith("test")
+    pairs = [pair for pair in arithmetic_pairs("test" if held_out else "train") if min(pair) >= 10]
+    if held_out:
+        pairs = pairs[:HELD_OUT]
+    kind = split.removesuffix("_test")
+    if kind == "sft":
+        return [{"prompt": [*question(a, b), _says(answer(a, b))]} for a, b in pairs]
+    if kind == "pairs":
+        rng = random.Random("lora_learning")
+        return [
+            {"prompt": question(a, b), "chosen": answer(a, b), "rejected": answer(a, b, _error(rng))} for a, b in pairs
+        ]
+    return [{"prompt": question(a, b), "answer": answer(a, b)} for a, b in pairs]
+
+
+def question(a: int, b: int) -> list[dict[str, str]]:
+    """Returns the conversation that asks for a + b."""
+    messages = [{"role": "system", "content": "Add."}]
+    for x, y in SHOWN:
+        messages += [_asks(x, y), _says(answer(x, y))]
+    return [*messages, _asks(a, b)]
+
+
+def answer(a: int, b: int, error: int = 0) -> str:
+    """Returns the answer in the wanted form, wrong by `error`."""
+    return f"{a} + {b} = {a + b + error}"
+
+
+def _error(rng: random.Random) -> int:
+    """Returns how wrong an answer is: by a unit or a ten or two of them, as the model's own mistakes often are."""
+    return rng.choice((1, -1)) * rng.choice((1, 2, 10, 20))
+
+
+def _asks(a: int, b: int) -> dict[str, str]:
+    return {"role": "user", "content": f"What is {a} + {b}?"}
+
+
+def _says(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
