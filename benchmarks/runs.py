@@ -48,6 +48,21 @@ def _control(line: Line | None) -> list[str]:
     return [f"{line['after']:.3f}", f"{line['lowest']:.3f} to {line['highest']:.3f}", _mark(line)]
 
 
+def _lora_learning(lines: Sequence[Line]) -> list[list[str]]:
+    newest = {line["run"]: line for line in lines if line.get("curve")}
+    return [
+        [
+            line["run"],
+            *(f"{line[key]:.3f}" for key in ("before", "after")),
+            f"{line['steps']:,}",
+            f"{line['seconds'] / 60:.0f} min",
+            f"{line['push_bytes'] / 2**20:.0f} MiB" if "push_bytes" in line else "-",
+            f"{line['push_seconds']:.2f} s" if "push_seconds" in line else "-",
+        ]
+        for line in newest.values()
+    ]
+
+
 def _layouts(lines: Sequence[Line]) -> list[list[str]]:
     return [
         [line["layout"], *(f"{line.get(f'reward_{when}', 0):.3f}" for when in ("before", "after")), _mark(line)]
@@ -109,6 +124,12 @@ _TABLES = {
         "make test-learning",
         ("task", "held-out before", "after", "time", "", "control, after", "and between", ""),
         _learning,
+    ),
+    "lora_learning": (
+        "Adapters and all weights of a real model",
+        "python -m benchmarks.lora_learning",
+        ("SmolLM2-135M-Instruct, sums", "held-out before", "after", "steps", "time", "a push", "takes"),
+        _lora_learning,
     ),
     "rl_layouts": (
         "In any layout",

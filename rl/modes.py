@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from archon.checkpoint.native import latest_checkpoint, model_fingerprint, open_state
+from archon.checkpoint.native import latest_checkpoint, open_state
 from archon.engine.engine import ArchonEngine
 from archon.parallel.control_plane import ControlPlane
 from archon.rl.config import ExperiencesConfig, RLConfig
@@ -17,7 +17,7 @@ from archon.rl.rollout import RolloutBatch
 from archon.rl.summary import batch_metrics
 from archon.rl.trainer import RLTrainer
 from archon.rl.weight_sync import weights_for
-from archon.schema.config import derived_reference
+from archon.schema.config import derived_engine
 from archon.schema.errors import CheckpointError, ConfigError, RolloutError
 from archon.training.loop import timed
 from archon.training.runner import Runner
@@ -40,12 +40,13 @@ class _ReadsWeights(RLTrainer):
         return self.config.experiences
 
     def _open_models(self) -> None:
-        self.engine = ArchonEngine(derived_reference(self.config.actor, {}, "actor"))
+        evaluated = {"optimizer": None, "router_bias_update_rate": 0.0}
+        self.engine = ArchonEngine(derived_engine(self.config.actor, evaluated, "actor"))
         self.engine.initialize()
 
     def load_weights(self, folder: Path) -> int:
         """Loads the weights of a checkpoint into engine and generator, and returns its step."""
-        with open_state(folder, model_fingerprint(self.engine.args)) as (step, state):
+        with open_state(folder, self.engine.fingerprint) as (step, state):
             own = {name: value for name, value in state["engine"].items() if name not in _OPTIMIZER}
             self.engine.load_state_dict(own)
         self.generator.update_weights(weights_for(self.engine, self.generator), version=self.engine.version)

@@ -116,12 +116,12 @@ def test_a_run_from_its_first_step_to_its_line(tmp_path: Path) -> None:
         tmp_path / "model",
         like=EngineConfig(path="x", device="cpu"),
     )
-    small = ["total_steps=2", "batch_size=4"]
+    small = ["total_steps=2", "batch_size=4", "model.scheduler.warmup_steps=0"]
     found = run("dpo-seed0", tmp_path / "model", tmp_path, 1, [*small, "eval_data.limit=4"])
     assert found["code"] == 0 and found["steps"] == 2 and len(found["curve"]) == 1
     assert 0 <= found["before"] <= 1 and 0 <= found["after"] <= 1
     rl = ["total_steps=2", "gconfig.n_samples=2", "rollout.prompts_per_step=2", "evaluation.max_prompts=4"]
-    rl += ["algorithm.zero_variance_groups=keep", "generator.max_seq_len=200"]
+    rl += ["actor.scheduler.warmup_steps=0", "algorithm.zero_variance_groups=keep", "generator.max_seq_len=200"]
     found = run("grpo-seed0", tmp_path / "model", tmp_path, 1, rl)
     assert found["code"] == 0 and found["steps"] == 2 and found["push_bytes"] > 0
     assert found["largest_first_logprob_diff"] < 1e-4
