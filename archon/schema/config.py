@@ -379,6 +379,8 @@ class EngineConfig(StrictModel):
     def _check_adapters(self) -> EngineConfig:
         if self.lora is None or self.lora.adapters is None:
             return self
+        if self.is_critic:
+            raise ValueError("a critic has one value head, and lora.adapters names several adapters; set lora.rank")
         if self.router_aux_loss_coef:
             raise ValueError(
                 f"router_aux_loss_coef = {self.router_aux_loss_coef:g} is a loss of all documents of a batch at once, "
