@@ -16,7 +16,7 @@ from archon.engine.loss import loss_token_count
 from archon.models.lora import is_adapter
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
-from archon.schema.config import derived_critic
+from archon.schema.config import EngineConfig, derived_critic
 from archon.schema.errors import CheckpointError, ConfigError
 from archon.training.config import PreferenceConfig
 from tests.engine.tiny import make_engine, sft_batch
@@ -122,10 +122,15 @@ def test_ppo_trains_two_adapters_on_one_base_and_resumes(checkpoint: Path, tmp_p
 
 
 def test_what_cannot_hold_a_value_head_is_refused(base: str, tmp_path: Path) -> None:
+    data = {"path": "python:tests.lora.test_reference.pairs"}
     critic = engine_of(base, is_critic=True, init_score=True)
     with pytest.raises(ConfigError, match="holds adapters and no value head"):
         critic.save(tmp_path, format="peft")
+    several = {"path": base, "lora": {"adapters": {"one": {}}}}
+    with pytest.raises(ConfigError, match=r"one value head, and lora\.adapters names several"):
+        EngineConfig.parse(several | {"is_critic": True, "init_score": True})
+    with pytest.raises(ConfigError, match=r"actor\.lora\.adapters names several adapters, and a run trains one policy"):
+        RLConfig.parse({"run_dir": "x", "actor": several, "train_data": data, "reward": "exact_match"})
     model = {"path": base, "lora": {}}
-    data = {"path": "python:tests.lora.test_reference.pairs"}
     with pytest.raises(ConfigError, match=r"a value head, which an adapter's files cannot hold; set model\.lora"):
         PreferenceConfig.parse({"run_dir": "x", "loss": "reward", "model": model, "train_data": data})
