@@ -199,3 +199,7 @@ _.receive_weights
 _.finish_weight_update
 _.shutdown
 _.Extension
+
+# `GET /v1/adapters` sends the counts of an adapter; vLLM's field must be empty.
+_.answer_tokens
+_.lora_int_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -34,6 +35,18 @@ def command(
     token: Annotated[
         str | None, typer.Option(envvar="ARCHON_TOKEN", help="key that clients must send; better in the environment")
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="adapter to serve as the model NAME, next to the checkpoint; repeatable"
+        ),
+    ] = None,
+    adapter_root: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="folder from which clients with the token may load further adapters; needs a token"
+        ),
+    ] = None,
     train: Annotated[
         Path | None,
         typer.Option(metavar="RUN.yaml", help="configuration of `archon rl`: train on the sessions that clients rate"),
@@ -41,6 +54,11 @@ def command(
 ) -> None:
     from archon.cli.serve_config import ServeConfig
 
+    if train is not None and (adapter or adapter_root):
+        raise ConfigError(
+            "--adapter and --adapter-root go with a checkpoint that stays as it is, and --train changes its weights; "
+            "leave out one of them"
+        )
     if train is not None:
         serve_training(path, train, overrides or [], host, port, token)
     resolved = load_config(ServeConfig, config, overrides or [])
@@ -49,7 +67,25 @@ def command(
     from archon.serve.service import check_host
 
     check_host(host, token)  # before a model is loaded
-    asyncio.run(serve(make_server(path, resolved, token), host, port))
+    if adapter_root is not None and token is None:
+        raise ConfigError("--adapter-root lets clients load adapters, which needs a token: set one with --token")
+    if adapter_root is not None and not adapter_root.is_dir():
+        raise ConfigError(f"--adapter-root is {str(adapter_root)!r}, which is no folder")
+    folders = named_folders(adapter or [])
+    asyncio.run(serve(make_server(path, resolved, token, folders, adapter_root), host, port))
+
+
+def named_folders(options: Sequence[str]) -> dict[str, Path]:
+    """Returns the folders of NAME=FOLDER options by name. Raises ConfigError for one that is malformed or repeated."""
+    folders: dict[str, Path] = {}
+    for option in options:
+        name, separator, folder = option.partition("=")
+        if not (name and separator and folder) or not name.isprintable():
+            raise ConfigError(f"--adapter {option!r}; expected NAME=FOLDER")
+        if name in folders:
+            raise ConfigError(f"--adapter names {name!r} twice; give each adapter its own name")
+        folders[name] = Path(folder)
+    return folders
 
 
 def serve_training(path: Path, train: Path, overrides: list[str], host: str, port: int, token: str | None) -> NoReturn:
@@ -71,31 +107,51 @@ def serve_training(path: Path, train: Path, overrides: list[str], host: str, por
     exit_with(lambda: run_training("rl", train, [*online, *overrides], dry_run=False))
 
 
-def make_server(path: Path, config: ServeConfig, token: str | None) -> AgentServer:
-    """Loads the checkpoint. Returns its server, which does not listen yet."""
+def make_server(
+    path: Path,
+    config: ServeConfig,
+    token: str | None,
+    adapters: Mapping[str, Path] | None = None,
+    adapter_root: Path | None = None,
+) -> AgentServer:
+    """Loads the checkpoint, and adapters from their folders. Returns its server, which does not listen yet."""
     import torch
 
+    from archon.checkpoint.adapter_export import read_adapters
     from archon.checkpoint.hf_io import load_model, load_tokenizer
     from archon.checkpoint.hf_reader import read_hf_config
     from archon.engine.build import resolve_device
     from archon.generation import InProcessEngine
     from archon.generation.types import GenerationHyperparameters
+    from archon.models import get_model_spec
+    from archon.serve.adapter_folders import AdapterFolders
     from archon.serve.server import AgentServer
     from archon.serve.service import Limits
 
-    read_hf_config(path)  # gives a clearer error than the tokenizer's loader if this is not a checkpoint
+    # Read first: it gives a clearer error than the tokenizer's loader if this is not a checkpoint.
+    hf_config = read_hf_config(path)
+    spec, model_name = get_model_spec(hf_config["model_type"]), config.model_name or path.resolve().name
     tokenizer = load_tokenizer(config.tokenizer or path)
     model = load_model(path, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
     engine = InProcessEngine.from_model(
         model, tokenizer, max_slots=config.max_slots, max_seq_len=config.max_tokens, seed=config.seed
     )
+    names = spec.state_dict_adapter_class(hf_config, str(path))
+    engine.max_adapters = config.max_adapters
+    for name, folder in (adapters or {}).items():
+        if name == model_name:
+            raise ConfigError(f"--adapter has the model's own name, {name!r}; choose another, or set model_name")
+        engine.load_adapter(name, read_adapters(folder, names, path))
     return AgentServer(
         tokenizer,
         engine,
         GenerationHyperparameters(max_new_tokens=config.max_new_tokens),
-        model=config.model_name or path.resolve().name,
+        model=model_name,
         token=token,
         tool_call_parser=config.tool_call_parser,
+        adapter_folders=(
+            None if adapter_root is None else AdapterFolders(adapter_root, lambda folder: read_adapters(folder, names))
+        ),
         limits=Limits(
             body_bytes=config.max_body_bytes,
             sessions=config.max_sessions,

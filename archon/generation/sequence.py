@@ -105,6 +105,7 @@ class Sequence:
             stop_reason=self.stop_reason,
             latency=now - self.submitted,
             ttft=(self.first_token or now) - self.submitted,
+            adapter=self.request.adapter,
         )
 
 

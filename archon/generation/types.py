@@ -130,7 +130,8 @@ class ModelResponse:
     """One answer. `output_tokens`, `output_logprobs` and `output_versions` have one entry per generated token.
 
     A logprob is `log_softmax(logits / temperature)` over the full vocabulary, independent of top_p and top_k. A stop
-    token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission.
+    token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission. `adapter`
+    is the request's.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -140,6 +141,7 @@ class ModelResponse:
     stop_reason: StopReason = "stop"
     latency: float = 0.0
     ttft: float = 0.0
+    adapter: str | None = None
 
     @property
     def input_len(self) -> int:

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from archon.generation.record import UnusableAnswerError
 from archon.schema.config import describe_validation_error
-from archon.schema.errors import ContextOverflowError, ExhaustedError, NotFiniteError, UserError
+from archon.schema.errors import ContextOverflowError, ExhaustedError, NotFiniteError, UnknownAdapterError, UserError
 from archon.serve.protocol import ResponseModel
 from archon.serve.sessions import LimitError
 
@@ -64,6 +64,8 @@ def error_response(error: Exception, path: str) -> ErrorResponse:
     message = " ".join(str(error).split())[:_MAX_MESSAGE]
     if isinstance(error, ContextOverflowError):
         return ErrorResponse(400, message, "context_length_exceeded")
+    if isinstance(error, UnknownAdapterError):
+        return ErrorResponse(404, message, "model_not_found")
     if isinstance(error, LimitError):
         return ErrorResponse(429, message)
     if isinstance(error, UnusableAnswerError | NotFiniteError):

@@ -19,7 +19,7 @@ from archon.generation.types import GenerationHyperparameters, ModelResponse
 from archon.schema.errors import RolloutError
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
-from archon.serve.sessions import Caller
+from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning, ToolCall
 
 MAX_CHOICES = 128
@@ -197,7 +197,7 @@ class _Completions(protocol.ProtocolHandler):
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
-    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat) -> None:
         super().__init__(body, caller, tokenizer, model, format)
         self._logprobs = body.logprobs is not None and body.logprobs is not False  # a completion's 0 asks for them
         self._created = int(time.time())
@@ -260,7 +260,9 @@ class ChatApi(_Completions):
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
+    def __init__(
+        self, body: ChatBody, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat
+    ) -> None:
         super().__init__(body, caller, tokenizer, model, format)
         self._n_calls: Counter[int] = Counter()  # tool calls of each choice so far
 
@@ -388,7 +390,9 @@ class CompletionApi(_Completions):
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionBody, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
+    def __init__(
+        self, body: CompletionBody, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat
+    ) -> None:
         super().__init__(body, caller, tokenizer, model, format)
         self._offsets: Counter[int] = Counter()  # characters of each choice so far, special tokens included
         self._echoed: dict[int, PromptScores] = {}  # of prompt and answer
@@ -408,12 +412,13 @@ class CompletionApi(_Completions):
 
     async def _echo(self, choice: protocol.Choice) -> protocol.Choice:
         """Returns the choice, whose prompt and answer are scored at the answer's temperature."""
-        score: Callable[[list[int], float], PromptScores] | None
+        score: Callable[..., PromptScores] | None
         score = getattr(self._caller.engine, "score_prompt", None)
         if score is None:
             raise RolloutError("echo: answers of a session that is trained are sampled only; leave echo out")
         tokens = choice.response.input_tokens + choice.response.output_tokens
-        self._echoed[choice.index] = score(tokens, self.gconfig.temperature)
+        adapter = {} if self._adapter is None else {"adapter": self._adapter}
+        self._echoed[choice.index] = score(tokens, self.gconfig.temperature, **adapter)
         await asyncio.sleep(0)  # other requests' turn
         return choice
 

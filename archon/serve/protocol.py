@@ -20,7 +20,7 @@ from archon.generation.types import GenerationHyperparameters, ModelRequest, Mod
 from archon.schema.config import StrictModel
 from archon.schema.errors import ConfigError, DatasetError, RolloutError
 from archon.serve.answer_text import THINK, AnswerFormat, AnswerParser, Delta
-from archon.serve.sessions import Caller
+from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning, ToolCall, load_json, template_text
 
 # Names of `GenerationHyperparameters` for the protocols' fields; other sampling fields have the same name in both.
@@ -73,7 +73,7 @@ class RequestModel(StrictModel):
 class Body(RequestModel):
     """Fields of every protocol. A field that could change the answer but is not supported is an error."""
 
-    model: str = Field("", description="any name; the server has one model")
+    model: str = Field("", description="of /v1/models; any name where the server has one model")
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=100, description="0 is the most likely token")
     top_p: float | None = Field(None, gt=0, le=1)
@@ -284,7 +284,7 @@ class ProtocolHandler(ABC):
         body: the request's body, a `Conversation` or one with a method `prompts`.
         caller: its sampling values are the defaults.
         tokenizer: renders prompts.
-        model: the name to answer with.
+        model: what answers, and the name to answer with.
         format: how the model writes.
 
     Raises a `UserError` for a body that cannot be answered.
@@ -292,8 +292,9 @@ class ProtocolHandler(ABC):
 
     id_prefix: ClassVar[str]
 
-    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
-        self.body, self._caller, self._tokenizer, self._model = body, caller, tokenizer, model
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat) -> None:
+        self.body, self._caller, self._tokenizer = body, caller, tokenizer
+        self._model, self._adapter = model
         self.prompts, self.gconfig = body.prompts(tokenizer), caller.sampling(body.gconfig(caller.gconfig))
         self.tools, self._format, self._inside_thinking = [], None, False
         if isinstance(body, Conversation):
@@ -343,6 +344,7 @@ class ProtocolHandler(ABC):
                 prompt,
                 one.model_copy(update={"seed": seed}),
                 tokenizer=self._tokenizer,
+                adapter=self._adapter,
                 sampling_checked=self._caller.policy is not None,
             )
             tasks.append(asyncio.create_task(sample(index, request), name=f"archon-{self.id}-{index}"))

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 
 from archon.serve import protocol
 from archon.serve.answer_text import AnswerFormat, Delta
-from archon.serve.sessions import Caller
+from archon.serve.sessions import Caller, ModelChoice
 from archon.serve.tool_calls import Part, Reasoning, ToolCall
 
 
@@ -219,12 +219,14 @@ class ResponsesApi(protocol.ProtocolHandler):
     _message: OutputMessage | None = None  # the one that the stream is adding text to
     _thought: OutputReasoning | None = None  # the same, of thinking
 
-    def __init__(self, body: ResponsesBody, caller: Caller, tokenizer: Any, model: str, format: AnswerFormat) -> None:
+    def __init__(
+        self, body: ResponsesBody, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat
+    ) -> None:
         super().__init__(body, caller, tokenizer, model, format)
         gconfig = self.gconfig
         self._response = OpenAIResponse(
             id=self.id,
-            model=model,
+            model=model.name,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -115,7 +115,7 @@ EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-GENERATION = _errors(*BODY, *BUSY) | {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
+GENERATION = _errors(*BODY, 404, *BUSY) | {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
 
 router = APIRouter(
     prefix="/v1",
@@ -155,7 +155,7 @@ Stack = Annotated[AsyncExitStack, Depends(_exit_stack)]
 
 async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any, stack: AsyncExitStack) -> Any:
     service = await _service(request)
-    api = api_class(body, request.state.caller, service.tokenizer, service.model, service.format)
+    api = api_class(body, request.state.caller, service.tokenizer, service.choose(body.model), service.format)
     items = await stack.enter_async_context(aclosing(api.generate()))
     if body.stream:  # a failure before the first token still gets its own status
         first = await _while_connected(request.receive, anext(items))
@@ -239,24 +239,54 @@ async def response(request: Request, body: ResponsesBody, stack: Stack) -> Any:
 @router.post(
     "/messages",
     response_model=Message,
-    responses=GENERATION | _errors(*ACCESS, *BODY, *BUSY, model=AnthropicError),
+    responses=GENERATION | _errors(*ACCESS, *BODY, 404, *BUSY, model=AnthropicError),
 )
 async def message(request: Request, body: MessagesBody, stack: Stack) -> Any:
     """Answer a conversation, in the format of Anthropic's messages."""
     return await _answer(request, MessagesApi, body, stack)
 
 
-@router.post("/messages/count_tokens", responses=_errors(*ACCESS, *BODY, model=AnthropicError))
+@router.post("/messages/count_tokens", responses=_errors(*ACCESS, *BODY, 404, model=AnthropicError))
 async def count_tokens(service: ServiceOf, body: CountBody) -> dict[Literal["input_tokens"], Count]:
     """Count the tokens of a conversation's prompt."""
+    service.choose(body.model)
     return {"input_tokens": len(body.prompts(service.tokenizer)[0])}
 
 
 class Model(ResponseModel):
+    """A model; `parent` of an adapter is the model that it is loaded next to, as from vLLM."""
+
     id: str
     object: Literal["model"] = "model"
     created: Count = 0
     owned_by: str = "archon"
+    parent: str | None = None
+
+
+class DeletedModel(ResponseModel):
+    """An adapter that no longer is a model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
+class AdapterUse(ResponseModel):
+    """What an adapter has answered; tokens of an answer count when it ends."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    version: int
+    unfinished: Count
+    requests: Count
+    prompt_tokens: Count
+    answer_tokens: Count
+
+
+class AdapterList(ResponseModel):
+    object: Literal["list"] = "list"
+    data: list[AdapterUse]
 
 
 class ModelList(ResponseModel):
@@ -266,16 +296,62 @@ class ModelList(ResponseModel):
 
 @router.get("/models")
 async def models(service: ServiceOf) -> ModelList:
-    """List the one model."""
-    return ModelList(data=[Model(id=service.model)])
+    """List the model and its adapters."""
+    adapters = [Model(id=name, parent=service.model) for name in service.adapters]
+    return ModelList(data=[Model(id=service.model), *adapters])
 
 
 @router.get("/models/{model}", responses=_errors(404))
 async def model(service: ServiceOf, model: str) -> Model:
     """Describe the model of this name."""
-    if model != service.model:
-        raise HTTPException(404, f"no model {model!r:.80}; the model here is {service.model!r}")
-    return Model(id=model)
+    listed = (await models(service)).data
+    for known in listed:
+        if known.id == model:
+            return known
+    names = ", ".join(repr(known.id) for known in listed)
+    raise HTTPException(404, f"no model {model!r:.80}; the models here are {names}")
+
+
+class LoadBody(RequestModel):
+    """`POST /v1/load_lora_adapter`, as vLLM has it."""
+
+    lora_name: str = Field(min_length=1, max_length=200, description="of the adapter as a model")
+    lora_path: str = Field(min_length=1, max_length=4096, description="a folder in the server's adapter root")
+    load_inplace: bool = Field(False, description="replace a loaded adapter of this name")
+
+
+class UnloadBody(RequestModel):
+    """`POST /v1/unload_lora_adapter`, as vLLM has it."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_int_id: None = None
+
+
+def _require_token(request: Request) -> None:
+    if isinstance(request.state.caller, Session):
+        raise HTTPException(403, "only the server's token loads and unloads adapters")
+
+
+@router.post("/load_lora_adapter", responses=_errors(*BODY))
+async def load_lora_adapter(request: Request, service: ServiceOf, body: LoadBody) -> Model:
+    """Load an adapter from a folder of the server's; needs the server's token."""
+    _require_token(request)
+    await service.load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
+    return Model(id=body.lora_name, parent=service.model)
+
+
+@router.post("/unload_lora_adapter", responses=_errors(*BODY, 404))
+async def unload_lora_adapter(request: Request, service: ServiceOf, body: UnloadBody) -> DeletedModel:
+    """Unload an adapter; answers in progress end with it. Needs the server's token."""
+    _require_token(request)
+    await service.unload_adapter(body.lora_name)
+    return DeletedModel(id=body.lora_name)
+
+
+@router.get("/adapters")
+async def adapters(service: ServiceOf) -> AdapterList:
+    """Count the requests and tokens of each adapter since it was loaded."""
+    return AdapterList(data=[AdapterUse.model_validate(vars(adapter)) for adapter in service.adapters.values()])
 
 
 SESSION_ID = "^session-[0-9a-f]{24}$"

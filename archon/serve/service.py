@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from archon.generation.adapters import ServedAdapter
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
 from archon.schema.errors import ConfigError
 
@@ -20,8 +22,9 @@ except ImportError:
         "serving needs the package fastapi, which is not installed; "
         "install archon's extra `rl`: pip install 'archon-engine[rl]'"
     ) from None
+from archon.serve.adapter_folders import AdapterFolders
 from archon.serve.answer_text import AnswerFormat
-from archon.serve.sessions import Caller, LimitError, Session, Sessions, Training
+from archon.serve.sessions import Caller, LimitError, ModelChoice, Session, Sessions, Training
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Service:
         limits: of a request and of the server.
         tool_call_parser: name of the format of tool calls; None: that of the chat template.
         training: takes rated sessions; None keeps them for `export`.
+        adapter_folders: where adapters may be loaded from while it runs, with the server's token; None: none may.
+
+    A server whose engine has adapters, or that can load them, answers with the model that a request names. Another one
+    has a single model, whatever its name in requests.
     """
 
     def __init__(
@@ -66,13 +73,19 @@ class Service:
         limits: Limits | None = None,
         tool_call_parser: str | None = None,
         training: Training | None = None,
+        adapter_folders: AdapterFolders | None = None,
     ) -> None:
+        if adapter_folders is not None and token is None:
+            raise ConfigError("adapters are loaded with the server's token, and it has none: set one with --token")
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
         self.training = training
         self.format = AnswerFormat.of(tokenizer, tool_call_parser)
         self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._default = None if engine is None else Caller(engine, gconfig or GenerationHyperparameters())
         self._token = token
+        self._engine, self._adapter_folders = engine, adapter_folders
+        self._has_models = adapter_folders is not None or bool(self.adapters)
+        self._loading = asyncio.Lock()
         self._active_requests = 0
 
     def authorize(self, key: str, host: str, origin: str | None) -> Caller | None:
@@ -98,6 +111,50 @@ class Service:
         elif not hmac.compare_digest(key.encode("utf-8", "replace"), self._token.encode()):
             raise HTTPException(401, "the API key is neither a session's nor the server's token")
         return self._default
+
+    @property
+    def adapters(self) -> Mapping[str, ServedAdapter]:
+        """The loaded adapters by name."""
+        return getattr(self._engine, "adapters", {})
+
+    def choose(self, model: str) -> ModelChoice:
+        """Returns what answers a request for `model`, empty for the model itself; raises `HTTPException` if nothing
+        does."""
+        if model in self.adapters:
+            return ModelChoice(model, model)
+        if self._has_models and model not in ("", self.model):
+            names = ", ".join(map(repr, [self.model, *self.adapters]))
+            raise HTTPException(404, f"no model {model!r:.80}; the models here are {names}")
+        return ModelChoice(self.model)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        """Loads an adapter under a name, or replaces that of the name where `in_place`.
+
+        Raises `HTTPException` or a `UserError` for what is refused; then nothing has changed.
+        """
+        if self._adapter_folders is None:
+            raise HTTPException(403, "this server loads no adapters; start it with --adapter-root and --token")
+        if name == self.model or not name.isprintable():
+            raise HTTPException(
+                400, f"lora_name: {name!r:.80} is the model's own name, or has signs that are not shown"
+            )
+        async with self._loading:
+            if name in self.adapters and not in_place:
+                raise HTTPException(400, f"an adapter {name!r:.80} is loaded already; unload it, or set load_inplace")
+            adapters = await asyncio.to_thread(self._adapter_folders.load, path)
+            engine: Any = self._engine
+            if name in self.adapters:
+                engine.update_adapter(name, adapters)
+            else:
+                engine.load_adapter(name, adapters)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Takes an adapter away from new requests; answers in progress end with it. Raises as `load_adapter` does."""
+        if self._adapter_folders is None:
+            raise HTTPException(403, "this server unloads no adapters; start it with --adapter-root and --token")
+        engine: Any = self._engine
+        async with self._loading:
+            engine.unload_adapter(name)
 
     def finish(self, session: Session) -> None:
         """Closes a rated session, and hands it to the trainer if there is one."""

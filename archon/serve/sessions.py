@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal, SupportsFloat
+from typing import Literal, NamedTuple, SupportsFloat
 
 from archon.generation.record import TokenRecord, UnusableAnswerError, check_answer
 from archon.generation.seeds import derive_seed
@@ -27,6 +27,13 @@ class InvalidRewardError(RewardError):
 
 class LimitError(RolloutError):
     """More sessions, answers or concurrent requests than the server allows."""
+
+
+class ModelChoice(NamedTuple):
+    """What a request asks for: the model's name for clients, and the adapter; None is the model itself."""
+
+    name: str
+    adapter: str | None = None
 
 
 class Caller:
@@ -126,7 +133,8 @@ class Trajectory:
 class Session(Caller):
     """One agent's requests under one key.
 
-    An answer is the child of an earlier one only if its prompt begins with exactly that one's tokens. An agent sends
+    An answer is the child of an earlier one only if its prompt begins with exactly that one's tokens, and the same
+    adapter answered. An agent sends
     text; where an earlier answer's text is tokenized differently from how it was sampled, a new tree begins, and no
     tokens are trained after a prefix that the model did not see.
 
@@ -173,7 +181,11 @@ class Session(Caller):
     ) -> None:
         super().record(completion, choice, response, gconfig)
         self.admit(1)  # again: concurrent requests may have been recorded since this one was admitted
-        prefixes = [node for node in self.interactions if response.input_tokens[: len(node.tokens)] == node.tokens]
+        prefixes = [
+            node
+            for node in self.interactions
+            if node.response.adapter == response.adapter and response.input_tokens[: len(node.tokens)] == node.tokens
+        ]
         parent = max(reversed(prefixes), key=lambda node: len(node.tokens), default=None)
         interaction = Interaction(completion, choice, response, gconfig or self.gconfig, parent)
         if parent is not None:

@@ -23,8 +23,10 @@ from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters
 from archon.rl.bootstrap import make_tokenizer
 from archon.serve import AgentServer, Limits
+from archon.serve.adapter_folders import AdapterFolders
 from archon.serve.routes import app
 from archon.training.config import TokenizerRecipe
+from tests.lora.adapters import random_adapter
 from tests.small_qwen3 import small_model
 
 TOKEN = "secret"
@@ -32,10 +34,13 @@ OWN = {"Authorization": f"Bearer {TOKEN}"}
 USER = [{"role": "user", "content": "1+1="}]
 # What the description cannot say enough of: a conversation that fits into the context, tokens of the vocabulary.
 FITTING: dict[str, Any] = {
-    "chat": {"messages": USER, "tools": None},
-    "completion": {"prompt": "1+1="},
-    "response": {"input": USER, "instructions": "", "tools": None},
-    "message": {"messages": USER, "system": "", "tools": None},
+    "chat": {"model": "", "messages": USER, "tools": None},
+    "completion": {"model": "", "prompt": "1+1="},
+    "response": {"model": "", "input": USER, "instructions": "", "tools": None},
+    "message": {"model": "", "messages": USER, "system": "", "tools": None},
+    "count_tokens": {"model": "archon", "messages": USER, "system": "", "tools": None},
+    "load_lora_adapter": {"lora_name": "spare", "lora_path": "one", "load_inplace": True},
+    "unload_lora_adapter": {"lora_name": "spare"},
 }
 OURS = st.sampled_from([True, True, True, False])
 load_all_checks()
@@ -66,7 +71,7 @@ OPERATIONS = described()
 
 def test_the_description_names_every_endpoint() -> None:
     assert {operation.name for operation in OPERATIONS} == {
-        *FITTING, "count_tokens", "models", "model", "open_session", "reward", "export", "close_session", "health"
+        *FITTING, "models", "model", "adapters", "open_session", "reward", "export", "close_session", "health"
     }  # fmt: skip
     for operation in OPERATIONS:
         assert operation.success in (200, 201)
@@ -78,12 +83,23 @@ def test_the_description_names_every_endpoint() -> None:
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[str]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server over the real generator, whose tokenizer takes any text, in a thread with a loop of its own; its URL."""
     tokenizer = make_tokenizer(TokenizerRecipe(kind="bpe"))
-    engine = InProcessEngine.from_model(small_model(len(tokenizer), max_seq_len=256), tokenizer, max_slots=32)
+    model, root = small_model(len(tokenizer), max_seq_len=256), tmp_path_factory.mktemp("adapters")
+    (root / "one").mkdir()
+    (root / "one" / "adapter_config.json").touch()
+    folders = AdapterFolders(root, lambda folder: random_adapter(model, 0))
+    engine = InProcessEngine.from_model(model, tokenizer, max_slots=32)
     limits = Limits(sessions=10_000)
-    server = AgentServer(tokenizer, engine, GenerationHyperparameters(max_new_tokens=4), token=TOKEN, limits=limits)
+    server = AgentServer(
+        tokenizer,
+        engine,
+        GenerationHyperparameters(max_new_tokens=4),
+        token=TOKEN,
+        limits=limits,
+        adapter_folders=folders,
+    )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="served")
     thread.start()
@@ -120,6 +136,8 @@ def fuzz(url: str, operation: Operation, examples: int) -> Counter[int]:
             case.path_parameters["model"] = "archon"
         if of_ours and operation.name in FITTING and not case.meta.is_negative_at(ParameterLocation.BODY):
             case.body |= FITTING[operation.name]
+        if operation.name == "unload_lora_adapter":
+            requests.post(f"{url}/v1/load_lora_adapter", json=FITTING["load_lora_adapter"], headers=OWN)
         response = case.call(base_url=url, headers=OWN, timeout=120)
         seen[response.status_code] += 1
         # What the description allows may still be more than the context holds.
