@@ -219,4 +219,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "known = [*known]",
         (f"{LAYOUTS}::test_a_composite_models_adapters_are_of_it_or_of_its_text_decoder",),
     ),
+    Mutant(
+        "a critic's adapter has a base of its own next to the actor's",
+        "models/lora.py",
+        "            setattr(module, name, other)\n",
+        "            pass\n",
+        ("tests/lora/test_critic.py::test_a_critic_on_the_actors_base_trains_as_one_apart",),
+    ),
+    Mutant(
+        "the value head next to a critic's adapters is frozen",
+        "models/lora.py",
+        "head.to(dtype).requires_grad_(True)",
+        "head.to(dtype)",
+        ("tests/lora/test_critic.py::test_a_critic_on_the_actors_base_trains_as_one_apart",),
+    ),
 )
