@@ -8,6 +8,7 @@ from tests.mutants.catalog import (
     agents,
     attention,
     checkpoints,
+    compat,
     configs,
     dcp,
     delta_nets,
@@ -30,6 +31,6 @@ from tests.mutants.mutant import Mutant
 
 ROOMS = (
     attention, latents, delta_nets, experts, layers, head, adapters, configs, weights, layouts, engine, checkpoints,
-    quantized, dcp, generation, training, rollouts, remote, agents, advantages, losses, update,
+    quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses, update,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
