@@ -14,6 +14,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from tests.warm import run_code
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # flash-attn and fla run on CUDA alone, and they, W&B and Trackio are tested by stand-ins; constraints.txt pins what has
@@ -165,13 +167,8 @@ def run_tests(tmp_path, body, *arguments, ci=None):
     (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('a_module_nobody_has')\n")
     changed = {"CI": ci, "ARCHON_DATA": None, "CUDA_VISIBLE_DEVICES": ""}
     environment = {name: value for name, value in (os.environ | changed).items() if value is not None}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = ["-q", "-p", "no:cacheprovider", *arguments]
+    return run_code(f"import pytest, sys; sys.exit(pytest.main({command}))", environment=environment, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)], ids=["alone", "xdist"])

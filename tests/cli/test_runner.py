@@ -7,10 +7,8 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
+from contextlib import contextmanager
 
 import pytest
 import yaml
@@ -21,65 +19,55 @@ from archon.schema.errors import ConfigError
 from archon.training import progress as progress_module
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
+from tests.warm import started_code
 
 LOOP = """
-    import sys, time
-    from archon.training.runner import Runner
-    from archon.schema.config import OptimizerConfig
-    with Runner(sys.argv[1], OptimizerConfig()) as runner:
-        step = 0
-        while step < 1000 and not runner.stop_requested:
-            step += 1
-            print("step", step, flush=True)
-            deadline = time.monotonic() + float(sys.argv[2])
-            while time.monotonic() < deadline:
-                time.sleep(0.01)
-            runner.metrics.write(step, {"loss": 1.0})
-        print("saved", step, flush=True)
-    sys.exit(runner.exit_code)
+import sys, time
+from archon.training.runner import Runner
+from archon.schema.config import OptimizerConfig
+with Runner({run_dir!r}, OptimizerConfig()) as runner:
+    step = 0
+    while step < 1000 and not runner.stop_requested:
+        step += 1
+        print("step", step, flush=True)
+        deadline = time.monotonic() + {seconds}
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+        runner.metrics.write(step, {{"loss": 1.0}})
+    print("saved", step, flush=True)
+sys.exit(runner.exit_code)
 """
 
 
-def start_loop(run_dir, seconds_a_step):
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(LOOP), str(run_dir), str(seconds_a_step)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "step 1\n"
-    return process
+@contextmanager
+def loop(run_dir, seconds_a_step):
+    with started_code(LOOP.format(run_dir=str(run_dir), seconds=seconds_a_step)) as process:
+        assert process.stdout.readline() == "step 1\n"
+        yield process
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_first_signal_finishes_the_step_and_saves(tmp_path, number, code):
-    process = start_loop(tmp_path / "run", 0.2)
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=20)
-    assert process.returncode == code
-    assert output.endswith("saved 1\n") and "saving and leaving" in errors
+    with loop(tmp_path / "run", 0.2) as process:
+        process.send_signal(number)
+        assert process.wait(timeout=20) == code
+        assert process.stdout.read().endswith("saved 1\n") and "saving and leaving" in process.stderr.read()
     assert [record["step"] for record in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1]
 
 
 def test_the_second_signal_leaves_at_once(tmp_path):
-    process = start_loop(tmp_path / "run", 60)
-    process.send_signal(signal.SIGTERM)
-    assert "once more leaves at once" in process.stderr.readline() + process.stderr.readline()
-    asked = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=20)
-    assert process.returncode == 130 and time.monotonic() - asked < 10
-    assert "saved" not in output and "leaving at once" in errors
+    with loop(tmp_path / "run", 60) as process:
+        process.send_signal(signal.SIGTERM)
+        assert "once more leaves at once" in process.stderr.readline() + process.stderr.readline()
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130 and time.monotonic() - asked < 10
+        assert "saved" not in process.stdout.read() and "leaving at once" in process.stderr.read()
 
 
 def test_a_run_directory_is_held_by_one_run_at_a_time(tmp_path):
-    process = start_loop(tmp_path / "run", 60)
-    try:
-        with pytest.raises(ConfigError, match=f"in use by process {process.pid}"):
-            Runner(tmp_path / "run", OptimizerConfig(), resume=True).__enter__()
-    finally:
-        process.kill()
-        process.communicate()
+    with loop(tmp_path / "run", 60) as process, pytest.raises(ConfigError, match=f"in use by process {process.pid}"):
+        Runner(tmp_path / "run", OptimizerConfig(), resume=True).__enter__()
     with Runner(tmp_path / "run", OptimizerConfig(), resume=True):
         pass  # a killed run leaves no lock behind
 

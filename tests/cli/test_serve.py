@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -15,11 +13,12 @@ import pytest
 
 from archon.cli.serve import make_server
 from archon.cli.serve_config import ServeConfig
+from tests.warm import started_code
 
 
 def test_serve_answers_until_it_is_interrupted(checkpoint):
-    command = [sys.executable, "-m", "archon", "serve", str(checkpoint), "--port", "0", "max_new_tokens=4"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    command = ["serve", str(checkpoint), "--port", "0", "max_new_tokens=4"]
+    with started_code(f"from archon.cli import main; main({command})") as server:
         line = server.stdout.readline()
         assert line.startswith("serving checkpoint at http://127.0.0.1:"), server.stderr.read()
         url = line.split()[3]

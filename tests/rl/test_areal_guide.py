@@ -15,9 +15,10 @@ from archon.checkpoint.hf_io import load_tokenizer
 from archon.generation import InProcessEngine
 from archon.generation.record import TokenRecord
 from archon.generation.seeds import derive_seed
-from archon.generation.types import GenerationHyperparameters, InferenceEngine
+from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
 from archon.rl import AsyncRewardWrapper, RLTrainer, RolloutWorkflow
 from archon.rl import InteractionWithTokenLogpReward as Interaction
+from archon.rl.compat.areal.short_forms import expand_short_form
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.prompts import Prompt
@@ -221,6 +222,15 @@ def returning(change: Callable[[Any, float], Any], score: Any, tokenizer: Any) -
 
 def short(response: Any, reward: Any) -> dict[str, Any]:
     return {"input_ids": response.input_tokens, "output_ids": response.output_tokens, "reward": reward}
+
+
+def test_equal_answers_of_a_short_form_keep_what_was_recorded_of_each() -> None:
+    answers = [
+        ModelResponse(input_tokens=[3], output_tokens=[4], output_logprobs=[-0.5 - n], output_versions=[n])
+        for n in range(2)
+    ]
+    group = expand_short_form([short(answer, 0.0) for answer in answers], answers, "Twice")
+    assert group["versions"][:, 1].tolist() == [0, 1] and group["logprobs"][:, 1].tolist() == [-0.5, -1.5]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -26,6 +24,7 @@ from archon.rl.compat.areal import (
     pipeline_llm,
 )
 from archon.schema.errors import CheckpointError, ConfigError
+from tests.warm import run_code
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = {
@@ -137,6 +136,7 @@ FAKE = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from archon.rl.compat.areal import ArchonParallelDims
+from tests.warm import run_code
 
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
 parallel_dims = ArchonParallelDims(dp_shard=2, cp=2, tp=2, world_size=8)
@@ -149,7 +149,7 @@ print(parallel_dims.get_mesh("dp_shard_cp").get_group().size(), mesh.size())
 
 
 def test_a_fake_process_group_has_all_meshes() -> None:
-    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, check=True)
+    done = run_code(FAKE)
     assert done.stdout.splitlines() == [
         *("pp 1 1 0", "dp_replicate 1 1 0", "dp_shard 2 2 1", "cp 2 2 0", "tp 2 2 1"),
         "4 8",
@@ -176,12 +176,9 @@ def test_the_guides_markers_are_known(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_marked.py").write_text(MARKED)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow or ci"],
+    done = run_code(
+        "import pytest, sys; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not slow or ci']))",
+        environment=os.environ | {"CUDA_VISIBLE_DEVICES": "", "CI": "", "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "CI": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0 and "2 passed, 2 skipped, 1 deselected" in done.stdout, done.stdout + done.stderr

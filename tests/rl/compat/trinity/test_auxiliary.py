@@ -102,7 +102,8 @@ def test_its_logprobs_are_those_of_its_weights(judge: Path, adapted, run_episode
             torch.testing.assert_close(scored, answer.logprobs, rtol=0, atol=1e-4)
             return [answer]
 
-    run_episode(adapted(Scores, auxiliary_models=[served(judge)], gconfig=GCONFIG.new(n_samples=1)))
+    gconfig = GCONFIG.new(n_samples=1, temperature=0.7)
+    run_episode(adapted(Scores, auxiliary_models=[served(judge)], gconfig=gconfig))
     model, tokens = load_model(judge, device="cpu", dtype=torch.float32), torch.tensor(ids)
     with torch.no_grad():
         logits = model(tokens, torch.arange(4), torch.tensor([0, 4], dtype=torch.int32), 4)

@@ -149,7 +149,7 @@ def test_evaluation_samples_otherwise_and_does_not_meet_trainings_instances(adap
     first, second = (run_episode(greedy, seed=seed)[0] for seed in (1, 2))
     assert first["input_ids"].shape[0] == 2
     assert first["input_ids"].equal(second["input_ids"]) and first["input_ids"][0].equal(first["input_ids"][1])
-    assert len(guide.GuideWorkflow.made) == 2
+    assert [made.rollout_args.temperature for made in guide.GuideWorkflow.made] == [1.0, 0.0]
 
 
 def test_the_trainer_is_given_a_workflow_by_class_registered_name_or_dotted_path(tokenizer) -> None:

@@ -35,6 +35,7 @@ class Agent(Workflow):
             answer = reply.choices[0].message.content
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "3"}]
         experiences = self.model.extract_experience_from_history()
+        assert self.model.extract_experience_from_history() == []
         for experience in experiences:
             experience.reward = float(len(answer))
         return experiences
