@@ -26,6 +26,7 @@ from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
 from tests.rl.written import prompts_trained, records
 from tests.tolerances import FIRST_RATIO_FP32
+from tests.warm import run_code
 
 MakeConfig = Callable[..., RLConfig]
 
@@ -325,3 +326,20 @@ def test_error_inside_an_update_saves_no_half_updated_weights(rl_config: MakeCon
         with pytest.raises(TypeError):
             trainer.train()
     assert load_latest(Path(config.run_dir) / "checkpoints") is None
+
+
+def test_what_is_there_before_a_run_is_frozen_during_it_unless_somebody_else_has_frozen_it() -> None:
+    done = run_code(
+        "import gc\n"
+        "from archon.training.loop import long_lived_objects_frozen as frozen\n"
+        "gc.unfreeze()\n"
+        "with frozen():\n"
+        "    print(gc.get_freeze_count() > 1000)\n"
+        "print(gc.get_freeze_count())\n"
+        "gc.freeze()\n"
+        "before = gc.get_freeze_count()\n"
+        "with frozen():\n"
+        "    pass\n"
+        "print(gc.get_freeze_count() > 0.9 * before)\n"
+    )
+    assert done.stdout.split() == ["True", "0", "True"], done.stderr
