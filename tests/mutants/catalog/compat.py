@@ -17,7 +17,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "rl/compat/trinity/model.py",
         "temperature = self._gconfig.temperature\n",
         "temperature = 1.0\n",
-        ("tests/rl/compat/trinity/test_model.py",),
+        ("tests/rl/compat/trinity/test_auxiliary.py",),
     ),
     Mutant(
         "a Trinity workflow that asks for temperature 0 samples",
