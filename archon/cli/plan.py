@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from archon.schema.config import require_folder
+
+if TYPE_CHECKING:
+    from archon.models.lora import AdapterSize
+    from archon.models.state_dict import BaseStateDictAdapter
 
 SETTINGS: dict[str, Any] = {"name": "plan", "help": "Find the fastest layouts that fit a number of GPUs."}
 
@@ -20,10 +24,24 @@ def command(
         "h100-80gb"
     ),
     tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", min=1, max=2**50, help="tokens per optimizer step")
-    ] = 1 << 20,
-    seq: Annotated[int, typer.Option("--seq", metavar="N", min=2, max=2**40, help="tokens per document")] = 4096,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option("--dtype", help="compute dtype")] = "bfloat16",
+        int | None, typer.Option("--tokens", metavar="N", min=1, max=2**50, help="tokens per optimizer step (1048576)")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", metavar="N", min=2, max=2**40, help="tokens per document (4096)")
+    ] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, typer.Option("--dtype", help="compute dtype (bfloat16)")
+    ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="train adapters: rank=16, targets=[q_proj]; repeatable, as in model.lora"
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE.yaml", help="model, dtype, adapters and batch of a run of archon sft"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="write the best layout's configuration here")
@@ -41,11 +59,12 @@ def command(
         if file is not None:
             require_folder(file)
     if calibrate is not None:
-        _calibrate(gpu, dtype, calibrate)
+        _calibrate(gpu, dtype or "bfloat16", calibrate)
         return
     import yaml
 
     from archon.checkpoint.hf_reader import read_hf_config
+    from archon.cli.config import read_values
     from archon.models import get_model_spec
     from archon.planner.describe import as_json as plan_as_json
     from archon.planner.describe import describe, explain_no_plan, run_config
@@ -54,6 +73,8 @@ def command(
     from archon.planner.search import Planner, PlanRequest
     from archon.schema.errors import ConfigError, LayoutError
 
+    run = {} if config is None else question_of(config)
+    model = model or run.get("path")
     if model is None:
         raise ConfigError("plan for which model? give the folder of a checkpoint, or one that holds only config.json")
     hardware = read_hardware(gpu)
@@ -62,20 +83,50 @@ def command(
     if refused := config_errors(spec.model_args_class, hf_config):
         raise ConfigError(f"{model}: archon refuses this checkpoint: {'; '.join(refused)}")
     args = spec.model_args_class.from_hf_config(hf_config)
-    request = PlanRequest(str(model), gpus, tokens, seq, dtype)
-    plan = Planner(spec, args, hardware).plan(request)
-    config = run_config(request, plan.best[0].candidate) if plan.best else None
-    text = "" if config is None else yaml.safe_dump(config, sort_keys=False)
+    fields = read_values(None, lora) if lora else run.get("lora")
+    adapters = None if fields is None else sizes_of(spec.state_dict_adapter_class(hf_config), fields)
+    length = seq or run.get("seq") or 4096
+    batch = run["documents"] * length if run else 1 << 20
+    request = PlanRequest(str(model), gpus, tokens or batch, length, dtype or run.get("dtype") or "bfloat16", fields)
+    plan = Planner(spec, args, hardware, adapters).plan(request)
+    made = run_config(request, plan.best[0].candidate) if plan.best else None
+    text = "" if made is None else yaml.safe_dump(made, sort_keys=False)
     if as_json:
-        print(json.dumps(plan_as_json(plan) | {"config": config}, indent=2))
+        print(json.dumps(plan_as_json(plan) | {"config": made}, indent=2))
     else:
         print("\n".join(describe(plan)))
-        if config is not None and output is None:
+        if made is not None and output is None:
             print(f"\n# {gpus} processes: torchrun … -m archon sft --config FILE.yaml\n{text}", end="")
-    if config is None:
+    if made is None:
         raise LayoutError(explain_no_plan(plan))
     if output is not None:
         output.write_text(text, encoding="utf-8")
+
+
+def question_of(file: Path) -> dict[str, Any]:
+    """Returns what a configuration of `archon sft` asks of a plan: path, dtype, lora, documents of a step, seq."""
+    from archon.cli.config import load_config
+    from archon.training.config import SFTConfig
+
+    run = load_config(SFTConfig, file, [])
+    lora = None if run.model.lora is None else run.model.lora.model_dump(exclude_defaults=True)
+    return {
+        "path": Path(run.model.path),
+        "dtype": run.model.dtype,
+        "lora": lora,
+        "documents": run.batch_size,
+        "seq": run.train_data.max_length,
+    }
+
+
+def sizes_of(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, AdapterSize]:
+    """Returns the adapters that fields of `model.lora` mean, by the native name of the matrix."""
+    from archon.checkpoint.peft_adapter import read_sizes
+    from archon.models.lora import adapter_sizes
+    from archon.schema.config import LoRAConfig
+
+    lora = LoRAConfig.parse(fields, source="lora")
+    return adapter_sizes(names, lora) if lora.path is None else read_sizes(lora.path, names)
 
 
 def _calibrate(gpu: str, dtype: str, file: Path) -> None:

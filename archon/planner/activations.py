@@ -7,7 +7,6 @@ assuming that every expert is chosen equally often.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import singledispatch
 
@@ -21,7 +20,6 @@ from archon.models.layers.feed_forward import DenseLayer
 from archon.models.layers.latent_attention import LatentLayer
 from archon.models.layers.moe import ExpertsLayer
 from archon.models.layers.spec import FeedForwardSpec, LayerSpec, MixerSpec
-from archon.models.lora import AdapterSize
 from archon.models.token_scores import tile_shape
 from archon.parallel.context import ulysses_repeat
 from archon.parallel.layout import ParallelLayout
@@ -96,8 +94,24 @@ class MicroBatchShard:
         return max(self.bytes, 4)
 
 
-AdaptedLayer = tuple[tuple[str, int], ...]
-"""The adapters of a layer: (name of the matrix in the layer, such as attention.wq, rank)."""
+@dataclass(frozen=True)
+class AdaptedMatrix:
+    """A matrix with an adapter: its name in the layer, such as attention.wq, its role, its features, and the rank."""
+
+    name: str
+    role: str
+    in_features: int
+    out_features: int
+    rank: int
+
+    def active_parameters(self, network: FeedForwardSpec) -> int:
+        """Returns the adapter's parameters that a token uses, in a layer with this network."""
+        times = network.n_active_experts if self.role == "experts" else 1
+        return times * self.rank * (self.in_features + self.out_features)
+
+
+AdaptedLayer = tuple[AdaptedMatrix, ...] | None
+"""The adapted matrices of a layer; None where all weights are trained."""
 # Inputs of products, which their layers keep for the gradient of a weight or of an adapter alone: by the tensor's name
 # the matrices whose input it is.
 _INPUTS = {
@@ -108,23 +122,8 @@ _INPUTS = {
 }
 
 
-def adapted_layers(adapters: Mapping[str, AdapterSize], n_layers: int) -> list[AdaptedLayer | None]:
-    """Returns the adapters of each layer; None, of every layer, where there are none and all weights are trained.
-
-    Args:
-        adapters: by the native name of the matrix.
-    """
-    if not adapters:
-        return [None] * n_layers
-    layers: list[list[tuple[str, int]]] = [[] for _ in range(n_layers)]
-    for name, size in adapters.items():
-        _, layer, matrix = name.removesuffix(".weight").split(".", 2)
-        layers[int(layer)].append((matrix, size.rank))
-    return [tuple(layer) for layer in layers]
-
-
 def block_activations(
-    dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str, adapters: AdaptedLayer | None = None
+    dim: int, layer: LayerSpec, shard: MicroBatchShard, context_parallel: str, adapters: AdaptedLayer = None
 ) -> BlockActivations:
     """Returns the tensors of a layer in a model of width `dim`, whose weights are frozen if it has `adapters`."""
     b, wide, rows = shard.bytes, shard.wide, shard.rows
@@ -147,21 +146,27 @@ def block_activations(
     network.append(SavedTensor("ffn_post_norm: its input and 1/rms [r, dim + 1]", hidden + rows * wide, saved=after))
     tensors = [*attention, *network]
     if adapters is not None:
-        names = {name for name, _ in adapters}
+        names = {matrix.name for matrix in adapters}
         kept = [t.name not in _INPUTS or not names.isdisjoint(_INPUTS[t.name]) for t in tensors]
         tensors = [t if keep else replace(t, saved=False) for t, keep in zip(tensors, kept, strict=True)]
-        tensors += [_low_rank(name, rank, layer.feed_forward, shard) for name, rank in adapters]
+        tensors += [tensor for matrix in adapters for tensor in _low_rank(matrix, layer.feed_forward, shard)]
     # The gradient of the block's output is alive at the same time as the network's working memory.
     return BlockActivations(tuple(tensors), working + hidden)
 
 
-def _low_rank(matrix: str, rank: int, network: FeedForwardSpec, shard: MicroBatchShard) -> SavedTensor:
-    """Returns what an adapter keeps: the product of its input and a."""
-    if matrix.startswith("moe.experts."):
-        rows = shard.rows * shard.layout.etp * network.n_active_experts
+def _low_rank(matrix: AdaptedMatrix, network: FeedForwardSpec, shard: MicroBatchShard) -> list[SavedTensor]:
+    """Returns what an adapter computes: the product of its input and a, which it keeps, and that with b."""
+    layout, split = shard.layout, matrix.role == "column"
+    if matrix.role == "experts":
+        rows = shard.rows * layout.etp * network.n_active_experts
+        out_features = matrix.out_features // (1 if matrix.name.endswith("w2") else layout.etp)
     else:
-        rows = shard.rows if matrix.endswith(("wq_a", "wkv_a")) else shard.tokens
-    return SavedTensor(f"{matrix}'s adapter [rows, r]", rows * rank * shard.bytes, is_op=True)
+        rows = shard.rows if matrix.role == "latent" else shard.tokens
+        out_features = matrix.out_features // (layout.tp if split else 1)
+    return [
+        SavedTensor(f"{matrix.name}: x a [rows, r]", rows * matrix.rank * shard.bytes, is_op=True),
+        SavedTensor(f"{matrix.name}: x a b [rows, out]", rows * out_features * shard.bytes, saved=False, is_op=True),
+    ]
 
 
 @singledispatch

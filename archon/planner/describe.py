@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from archon.planner.memory_model import MemoryEstimate
 from archon.planner.search import NOT_TRIED, Candidate, CandidateFit, Plan, PlanRequest
 
 GIB = 2**30
-# Columns of the table: the parts of a rank's memory.
-PARTS = ("weights", "moments", "gradients", "gathered", "activations", "head")
 
 
 def speed(plan: Plan, candidate: Candidate) -> tuple[float, float, float]:
@@ -27,18 +26,20 @@ def describe(plan: Plan) -> list[str]:
     request, hw = plan.request, plan.hardware
     asked = f"{request.gpus} × {hw.name}, {request.tokens:,} tokens a step in documents of {request.seq:,}"
     lines = [f"{asked}; {plan.considered:,} ways considered"]
+    if request.lora is not None:
+        lines.append("adapters are trained; weights are frozen, without masters, gradients and moments")
     if request.seq > plan.max_positions:
         lines.append(f"documents are longer than the model's maximum of {plan.max_positions:,} positions")
     if not plan.best:
         return [*lines, *_rejections(plan)]
+    parts = _parts(plan, plan.best[0].memory)
     rows: list[tuple[str, ...]] = [
-        ("layout", "recompute", "schedule", "tokens", "n", *PARTS, "in all", "tok/s", "MFU c|f, %", "behind")
+        ("layout", "recompute", "schedule", "tokens", "n", *parts, "in all", "tok/s", "MFU c|f, %", "behind")
     ]
     for fit in plan.best:
         c, m = fit.candidate, fit.memory
         rate, causal, full = speed(plan, c)
-        parts = (m.parameters, m.moments, m.gradients + m.unreduced, m.gathered, m.activations, m.head, m.total)
-        sizes = [f"{size / GIB:.1f}" for size in parts]
+        sizes = [_gib(size) for size in (*_parts(plan, m).values(), m.total)]
         mfu = f"{100 * causal:.1f} | {100 * full:.1f}"
         run = (str(c.layout), c.policy, c.schedule, f"{c.tokens:,}", str(c.micro_batches))
         rows.append((*run, *sizes, f"{rate:,.0f}", mfu, _slowdown(plan.best[0].candidate, c)))
@@ -56,16 +57,39 @@ def describe(plan: Plan) -> list[str]:
     return [*lines, "", *_rejections(plan)]
 
 
+def _parts(plan: Plan, memory: MemoryEstimate) -> dict[str, int]:
+    """Returns the bytes of the parts of a rank's memory, the columns of the table."""
+    parts = {"weights": memory.parameters}
+    if plan.request.lora is not None:
+        parts["adapters"] = memory.adapters
+    return parts | {
+        "moments": memory.moments,
+        "gradients": memory.gradients + memory.unreduced,
+        "gathered": memory.gathered,
+        "activations": memory.activations,
+        "head": memory.head,
+    }
+
+
+def _gib(size: int) -> str:
+    """Returns GiB with one decimal, or three of a size that would be 0.0."""
+    return f"{size / GIB:.3f}" if 0 < size < GIB / 20 else f"{size / GIB:.1f}"
+
+
 def _rejections(plan: Plan) -> list[str]:
     """Returns lines that say what the search rejected and what it did not try."""
     rejected = plan.rejections
     lines = [f"rejected by the engine, {count:,} ways: {message}" for message, count in rejected.refused.most_common()]
     if rejected.overfull:
-        lines.append(f"too large, {rejected.overfull:,} layouts and schedules: masters, gradients and moments alone")
+        lines.append(f"too large, {rejected.overfull:,} layouts and schedules: {_state(plan)} alone")
     if rejected.idle:
         too_few = f"{plan.request.tokens:,} tokens are too few documents of {plan.request.seq:,}"
         lines.append(f"idle ranks, {rejected.idle:,} layouts and schedules: {too_few}")
     return [*lines, f"not tried: {NOT_TRIED}"]
+
+
+def _state(plan: Plan) -> str:
+    return "masters, gradients and moments" if plan.request.lora is None else "frozen weights and their adapters"
 
 
 def describe_candidate(candidate: Candidate) -> str:
@@ -93,7 +117,7 @@ def explain_no_plan(plan: Plan) -> str:
         return f"No layout fits that the engine accepts; it rejects {count:,} with: {message}"
     why = []
     if plan.rejections.overfull:
-        why.append(f"masters, gradients and moments alone exceed the memory of {request.gpus} GPUs")
+        why.append(f"{_state(plan)} alone exceed the memory of {request.gpus} GPUs")
     if plan.rejections.idle:
         few = f"{request.tokens:,} tokens a step are too few documents of {request.seq:,} for every rank"
         why.append(f"where they fit, {few}" if why else few)
@@ -129,7 +153,9 @@ def _as_json(plan: Plan, fit: CandidateFit) -> dict[str, Any]:
 
 def run_config(request: PlanRequest, candidate: Candidate) -> dict[str, Any]:
     """Returns a configuration for `archon sft --config`; its data path is a placeholder."""
-    model = {"path": request.path, "dtype": request.dtype, "layout": str(candidate.layout)}
+    model: dict[str, Any] = {"path": request.path, "dtype": request.dtype, "layout": str(candidate.layout)}
+    if request.lora is not None:
+        model |= {"lora": request.lora}
     return {
         "run_dir": "runs/planned",
         "batch_size": request.tokens // request.seq,

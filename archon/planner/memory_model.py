@@ -7,20 +7,17 @@ activations and the last block's gradients), or at its end (all gradients, with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 
 from archon.models.args import BaseModelArgs
 from archon.models.layers.spec import LayerSpec
-from archon.models.lora import AdapterSize
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan, plan_stages
 from archon.planner.activations import (
     AdaptedLayer,
     BlockActivations,
     MicroBatchShard,
-    adapted_layers,
     block_activations,
     head_memory,
 )
@@ -132,18 +129,11 @@ def in_flight(plan: StagePlan, rank: int, micro_batches: int) -> int:
 class MemoryModel:
     """Predicts the memory of ranks in layouts of one model."""
 
-    def __init__(
-        self,
-        args: BaseModelArgs,
-        weights: ModelWeights,
-        device_type: str = "cuda",
-        adapters: Mapping[str, AdapterSize] | None = None,
-    ) -> None:
+    def __init__(self, args: BaseModelArgs, weights: ModelWeights, device_type: str = "cuda") -> None:
         self.args, self.weights, self.device_type = args, weights, device_type
         self.block = lru_cache(maxsize=16384)(partial(block_activations, args.dim))
-        ranks = adapted_layers(adapters or {}, args.n_layers)
-        self.layers = list(zip(args.layer_specs, ranks, strict=True))
-        """By layer its spec and its adapters."""
+        self.layers = list(zip(args.layer_specs, weights.adapted, strict=True))
+        """By layer its spec and its adapted matrices."""
         self.rotated_features = sum(rope.dim for rope in args.ropes)
 
     def plan(self, config: EngineConfig, layout: ParallelLayout) -> StagePlan | None:
@@ -253,7 +243,7 @@ class _Step:
             return "op"
         return "full" if position % ac.selective == 0 else "none"
 
-    def _block(self, layer: tuple[LayerSpec, AdaptedLayer | None]) -> BlockActivations:
+    def _block(self, layer: tuple[LayerSpec, AdaptedLayer]) -> BlockActivations:
         return self.model.block(layer[0], self.shard, self.config.context_parallel, layer[1])
 
     def _backward_working(self) -> int:

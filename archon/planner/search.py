@@ -6,7 +6,7 @@ The time of all candidates is predicted first, then memory from the fastest on, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from archon.models.args import BaseModelArgs
 from archon.models.attention.registry import supports_gathered
 from archon.models.flops import Flops
+from archon.models.lora import AdapterSize
 from archon.models.spec import ModelSpec
 from archon.parallel.layout import ParallelLayout, parse_layout
 from archon.parallel.pipeline import StagePlan
 from archon.parallel.resolve import resolve_layout, violation
 from archon.planner.hardware import Hardware
 from archon.planner.memory_model import (
-    WIDTHS,
     MemoryEstimate,
     MemoryModel,
     RankParameters,
@@ -49,13 +49,17 @@ NOT_TRIED = (
 
 
 class PlanRequest(NamedTuple):
-    """The question: a model, and `tokens` of an optimizer step over all GPUs in documents of `seq` tokens."""
+    """The question: a model, and `tokens` of an optimizer step over all GPUs in documents of `seq` tokens.
+
+    `lora` are the fields of `model.lora`, of which the planner was given the sizes; None trains all weights.
+    """
 
     path: str
     gpus: int
     tokens: int
     seq: int
     dtype: str = "bfloat16"
+    lora: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,11 +130,17 @@ class Plan:
 
 
 class Planner:
-    """Plans layouts for one model on one kind of hardware."""
+    """Plans layouts for one model, or the adapters of its frozen weights, on one kind of hardware."""
 
-    def __init__(self, spec: ModelSpec, args: BaseModelArgs, hardware: Hardware) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        args: BaseModelArgs,
+        hardware: Hardware,
+        adapters: Mapping[str, AdapterSize] | None = None,
+    ) -> None:
         self.args, self.hardware = args, hardware
-        self.weights = ModelWeights.of(spec, args)
+        self.weights = ModelWeights.of(spec, args, adapters)
         # Only a CPU's hardware file sets `processors`.
         self.memory_model = MemoryModel(args, self.weights, "cpu" if hardware.processors else "cuda")
         self._configs: dict[str, EngineConfig] = {}
@@ -144,7 +154,7 @@ class Planner:
             raise UserError(
                 f"tokens is {request.tokens}; expected at least seq, the {request.seq} tokens of a document: raise it"
             )
-        times = TimeModel(self.args, self.hardware, request.seq)
+        times = TimeModel(self.args, self.hardware, request.seq, self.weights.adapted)
         rejections = Rejections()
         candidates = sorted(self.candidates(request, times, rejections), key=lambda c: c.seconds.total)
         fitting: dict[object, CandidateFit] = {}
@@ -189,20 +199,20 @@ class Planner:
         own = -(-documents // layout.dp)
         packed = min(own, max(1, config.max_tokens_per_mb // seq))
         counts = self._largest_counts(layout, plan)
-        return TimeModel(self.args, self.hardware, seq).step(
+        return TimeModel(self.args, self.hardware, seq, self.weights.adapted).step(
             config, layout, plan, counts, packed * seq, -(-own // packed)
         )
 
     def candidates(self, request: PlanRequest, times: TimeModel, rejections: Rejections) -> Iterator[Candidate]:
         """Yield the candidates whose masters, gradients and moments fit; count the other layouts in `rejections`."""
-        hw, wide = self.hardware, max(4, WIDTHS[request.dtype])
+        hw = self.hardware
         for layout in layouts(self.args, request.gpus, hw.gpus_per_node):
             for pipeline in self._pipelines(layout):
                 options: dict[str, Any] = {"pipeline": pipeline} if pipeline else {}
                 base = self._config(request, "d1", options, request.seq)
                 plan = self.memory_model.plan(base, layout)
                 counts = self._largest_counts(layout, plan)
-                if 4 * wide * counts.own + hw.reserve_bytes > hw.memory_bytes:
+                if counts.state_bytes(request.dtype) + hw.reserve_bytes > hw.memory_bytes:
                     rejections.overfull += 1
                     continue
                 sizes = list(micro_batches(request, layout))
@@ -231,6 +241,7 @@ class Planner:
         key = repr((request, layout, options, tokens))
         if key not in self._configs:
             fields = {"path": request.path, "dtype": request.dtype, "layout": layout, "max_tokens_per_mb": tokens}
+            fields |= {"lora": request.lora}
             self._configs[key] = EngineConfig.model_validate(fields | options)
         return self._configs[key]
 

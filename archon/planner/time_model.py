@@ -13,7 +13,8 @@ in a bubble the others use its processor time. On a CPU host time counts too, an
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from archon.models.args import BaseModelArgs
@@ -21,7 +22,7 @@ from archon.models.flops import MatmulShape
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
 from archon.parallel.resolve import context_parallel_kind
-from archon.planner.activations import MicroBatchShard, block_activations
+from archon.planner.activations import AdaptedLayer, MicroBatchShard, block_activations
 from archon.planner.hardware import Hardware
 from archon.planner.memory_model import WIDTHS, RankParameters
 from archon.schema.config import ActivationCheckpointConfig, EngineConfig
@@ -116,15 +117,25 @@ Layers = tuple[tuple[int, int], ...]
 
 
 class TimeModel:
-    """Predicts the time of steps of one model on one kind of hardware, in documents of `seq` tokens."""
+    """Predicts the time of steps of one model on one kind of hardware, in documents of `seq` tokens.
 
-    def __init__(self, args: BaseModelArgs, hardware: Hardware, seq: int) -> None:
+    `adapted` are the adapters of its layers (`ModelWeights.adapted`); with some, all weights are frozen.
+    """
+
+    def __init__(
+        self, args: BaseModelArgs, hardware: Hardware, seq: int, adapted: Sequence[AdaptedLayer] | None = None
+    ) -> None:
         self.args, self.hardware, self.seq = args, hardware, seq
-        self.flops = MatmulShape.from_args(args).per_token(seq)
-        specs = args.layer_specs
-        self._distinct = list(dict.fromkeys(specs))
-        self._layers = [self._distinct.index(spec) for spec in specs]
-        """By layer, the index of its spec in `_distinct`."""
+        layers = [*zip(args.layer_specs, adapted or [None] * args.n_layers, strict=True)]
+        self.frozen = any(matrices for _, matrices in layers)
+        active = [sum(matrix.active_parameters(spec.feed_forward) for matrix in own or ()) for spec, own in layers]
+        self.flops = replace(MatmulShape.from_args(args), adapters=sum(active)).per_token(seq)
+        distinct = list(dict.fromkeys(zip(args.layer_specs, active, strict=True)))
+        self._distinct = [spec for spec, _ in distinct]
+        self._adapters = [parameters for _, parameters in distinct]
+        """Parameters of adapters that a token uses, by layer in `_distinct`."""
+        self._layers = [distinct.index(layer) for layer in zip(args.layer_specs, active, strict=True)]
+        """By layer, its index in `_distinct`."""
         self._stages: dict[object, StepTime] = {}
         self._distinct_ranks = lru_cache(maxsize=None)(self._count_ranks)
 
@@ -155,7 +166,7 @@ class TimeModel:
             bubble = max(0.0, each * ((plan.pp - 1) / len(plan.stages_of(0)) - n * (slowdown - 1)))
             parts["stages"] = n * self._transfers(config, layout, plan, tokens)
         parts["fsdp"] = self._fsdp(config, layout, plan, counts, n, each * n)
-        parts["optimizer"] = OPTIMIZER_PASSES * (counts.own * max(4, WIDTHS[config.dtype])) / self._memory
+        parts["optimizer"] = OPTIMIZER_PASSES * (counts.trained.own * max(4, WIDTHS[config.dtype])) / self._memory
         return StepTime(**{name: seconds * slowdown for name, seconds in parts.items()} | {"bubble": bubble})
 
     def _count_ranks(self, plan: StagePlan | None) -> Counter[tuple[tuple[Layers, bool], ...]]:
@@ -187,22 +198,24 @@ class TimeModel:
         peak = hw.flops(config.dtype) * hw.gemm_efficiency
         T, b, tp, count = shard.tokens, shard.bytes, layout.tp, sum(times for _, times in layers)
         products = attention = elementwise = 0.0
+        # Frozen weights have no gradient, whose product is the third of three.
+        work = 4 if self.frozen else 6
         for index, times in layers:
             spec = self._distinct[index]
             active, total = spec.feed_forward.parameters(args.dim)
             span = min(self.seq, spec.mixer.window or self.seq)
             causal = 12 * spec.mixer.attention_width * (span - span * span / (2 * self.seq))
-            dense = 6 * T * spec.mixer.parameters(args.dim) / tp / peak
+            dense = (work * T * spec.mixer.parameters(args.dim) + 6 * T * self._adapters[index]) / tp / peak
             # Every product reads all of its weights: forward, and for the gradients of inputs and of weights.
             own = total / (layout.ep * layout.etp if spec.feed_forward.n_experts else tp)
-            products += times * (dense + max(6 * T * active / tp / peak, 3 * own * b / self._memory))
+            products += times * (dense + max(work * T * active / tp / peak, work / 2 * own * b / self._memory))
             attention += times * T * causal / tp / (peak * ATTENTION_EFFICIENCY)
             block = block_activations(args.dim, spec, shard, config.context_parallel)
             elementwise += times * BLOCK_PASSES * block.saved / self._memory
         recompute = self._recompute(config, products, attention, elementwise)
         if last:
             vocab = 1 if args.is_critic else args.vocab_size
-            products += 6 * T * args.dim * vocab / tp / peak
+            products += work * T * args.dim * vocab / tp / peak
             elementwise += TILE_PASSES * T * vocab / tp * shard.wide / self._memory
         ac = config.activation_checkpoint
         # Share of the blocks whose forward, with its collectives, runs twice.
@@ -234,7 +247,7 @@ class TimeModel:
             return 0.0
         if ac.mode == "selective" and ac.selective == "op":
             return elementwise / 4
-        return ((products + attention) / 3 + elementwise / 4) / _recompute_interval(ac)
+        return (products / (2 if self.frozen else 3) + attention / 3 + elementwise / 4) / _recompute_interval(ac)
 
     def _context_parallel(
         self, config: EngineConfig, layout: ParallelLayout, shard: MicroBatchShard, layers: Layers
@@ -281,13 +294,17 @@ class TimeModel:
         pp, within = layout.pp, layout.ep * layout.etp
         blocks = self.args.n_layers / pp
         sparse = sum(self._distinct[index].feed_forward.n_experts > 0 for index in self._layers) / pp
-        each, times = gathers * b + reduces * wide, gathers + reduces
+        trained, times = counts.trained, gathers + reduces
+        parts = [counts] if counts.adapters is None else [counts, counts.adapters]
+        dense = sum(part.gathered - part.experts for part in parts) * gathers * b
+        dense += (trained.gathered - trained.experts) * reduces * wide
+        experts = sum(part.experts for part in parts) * gathers * b + trained.experts * reduces * wide
         link = Link(self.hardware, layout.dp_shard * layout.cp, layout.tp)
-        traffic = link.seconds((counts.gathered - counts.experts) * each, blocks * times)
+        traffic = link.seconds(dense, blocks * times)
         expert_link = Link(self.hardware, layout.dp_shard * layout.cp * layout.tp // within, within)
-        traffic += expert_link.seconds(counts.experts * each, sparse * times)
+        traffic += expert_link.seconds(experts, sparse * times)
         replicas = Link(self.hardware, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
-        traffic += 2 * reduces * replicas.seconds(counts.own * wide, blocks)
+        traffic += 2 * reduces * replicas.seconds(trained.own * wide, blocks)
         if layout.world_size > 1:
             traffic += self.hardware.shard_overhead_s * (blocks + sparse) * times
         # With a pipeline all traffic is at the start and the end of a step, else in every micro-batch that gathers.

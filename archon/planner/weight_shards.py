@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from archon.models.parallelize import MOE_TP_PLAN
 from archon.models.spec import ModelSpec
 from archon.parallel.layout import ParallelLayout
 from archon.parallel.pipeline import StagePlan
+from archon.planner.activations import AdaptedLayer, AdaptedMatrix
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def count_parameters(weights: tuple[ParameterShape, ...], layout: ParallelLayout
 class ModelWeights:
     """A model's weights. `tied`: the head is the embedding; a pipeline's last stage has a copy of it.
 
-    `layers` has, by layer, the index of its weights in `distinct_layers`. With adapters in them, all others are frozen.
+    `layers` has, by layer, the index of its weights in `distinct_layers`, and `adapted` its matrices with adapters.
+    Where there are some, all other weights are frozen.
     """
 
     layers: tuple[int, ...]
@@ -111,6 +112,7 @@ class ModelWeights:
     embedding: tuple[ParameterShape, ...]
     head: tuple[ParameterShape, ...]
     tied: bool
+    adapted: tuple[AdaptedLayer, ...]
 
     @classmethod
     def of(
@@ -125,11 +127,12 @@ class ModelWeights:
         layers = [tuple(_weights(block)) for block in model.layers.values()]
         distinct = tuple(dict.fromkeys(layers))
         tied = args.tie_word_embeddings and not args.is_critic
-        return cls(tuple(map(distinct.index, layers)), distinct, outside["tok_embeddings"], head, tied)
+        adapted = tuple(tuple(_adapted(block)) if adapters else None for block in model.layers.values())
+        return cls(tuple(map(distinct.index, layers)), distinct, outside["tok_embeddings"], head, tied, adapted)
 
     @property
     def has_adapters(self) -> bool:
-        return any(weight.is_adapter for layer in self.distinct_layers for weight in layer)
+        return any(self.adapted)
 
     def stage(self, plan: StagePlan | None, stage: int) -> tuple[tuple[int, ...], tuple[ParameterShape, ...]]:
         """Returns the layers of a pipeline stage, or of the whole model without a pipeline, and its other weights.
@@ -149,12 +152,27 @@ def _weights(module: nn.Module) -> Iterator[ParameterShape]:
         if isinstance(part, LowRank):
             continue  # is yielded with its matrix
         heads, roles = getattr(part, "heads", None), getattr(part, "parameter_roles", {})
-        role: Any = getattr(part, "role", None)
         for name, parameter in part.named_parameters(recurse=False):
-            own = roles.get(name, role)
-            assert own is not None, f"parameter {name} of {type(part).__name__} has no role"
-            yield ParameterShape(tuple(parameter.shape), own, name, heads)
-        adapter: Any = getattr(part, "lora", None)
-        for matrix, of in adapter.items() if isinstance(adapter, nn.ModuleDict) else (("weight", adapter),):
-            for half, parameter in () if of is None else of.named_parameters():
-                yield ParameterShape(tuple(parameter.shape), role, f"{matrix}.lora.{half}", heads)
+            role = roles.get(name, getattr(part, "role", None))
+            assert role is not None, f"parameter {name} of {type(part).__name__} has no role"
+            yield ParameterShape(tuple(parameter.shape), role, name, heads)
+        for matrix, adapter in _adapters(part):
+            for half, parameter in adapter.named_parameters():
+                yield ParameterShape(tuple(parameter.shape), str(part.role), f"{matrix}.lora.{half}", heads)
+
+
+def _adapters(module: nn.Module) -> Iterator[tuple[str, LowRank]]:
+    """Yields the adapters of a module's matrices, by the name of the matrix; a linear layer's is empty."""
+    adapter = getattr(module, "lora", None)
+    if isinstance(adapter, LowRank):
+        yield "", adapter
+    elif isinstance(adapter, nn.ModuleDict):
+        yield from ((name, of) for name, of in adapter.items() if isinstance(of, LowRank))
+
+
+def _adapted(block: nn.Module) -> Iterator[AdaptedMatrix]:
+    for name, module in block.named_modules():
+        for matrix, adapter in _adapters(module):
+            full = f"{name}.{matrix}" if matrix else name
+            rank, in_features = adapter.a.shape[-2:]
+            yield AdaptedMatrix(full, str(module.role), in_features, adapter.b.shape[-2], rank)

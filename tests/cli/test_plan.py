@@ -62,3 +62,23 @@ def test_calibration_measures_this_machine(archon, tmp_path, checkpoint):
     assert measured["fp32_flops"] > 0 and measured["memory_bandwidth"] > 0
     planned = archon("plan", checkpoint, "--gpus", 1, "--tokens", 64, "--seq", 32, "--gpu", file, "--dtype", "float32")
     assert planned.code == 0, planned.err
+
+
+def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, tmp_path):
+    asked = ("plan", checkpoint, "--gpus", 2, "--tokens", 1024, "--seq", 32)
+    full = archon(*asked)
+    assert "adapters" not in full.out and "lora" not in full.out
+    file = tmp_path / "run.yaml"
+    planned = archon(*asked, "--lora", "rank=2", "--lora", "targets=[q_proj]", "--output", file)
+    assert planned.code == 0, planned.err
+    assert "adapters are trained; weights are frozen" in planned.out and "  adapters  " in planned.out
+    run = yaml.safe_load(file.read_text())
+    assert run["model"]["lora"] == {"rank": 2, "targets": ["q_proj"]}
+    again = archon("plan", "--config", file, "--gpus", 2)
+    assert again.out.splitlines()[0] == planned.out.splitlines()[0], "the question is that of the configuration"
+    found = json.loads(archon(*asked, "--lora", "rank=2", "--json").out)
+    memory = found["best"][0]["memory"]
+    assert 0 < memory["adapters"] < memory["parameters"] and memory["moments"] == 2 * memory["adapters"]
+    assert found["question"]["lora"] == {"rank": 2}
+    assert "none of this model's linear layers" in archon(*asked, "--lora", "targets=[qkv]").complaint
+    assert "unknown key 'rnk'" in archon(*asked, "--lora", "rnk=2").complaint

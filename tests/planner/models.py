@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.models import get_model_spec
+from archon.models.lora import adapter_sizes
 from archon.parallel.layout import parse_layout
 from archon.planner.memory_model import MemoryEstimate, MemoryModel
 from archon.planner.weight_shards import ModelWeights
@@ -79,6 +80,7 @@ MODELS["delta"] = DENSE | {
 FULL = {"activation_checkpoint": {"mode": "full"}}
 OPS = {"activation_checkpoint": {"mode": "selective", "selective": "op"}}
 SECOND = {"activation_checkpoint": {"mode": "selective", "selective": 2}}
+LORA = {"lora": {"rank": 16}}
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 
 
@@ -99,7 +101,9 @@ class Case(NamedTuple):
 
     def config(self, folder: Path) -> EngineConfig:
         (folder / "config.json").write_text(json.dumps(MODELS[self.model]))
-        fields = {"path": str(folder), "layout": self.layout, "dtype": "bfloat16", "init_from_scratch": True}
+        fields = {"path": str(folder), "layout": self.layout, "dtype": "bfloat16"}
+        if "lora" not in self.options:
+            fields |= {"init_from_scratch": True}
         return EngineConfig.model_validate(fields | dict(self.options))
 
     def predicted(self, config: EngineConfig) -> MemoryEstimate:
@@ -107,5 +111,7 @@ class Case(NamedTuple):
         hf_config = read_hf_config(config.path)
         spec = get_model_spec(hf_config["model_type"])
         args = spec.model_args_class.from_hf_config(hf_config)
-        model = MemoryModel(args, ModelWeights.of(spec, args), "cpu")
+        names = spec.state_dict_adapter_class(hf_config)
+        adapters = {} if config.lora is None else adapter_sizes(names, config.lora)
+        model = MemoryModel(args, ModelWeights.of(spec, args, adapters), "cpu")
         return model.estimate_rank(config, parse_layout(self.layout), self.rank, self.tokens, self.micro_batches)

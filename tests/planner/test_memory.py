@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.planner.allocation_trace import trace_allocations
-from tests.planner.models import FULL, INTERLEAVED, OPS, SECOND, Case
+from tests.planner.models import FULL, INTERLEAVED, LORA, OPS, SECOND, Case
 
 QUICK = [
     Case("dense", "d1", {"dtype": "float32"}),
@@ -15,6 +15,7 @@ QUICK = [
     Case("dense", "d4", FULL),
     Case("moe", "d4e4"),
     Case("dense", "p2t2", FULL, micro_batches=4),
+    Case("dense", "d4", LORA),
 ]
 SLOW = [
     Case("dense", "d1"),
@@ -68,6 +69,17 @@ SLOW = [
     Case("grouped", "d4"),
     Case("grouped", "d2t2e2", FULL),
     Case("moe", "p2d2e2", OPS, tokens=2048, micro_batches=4),
+    Case("dense", "d1", LORA | {"dtype": "float32"}),
+    Case("dense", "d4", FULL | LORA),
+    Case("dense", "d4", {"lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}}),
+    Case("dense", "d4", LORA, tokens=2048, micro_batches=2),
+    Case("dense", "t4", LORA),
+    Case("dense", "d2c2", OPS | LORA),
+    Case("dense", "p2t2", FULL | LORA, micro_batches=4),
+    Case("tied", "d2t2", LORA),
+    Case("moe", "d4e4", FULL | LORA),
+    Case("latent", "t4", LORA),
+    Case("delta", "d4", LORA),
 ]
 
 
@@ -78,7 +90,8 @@ def test_memory_is_that_of_a_traced_step(case: Case, tmp_path: Path) -> None:
     config = case.config(tmp_path)
     traced, predicted = trace_allocations(config, case.rank, case.tokens, case.micro_batches), case.predicted(config)
     held = traced.held
-    assert (predicted.parameters, predicted.parameters, predicted.moments) == (
+    trained = predicted.adapters or predicted.parameters
+    assert (trained, trained, predicted.moments) == (
         held.parameter_bytes,
         held.gradient_bytes,
         held.optimizer_bytes,
@@ -97,3 +110,15 @@ def test_what_grows_with_tokens_is_activations(tokens: int, tmp_path: Path) -> N
     one, two = (c.predicted(c.config(tmp_path)) for c in (case, more))
     assert two.activations == pytest.approx(2 * one.activations, rel=0.05)  # the fullest moment may be another
     assert (two.parameters, two.moments, two.gathered) == (one.parameters, one.moments, one.gathered)
+
+
+def test_frozen_weights_have_the_compute_dtype_and_adapters_the_state(tmp_path: Path) -> None:
+    """In bfloat16, of masters, gradients and two moments in float32, 16 bytes a weight, 2 are left."""
+    (full, adapted), configs = (Case("dense", "d4"), Case("dense", "d4", LORA)), []
+    for case in (full, adapted):
+        (tmp_path / case.name).mkdir()
+        configs.append(case.config(tmp_path / case.name))
+    before, after = (case.predicted(config) for case, config in zip((full, adapted), configs, strict=True))
+    assert before.adapters == 0 < after.adapters
+    assert 2 * after.parameters == before.parameters
+    assert after.moments == 2 * after.adapters
