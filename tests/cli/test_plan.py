@@ -67,7 +67,7 @@ def test_calibration_measures_this_machine(archon, tmp_path, checkpoint):
 def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, tmp_path):
     asked = ("plan", checkpoint, "--gpus", 2, "--tokens", 1024, "--seq", 32)
     full = archon(*asked)
-    assert "adapters" not in full.out and "lora" not in full.out
+    assert "adapters are trained" not in full.out and "  adapters  " not in full.out and "lora:" not in full.out
     file = tmp_path / "run.yaml"
     planned = archon(*asked, "--lora", "rank=2", "--lora", "targets=[q_proj]", "--output", file)
     assert planned.code == 0, planned.err
