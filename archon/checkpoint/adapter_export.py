@@ -81,6 +81,11 @@ def read_adapters(
     with open_state(folder, expected) as (_, state):
         stored = state["engine"]["model"]
         names = [name for matrix in sizes for name in adapter_names(matrix)]
+        if odd := {*names} ^ {*stored}:
+            fail(
+                folder,
+                f"its adapters {'have' if odd & {*stored} else 'lack'} a tensor {min(odd)!r}, other than its sizes",
+            )
         return Adapters(sizes, {name: stored[name].read() for name in names})
 
 

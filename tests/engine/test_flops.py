@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from archon.models import get_model_spec
 from archon.models.flops import Flops, MatmulShape, training_state_bytes
+from archon.models.lora import active_parameters, adapter_sizes, add_adapters
+from archon.schema.config import LoRAConfig
 from archon.schema.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
@@ -79,6 +82,29 @@ def test_packed_documents_pay_attention_by_the_square_of_their_length() -> None:
     full, causal = shape.packed([3, 5])
     assert full == 6 * 1000 * 8 + 2 * 12 * 8 * (9 + 25)
     assert causal == 6 * 1000 * 8 + 2 * 12 * 8 * (9 + 25) / 2
+
+
+def test_frozen_weights_cost_no_gradient_and_their_adapters_all_three_products() -> None:
+    shape = MatmulShape(active=1000, total=1000, attention=((8, None),), adapters=10)
+    assert shape.packed([3, 5]).full == (4 * 1000 + 6 * 10) * 8 + 12 * 8 * (9 + 25)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-30B-A3B"])
+def test_a_token_uses_the_adapters_of_the_experts_it_chooses(name: str) -> None:
+    """Against every adapter's parameters, those of experts divided by how many there are for one that is chosen."""
+    config = config_of(name)
+    spec = get_model_spec(config["model_type"])
+    names = spec.state_dict_adapter_class(config)
+    sizes = adapter_sizes(names, LoRAConfig(rank=4))
+    with torch.device("meta"):
+        model = spec.model_class(names.args)
+        add_adapters(model, sizes, torch.float32)
+    expected = 0
+    for parameter, tensor in model.named_parameters():
+        if ".lora." in parameter:
+            share = config["num_experts_per_tok"] / config["num_experts"] if ".experts." in parameter else 1
+            expected += round(tensor.numel() * share)
+    assert active_parameters(names, sizes) == expected > 0
 
 
 def test_a_sliding_window_bounds_attention() -> None:

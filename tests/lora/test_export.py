@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,17 @@ def test_what_has_no_adapter_or_no_base_is_one_line(archon, run, tmp_path: Path)
     other = base_of("llama", tmp_path / "other")
     assert "written by another model" in archon("export", checkpoint, out, "--base", other).complaint
     assert not out.exists()
+
+
+def test_adapters_of_a_run_are_for_its_base_alone(run, tmp_path: Path) -> None:
+    """Another checkpoint of the same model, one tensor of which differs."""
+    base, checkpoint, _ = run
+    tensors = stored(base)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    shutil.copytree(base, tmp_path / "other")
+    save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="its adapters were trained on another base"):
+        convert(tmp_path / "other", tmp_path / "out", "hf", adapter=checkpoint)
 
 
 def test_a_model_with_an_adapter_is_not_saved_without_it(run, tmp_path: Path) -> None:

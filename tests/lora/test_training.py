@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from archon.checkpoint.hf_io import checkpoint_digest, load_model
+from archon.checkpoint.native import save_state
 from archon.checkpoint.safetensors_file import SafetensorsFile
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
@@ -114,17 +115,69 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resumed_run_is_the_same(
     assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
 
 
-@pytest.mark.parametrize("options", [{"lora": LORA | {"rank": 2}}, {"lora": LORA | {"alpha": 9.0}}, {"path": 1}])
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"lora": LORA | {"rank": 2}}, r"adapters\.layers\.0\.attention\.wq\.weight\.rank is 4 there and 2 here; resume"),
+    ({"lora": LORA | {"alpha": 9.0}}, r"adapters\.layers\.0\.attention\.wq\.weight\.alpha is 8\.0 there and 9\.0 here"),
+    ({"path": 1}, r"its adapters were trained on another base, whose digest is \w{16} there and \w{16} here; name the"),
+    (
+        {"lora": LORA | {"targets": ["q_proj"]}},
+        r"adapters\.layers\.0\.attention\.\w+\.weight is .* there and None here",
+    ),
+    ({"lora": None}, r"adapters are trained there and all weights here; set lora as it was"),
+]
+
+
+@pytest.mark.parametrize(("options", "complaint"), OTHERS)
 def test_a_checkpoint_of_another_base_or_size_is_refused(
-    bases: tuple[str, str], tmp_path: Path, options: dict[str, Any]
+    bases: tuple[str, str], tmp_path: Path, options: dict[str, Any], complaint: str
 ) -> None:
     engine = engine_of(bases[0])
     engine.save(tmp_path, format="native")
     if "path" in options:
         options = {"path": bases[1]}
     assert checkpoint_digest(bases[0]) != checkpoint_digest(bases[1])
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=complaint) as refused:
         engine_of(bases[0], **options).load(tmp_path)
+    assert len(str(refused.value).splitlines()) == 1 and len(str(refused.value)) < 500
+
+
+def test_a_checkpoint_of_all_weights_is_none_of_adapters(bases: tuple[str, str], tmp_path: Path) -> None:
+    engine_of(bases[0], lora=None).save(tmp_path, format="native")
+    with pytest.raises(CheckpointError, match="adapters are trained here and all weights there; set lora to null"):
+        engine_of(bases[0]).load(tmp_path)
+
+
+@pytest.mark.parametrize(("change", "complaint"), [("missing", "wq.lora.a"), ("extra", "wx.lora.a")])
+def test_a_state_with_another_key_is_refused(
+    bases: tuple[str, str], tmp_path: Path, change: str, complaint: str
+) -> None:
+    engine = engine_of(bases[0])
+    state = engine.state_dict()
+    tensor = state["model"].pop("layers.0.attention.wq.lora.a")
+    if change == "extra":
+        state["model"] |= {"layers.0.attention.wq.lora.a": tensor, "layers.0.attention.wx.lora.a": tensor}
+    save_state(tmp_path, 1, {"engine": state}, fingerprint=engine.fingerprint)
+    with pytest.raises(CheckpointError, match=f"layers.0.attention.{complaint}") as refused:
+        engine.load(tmp_path)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_the_base_is_not_read_again_at_every_save(
+    bases: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(bases[0])
+    read = list[str]()
+
+    def digest(path: str) -> str:
+        read.append(path)
+        return checkpoint_digest(path)
+
+    monkeypatch.setattr("archon.engine.engine.checkpoint_digest", digest)
+    for _ in range(3):
+        engine.save(tmp_path, format="native")
+    engine.load(bases[1])
+    engine.save(tmp_path, format="native")
+    assert read == [bases[0], bases[1]]
 
 
 def test_checkpoint_and_adapter_name_the_base_that_was_loaded_last(bases: tuple[str, str], tmp_path: Path) -> None:
