@@ -45,6 +45,14 @@ class ResolvedSFT(StrictModel):
     ref: EngineConfig | None = Field(None, description="the reference; null where the loss has none")
 
 
+class AdapterData(StrictModel):
+    """The rows of one of several adapters."""
+
+    train_data: DatasetConfig = Field(description="rows to train it on")
+    batch_size: int | None = Field(None, ge=1, description="its rows an optimizer step; null: those of the run")
+    eval_data: DatasetConfig | None = Field(None, description="its held-out rows")
+
+
 class SFTConfig(StrictModel):
     """Supervised fine-tuning of one model."""
 
@@ -58,6 +66,9 @@ class SFTConfig(StrictModel):
     tokenizer: str | None = Field(None, description="tokenizer folder; null: the model's")
     train_data: DatasetConfig = Field(description="rows to train on")
     eval_data: DatasetConfig | None = Field(None, description="held-out rows")
+    adapter_data: dict[str, AdapterData] | None = Field(
+        None, description="rows of those of model.lora.adapters, by name, that have others than train_data"
+    )
     eval_every: int = Field(50, ge=0, description="steps between evaluations; 0: only after the last")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="where metrics are sent as well")
@@ -96,6 +107,8 @@ class PreferenceConfig(SFTConfig):
             )
         if self.loss != "reward" and self.model.is_critic:
             raise ValueError(f"model.is_critic is set, and loss {self.loss} trains a policy; choose loss=reward")
+        if self.model.lora is not None and self.model.lora.adapters is not None:
+            raise ValueError("model.lora.adapters has several adapters, which only archon sft trains; give one")
         self.resolve()
         return self
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import ConfigError
+from archon.training.adapter_rows import AdapterLoader, adapter_names, with_total_steps
 from archon.training.batch_sharding import require_documents, shard_indices
 from archon.training.config import SFTConfig
 from archon.training.loop import BaseTrainer, require_same_rows, timed
@@ -25,7 +26,7 @@ from archon.training.runner import Runner
 
 
 def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Returns SFT rows as a padded batch [B, S] for the engine."""
+    """Returns SFT rows as a padded batch [B, S] for the engine, with their adapters [B] if they have some."""
     width = max(len(row["input_ids"]) for row in rows)
 
     def column(name: str) -> Tensor:
@@ -33,7 +34,10 @@ def padded_batch(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     mask = torch.arange(width) < lengths.unsqueeze(1)
-    return {"input_ids": column("input_ids"), "attention_mask": mask, "loss_mask": column("loss_mask")}
+    batch = {"input_ids": column("input_ids"), "attention_mask": mask, "loss_mask": column("loss_mask")}
+    if "adapter" in rows[0]:
+        batch["adapter"] = torch.tensor([row["adapter"] for row in rows])
+    return batch
 
 
 Probe = Callable[[ArchonEngine, int], tuple[dict[str, float], bool]]
@@ -54,8 +58,10 @@ class SFTTrainer(BaseTrainer):
     title = "sft"
     columns: tuple[str, ...] = ("loss", "eval/loss", "token_prob", "grad_norm", "lr", "tokens_per_second")
     config: SFTConfig
-    loader: RowLoader
+    loader: RowLoader | AdapterLoader
     held_out: RowDataset | None
+    held_out_of: Mapping[str, RowDataset]
+    """Held-out rows of several adapters, by name."""
 
     def __init__(self, config: SFTConfig, runner: Runner | None = None, probe: Probe | None = None) -> None:
         super().__init__(config, runner)
@@ -99,14 +105,42 @@ class SFTTrainer(BaseTrainer):
         if self.held_out is not None:
             require_documents(len(self.held_out), ranks, "the number of rows of eval_data")
         require_room(rows, config.model.max_tokens_per_mb)
-        self.loader = RowLoader(rows, config.batch_size, seed=config.seed)
+        self.loader = loader = RowLoader(rows, config.batch_size, seed=config.seed)
+        self.held_out_of = {}
         self.eval_every = config.eval_every
-        self.total_steps = config.total_steps or config.epochs * self.loader.steps_per_epoch
+        self.total_steps = config.total_steps or config.epochs * loader.steps_per_epoch
+        if names := adapter_names(config):
+            config = self._open_adapters(names, rows, tokenizer, ranks)
         self.engine = ArchonEngine(config.resolve().model)
         self.engine.initialize(self.total_steps)
         assert self.runner is not None
         self.engine.stall_watch.folder = self.runner.directory.stacks
         self.resume()
+
+    def _open_adapters(self, names: Sequence[str], rows: RowDataset, tokenizer: Any, ranks: int) -> SFTConfig:
+        """Load the rows of several adapters. Returns the run with the steps of each."""
+        config, lora = self.config, self.config.model.lora
+        assert lora is not None and lora.adapters is not None
+        loaders, steps, held_out = dict[str, RowLoader](), dict[str, int](), dict[str, RowDataset]()
+        for name in names:
+            data, own, size = (config.adapter_data or {}).get(name), rows, config.batch_size
+            evaluated = self.held_out
+            if data is not None:
+                own = load_rows(data.train_data, self.kind, tokenizer)
+                evaluated = load_rows(data.eval_data, self.kind, tokenizer) if data.eval_data else None
+                size = data.batch_size or size
+                require_same_rows(own, data.train_data.path)
+                require_documents(size, ranks, f"adapter_data.{name}.batch_size")
+                require_room(own, config.model.max_tokens_per_mb)
+            if evaluated is not None:
+                require_documents(len(evaluated), ranks, f"the number of held-out rows of adapter {name}")
+                held_out[name] = evaluated
+            loaders[name] = RowLoader(own, size, seed=config.seed)
+            of_run = config.total_steps or config.epochs * loaders[name].steps_per_epoch
+            steps[name] = lora.adapters[name].total_steps or of_run
+        self.loader, self.held_out_of = AdapterLoader(loaders, steps), held_out
+        self.total_steps = config.total_steps or max(steps.values())
+        return with_total_steps(config, steps)
 
     def position(self) -> dict[str, Any]:
         return {"rows": self.loader.state_dict(), "enough": self._target_reached}
@@ -142,11 +176,19 @@ class SFTTrainer(BaseTrainer):
 
     def evaluate(self) -> dict[str, float]:
         """Returns `eval/loss`, a mean over all trained tokens of the held-out rows, and the loss's metrics; {} without
-        held-out rows."""
-        if self.held_out is None:
-            return {}
+        held-out rows. Of several adapters each has its own, such as `eval/NAME/loss`."""
+        if not isinstance(self.loader, AdapterLoader):
+            return {} if self.held_out is None else self._evaluate(self.held_out)
+        metrics: dict[str, float] = {}
+        for index, name in enumerate(self.loader.loaders):
+            rows = [row | {"adapter": index} for row in self.held_out_of.get(name, [])]
+            measured = self._evaluate(rows) if rows else {}
+            metrics |= {key: value for key, value in measured.items() if key.startswith(f"eval/{name}/")}
+        return metrics
+
+    def _evaluate(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         sums: dict[str, float] = {}
-        rows, size = self.held_out, self.config.batch_size
+        size = self.config.batch_size
         starts = list(range(0, len(rows), size))
         if len(rows) - starts[-1] < self.engine.ranks.dp.size:
             starts.pop()  # too few rows for all ranks: merged into the previous batch
@@ -156,6 +198,8 @@ class SFTTrainer(BaseTrainer):
             weight = measured.pop("loss_weight")
             sums["weight"] = sums.get("weight", 0.0) + weight
             for name in measured.keys() - {"tokens"}:
+                if name.endswith("/loss_weight"):  # of one of several adapters
+                    continue
                 sums[name] = sums.get(name, 0.0) + weight * measured[name]
         weight = sums.pop("weight")
         return {f"eval/{name}": value / weight for name, value in sorted(sums.items())}

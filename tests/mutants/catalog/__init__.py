@@ -23,6 +23,7 @@ from tests.mutants.catalog import (
     quantized,
     remote,
     rollouts,
+    several_adapters,
     training,
     update,
     weights,
@@ -30,7 +31,7 @@ from tests.mutants.catalog import (
 from tests.mutants.mutant import Mutant
 
 ROOMS = (
-    attention, latents, delta_nets, experts, layers, head, adapters, configs, weights, layouts, engine, checkpoints,
+    attention, latents, delta_nets, experts, layers, head, adapters, several_adapters, configs, weights, layouts, engine, checkpoints,
     quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses, update,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
