@@ -67,7 +67,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def engine_of(base: str, lora: dict[str, Any], **options: Any) -> ArchonEngine:
-    defaults: dict[str, Any] = {"path": base, "device": "cpu", "dtype": "float64", "max_tokens_per_mb": 64}
+    defaults: dict[str, Any] = {"path": base, "device": "cpu", "dtype": "float64", "max_tokens_per_mb": 20}
     engine = ArchonEngine(EngineConfig.parse(defaults | {"lora": lora} | options))
     engine.initialize(10)
     return engine
@@ -78,7 +78,7 @@ def alone(base: str, adapter: dict[str, Any], **options: Any) -> ArchonEngine:
     own = dict(adapter)
     run = {key: own.pop(key) for key in ("optimizer", "scheduler") if key in own}
     total_steps = own.pop("total_steps", 10)
-    defaults: dict[str, Any] = {"path": base, "device": "cpu", "dtype": "float64", "max_tokens_per_mb": 64}
+    defaults: dict[str, Any] = {"path": base, "device": "cpu", "dtype": "float64", "max_tokens_per_mb": 20}
     engine = ArchonEngine(EngineConfig.parse(defaults | run | {"lora": own} | options))
     engine.initialize(total_steps)
     return engine
@@ -191,7 +191,7 @@ def test_documents_score_as_with_their_adapter_alone_or_with_the_base(
 ) -> None:
     """Also where documents of different adapters begin with the same tokens."""
     adapters = {name: adapter | {"init": "random"} for name, adapter in TWO.items()}
-    engine = engine_of(bases["dense"], {"adapters": adapters}, share_prefixes=share_prefixes)
+    engine = engine_of(bases["dense"], {"adapters": adapters}, share_prefixes=share_prefixes, max_tokens_per_mb=128)
     batch = documents(0, [1, 0, -1, 1, 0, 0, -1])
     scores = engine.forward_batch(batch)
     engines = {index: alone(bases["dense"], adapter) for index, adapter in enumerate(adapters.values())}
