@@ -31,7 +31,8 @@ from tests.mutants.catalog import (
 from tests.mutants.mutant import Mutant
 
 ROOMS = (
-    attention, latents, delta_nets, experts, layers, head, adapters, several_adapters, configs, weights, layouts, engine, checkpoints,
-    quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses, update,
+    attention, latents, delta_nets, experts, layers, head, adapters, several_adapters, configs, weights, layouts,
+    engine, checkpoints, quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses,
+    update,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
