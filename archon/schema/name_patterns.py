@@ -9,15 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial, reduce
+from operator import or_
 from typing import Generic, TypeVar
 
-_Step = Callable[[str, frozenset[int]], frozenset[int]]
-"""From a name, and the places in it where a part of the expression may begin, to those where it may end."""
+_Step = Callable[["_Name", int], int]
+"""From a name, and the places in it where a part of the expression may begin, to those where it may end. Places are the
+bits of a number, the lowest before the first character."""
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|\(\?:|.", re.DOTALL)
 _CLASSES = frozenset("dDwWsS")
 _LITERAL = re.compile(r"[\w.-]+")
 _MAX_LENGTH = 1000
-_MAX_TOTAL = 2000
+_MAX_TOTAL = 1000
 _MAX_DEPTH = 20
 Value = TypeVar("Value")
 
@@ -36,16 +39,25 @@ class NamePattern:
 
     def matches(self, name: str) -> bool:
         """Returns whether it matches a whole name."""
-        return self._ends(name, frozenset({0}))
+        return self._ends(name, 1)
 
     def matches_end(self, name: str) -> bool:
         """Returns whether it matches a name, or what follows one of the name's dots, as keys of PEFT's patterns do."""
-        starts = {0} | {place + 1 for place, character in enumerate(name) if character == "."}
-        return self._ends(name, frozenset(starts))
+        return self._ends(name, 1 | _Name(name).places.get(".", 0) << 1)
 
-    def _ends(self, name: str, starts: frozenset[int]) -> bool:
+    def _ends(self, name: str, starts: int) -> bool:
         step: _Step = vars(self)["_step"]
-        return len(name) in step(name, starts)
+        return bool(step(_Name(name), starts) >> len(name))
+
+
+class _Name:
+    """A name, and the places before each of its characters, by character."""
+
+    def __init__(self, text: str) -> None:
+        self.length = len(text)
+        self.places: dict[str, int] = {}
+        for place, character in enumerate(text):
+            self.places[character] = self.places.get(character, 0) | 1 << place
 
 
 class NamePatterns(Generic[Value]):
@@ -105,36 +117,43 @@ class _Parser:
         while self.next_is("|"):
             self.tokens.pop()
             branches.append(self._sequence(depth))
-        return lambda name, starts: frozenset().union(*(branch(name, starts) for branch in branches))
+        return lambda name, starts: reduce(or_, [branch(name, starts) for branch in branches])
 
     def _sequence(self, depth: int) -> _Step:
         steps: list[_Step] = []
         while self.tokens and not self.next_is("|", ")"):
             steps.append(self._repeated(self.tokens.pop(), depth))
 
-        def run(name: str, starts: frozenset[int]) -> frozenset[int]:
-            for step in steps:
-                starts = step(name, starts)
-            return starts
-
-        return run
+        return lambda name, starts: reduce(lambda places, step: step(name, places), steps, starts)
 
     def _repeated(self, token: str, depth: int) -> _Step:
-        step = self._group(depth) if token in ("(", "(?:") else _single(token)
+        if token in ("^", "$"):
+            return lambda name, starts: starts & (1 if token == "^" else 1 << name.length)
+        is_group = token in ("(", "(?:")
+        step = self._group(depth) if is_group else None
+        places = _places_of(token) if not is_group else None
+        counts = self._quantifier()
+        if step is None:
+            assert places is not None
+            return partial(_repeat, places, *counts)
+        if counts == (0, 1):
+            return lambda name, starts: starts | step(name, starts)
+        if counts != (1, 1):
+            raise ValueError("it repeats a group, which is refused, since such an expression can take forever")
+        return step
+
+    def _quantifier(self) -> tuple[int, int | None]:
+        """Returns how often what was read is repeated, at least and at most."""
         if not (
             self.next_is("*", "+", "?") or (self.tokens and len(self.tokens[-1]) > 2 and self.tokens[-1][0] == "{")
         ):
-            return step
-        least, most = _counts(self.tokens.pop())
+            return 1, 1
+        counts = _counts(self.tokens.pop())
         if self.next_is("?"):  # a lazy one matches the same names
             self.tokens.pop()
         if self.next_is("*", "+", "?"):
             raise ValueError("multiple repeat")
-        if token in "^$":
-            raise ValueError("nothing to repeat")
-        if token.startswith("(") and (least, most) != (0, 1):
-            raise ValueError("it repeats a group, which is refused, since such an expression can take forever")
-        return lambda name, starts: _repeat(step, least, most, name, starts)
+        return counts
 
     def _group(self, depth: int) -> _Step:
         if self.next_is("?"):
@@ -160,25 +179,28 @@ def _counts(token: str) -> tuple[int, int | None]:
     return least, most
 
 
-def _repeat(step: _Step, least: int, most: int | None, name: str, starts: frozenset[int]) -> frozenset[int]:
-    """Returns where `least` to `most` single characters, or one group or none, may end."""
-    ends: frozenset[int] = frozenset() if least else starts
-    for count in range(1, (len(name) if most is None else min(most, len(name))) + 1):
-        starts = step(name, starts)
-        if not starts:
-            break
-        if count >= least:
-            ends |= starts
+def _repeat(places_of: Callable[[_Name], int], least: int, most: int | None, name: _Name, starts: int) -> int:
+    """Returns where `least` to `most` characters, each at one of these places, may end."""
+    places = places_of(name)
+    for _ in range(min(least, name.length + 1)):
+        starts = (starts & places) << 1
+    if most is None:
+        # A sum carries each start to the end of its run of places (Myers 1999, doi:10.1145/316542.316550).
+        inside = starts & places
+        return starts | ((inside + places) ^ places) | inside
+    ends = starts
+    for _ in range(min(most - least, name.length)):
+        starts = (starts & places) << 1
+        ends |= starts
     return ends
 
 
-def _single(token: str) -> _Step:
-    """Returns the step of one character, of a set of them, or of an end of the name."""
-    if token in "^$":
-        return lambda name, starts: starts & {0 if token == "^" else len(name)}
-    if token in "*+?" or token == ")":
+@lru_cache(maxsize=256)
+def _places_of(token: str) -> Callable[[_Name], int]:
+    """Returns what finds the places in a name before a character, or before one of a set."""
+    if token in ("*", "+", "?", ")"):
         raise ValueError("nothing to repeat" if token != ")" else "unbalanced parenthesis")
-    if token == "[" or token == "\\":
+    if token in ("[", "\\"):
         raise ValueError("unterminated character set" if token == "[" else "bad escape at the end")
     if token[0] == "\\" and token[1].isalnum() and token[1] not in _CLASSES:
         raise ValueError(f"{token} is refused; expected one of \\d \\w \\s \\D \\W \\S, or an escaped sign")
@@ -187,7 +209,12 @@ def _single(token: str) -> _Step:
     except re.error as error:
         raise ValueError(str(error)) from None
 
-    def step(name: str, starts: frozenset[int]) -> frozenset[int]:
-        return frozenset(place + 1 for place in starts if place < len(name) and one.fullmatch(name[place]))
+    @lru_cache(maxsize=128)
+    def has(character: str) -> bool:
+        return one.fullmatch(character) is not None
 
-    return step
+    @lru_cache(maxsize=1)
+    def find(name: _Name) -> int:
+        return sum(places for character, places in name.places.items() if has(character))
+
+    return find

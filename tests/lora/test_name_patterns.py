@@ -59,11 +59,20 @@ def test_patterns_match_what_python_says() -> None:
     assert 600 < matches < 11000
 
 
-@pytest.mark.parametrize("text", ["(a?|a?)" * 120 + "c", "a?" * 300 + "a" * 300, ".*" * 400 + "c", "(a|a)" * 150 + "c"])
+FOREVER = {
+    "groups": "(a?|a?)" * 120 + "c",
+    "options": "a?" * 300 + "a" * 300,
+    "repetitions": ".*" * 400 + "c",
+    "counts": "a{0,99}" * 120 + "c",
+    "alternatives": "(a|a)" * 150 + "c",
+}
+
+
+@pytest.mark.parametrize("text", FOREVER.values(), ids=FOREVER)
 def test_no_pattern_takes_forever(text: str) -> None:
     begun = time.process_time()
     assert not NamePattern(text).matches_end("a" * 100)
-    assert time.process_time() - begun < 2
+    assert time.process_time() - begun < 0.5
 
 
 @pytest.mark.parametrize(
@@ -101,5 +110,5 @@ def test_the_first_key_that_means_a_module_counts() -> None:
 
 def test_many_long_patterns_are_refused_and_many_names_are_not() -> None:
     NamePatterns({f"layers.{layer}.q_proj": 1 for layer in range(100_000)})
-    with pytest.raises(ValueError, match="regular expressions of more than 2000 characters together"):
+    with pytest.raises(ValueError, match="regular expressions of more than 1000 characters together"):
         NamePatterns({f".*{layer}.*": 1 for layer in range(1000)})

@@ -50,10 +50,10 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
         ("phi3", {"rslora": True, "rank_pattern": {"down_proj": 3, "layers.0.self_attn.qkv_proj": 2}}),
         ("qwen3_moe", {"alpha_pattern": {"experts.down_proj": 9, r"layers\.\d+\.self_attn\.o_proj": 3}}),
         ("qwen3_moe", {"alpha": 10, "export_experts": "per_expert"}),
-        ("mixtral", {"rslora": True, "targets": ["q_proj", "w1", "w2"]}),
+        pytest.param("mixtral", {"rslora": True, "targets": ["q_proj", "w1", "w2"]}, marks=pytest.mark.slow),
         ("gpt_oss", {"rank_pattern": {r".*\.gate_up_proj": 2}}),
         ("deepseek_v3", {}),
-        ("qwen3_next", {"rslora": True}),
+        pytest.param("qwen3_next", {"rslora": True}, marks=pytest.mark.slow),
     ],
 )
 def test_peft_computes_with_archons_adapters_what_archon_does(
@@ -94,7 +94,7 @@ def test_peft_computes_with_archons_adapters_what_archon_does(
         ),
         ("qwen3_moe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}),
         ("gpt_oss", {"target_modules": ["k_proj"], "target_parameters": EXPERTS, "use_rslora": True}),
-        ("gpt_oss", {"target_modules": [], "target_parameters": EXPERTS[:1]}),
+        pytest.param("gpt_oss", {"target_modules": [], "target_parameters": EXPERTS[:1]}, marks=pytest.mark.slow),
         ("deepseek_v3", {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa"], "target_parameters": EXPERTS[1:]}),
         ("qwen3_next", {"target_modules": ["in_proj_qkvz", "in_proj_ba", "q_proj"], "target_parameters": EXPERTS}),
     ],
@@ -148,12 +148,12 @@ def as_old(tensor: Tensor, other: Tensor, experts: int) -> tuple[Tensor, Tensor]
     ("model_type", "version", "is_old"),
     [
         ("qwen3_moe", None, True),
-        ("qwen3_moe", "0.18.1", True),
+        pytest.param("qwen3_moe", "0.18.1", True, marks=pytest.mark.slow),
         ("qwen3_moe", "0.19.0", True),
         ("qwen3_moe", "0.19.1", False),
         ("gpt_oss", "0.18.2.dev0@UNKNOWN", False),
         ("gpt_oss", "0.19.0", True),
-        ("gpt_oss", "0.20", False),
+        pytest.param("gpt_oss", "0.20", False, marks=pytest.mark.slow),
     ],
 )
 def test_files_of_older_versions_of_peft(

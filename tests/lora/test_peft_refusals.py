@@ -83,7 +83,7 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one in target_modules": ({"target_modules": "(.+)+x"}, "target_modules is .* no regular expression of names: it"),
     "one in exclude_modules": ({"exclude_modules": "(.+)+x"}, "exclude_modules is .* no regular expression of names"),
-    "many of them": ({"alpha_pattern": {f".*{i}": 1 for i in range(999)}}, "of more than 2000 characters together"),
+    "many of them": ({"alpha_pattern": {f".*{i}": 1 for i in range(999)}}, "of more than 1000 characters together"),
     "targets without one": (
         {"target_modules": ["k_proj"]},
         r"'model.layers.0.self_attn.q_proj' .* target_modules does",
