@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,7 @@ RUNS = {
 def run(name: str, model: Path, folder: Path, threads: int, changes: Sequence[str]) -> dict[str, Any]:
     """Runs one of `RUNS` from the model to the export. Returns its line of the record."""
     settings, run_dir = RUNS[name], folder / name
+    shutil.rmtree(run_dir, ignore_errors=True)  # of an earlier attempt
     call = [sys.executable, "-m", "archon", settings.command, "--config", str(settings.config)]
     call += [f"run_dir={run_dir}", f"{settings.model}.path={model}", *settings.changes, *changes]
     started = time.monotonic()
@@ -194,6 +196,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as temporary:
             for name in missing:
                 line = run(name, model, options.keep or Path(temporary), options.threads, changes)
+                if options.keep is None:  # a run of all weights leaves two gigabytes
+                    shutil.rmtree(Path(temporary) / name, ignore_errors=True)
                 with record.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
                 say(
