@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,17 +56,23 @@ def named_base(path: str | os.PathLike[str]) -> Path:
 
 
 def read_adapters(
-    path: str | os.PathLike[str], adapter: BaseStateDictAdapter, base: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    adapter: BaseStateDictAdapter,
+    base: str | os.PathLike[str] | None = None,
+    named: str | None = None,
 ) -> Adapters:
     """Returns the adapters of a folder of PEFT's, or of a checkpoint of a run that trained adapters.
 
     Args:
         adapter: of the model that they belong to.
         base: the Hugging Face checkpoint of that model; a run's checkpoint is only read for the base it was trained on.
+        named: which adapter of a run that trained several.
 
     Raises CheckpointError where they are none of this model's, or of another base.
     """
     if is_peft_folder(path):
+        if named is not None:
+            raise ConfigError(f"{os.fspath(path)}: it holds one adapter without a name; leave out {named!r}")
         sizes = read_sizes(path, adapter)
         return Adapters(sizes, read_adapter(path, adapter, sizes))
     folder = find_checkpoint(path) or find_checkpoint(Path(path) / "checkpoints")
@@ -77,16 +84,29 @@ def read_adapters(
     if base is None:
         raise ConfigError(f"{folder}: only the base that it was trained on can take its adapters; name its checkpoint")
     expected = {**model_fingerprint(adapter.args), "adapters": saved["adapters"], "base": checkpoint_digest(base)}
-    sizes = {name: AdapterSize(**size) for name, size in saved["adapters"].items()}
+    sizes = {name: AdapterSize(**size) for name, size in _described(folder, saved["adapters"], named).items()}
     with open_state(folder, expected) as (_, state):
         stored = state["engine"]["model"]
-        names = [name for matrix in sizes for name in adapter_names(matrix)]
-        if odd := {*names} ^ {*stored}:
-            fail(
-                folder,
-                f"its adapters {'have' if odd & {*stored} else 'lack'} a tensor {min(odd)!r}, other than its sizes",
-            )
-        return Adapters(sizes, {name: stored[name].read() for name in names})
+        pairs = {matrix: adapter_names(matrix, named) for matrix in sizes}
+        if missing := [name for pair in pairs.values() for name in pair if name not in stored]:
+            fail(folder, f"its adapters lack a tensor {missing[0]!r}, whose size it names")
+        tensors = {
+            alone: stored[name].read()
+            for matrix, pair in pairs.items()
+            for alone, name in zip(adapter_names(matrix), pair, strict=True)
+        }
+        return Adapters(sizes, tensors)
+
+
+def _described(folder: Path, adapters: Mapping[str, Any], named: str | None) -> Mapping[str, Any]:
+    """Returns the sizes of the adapter that a run's checkpoint holds, or of the one with this name."""
+    several = sorted(name for name, of in adapters.items() if "rank" not in of)
+    if several and named not in several:
+        given = "" if named is None else f", and none {named!r}"
+        raise ConfigError(f"{folder}: it holds adapters {', '.join(several)}{given}; choose one by --name")
+    if not several and named is not None:
+        raise ConfigError(f"{folder}: it holds one adapter without a name; leave out {named!r}")
+    return adapters if named is None else adapters[named]
 
 
 def export_adapter(
@@ -94,6 +114,7 @@ def export_adapter(
     target: str | os.PathLike[str],
     base: str | os.PathLike[str],
     experts: ExpertFiles = "stacked",
+    named: str | None = None,
 ) -> Adapters:
     """Write the adapters of a run's checkpoint, or of a folder of PEFT's, as PEFT does. Returns them.
 
@@ -101,7 +122,7 @@ def export_adapter(
     """
     hf_config = read_hf_config(base)
     adapter = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config, os.fspath(base))
-    found = read_adapters(path, adapter, base)
+    found = read_adapters(path, adapter, base, named)
     save_adapter(target, adapter, found.sizes, found.tensors, base=os.fspath(base), experts=experts)
     return found
 

@@ -72,6 +72,7 @@ def convert(
     drop_padding: bool = False,
     names: Names | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    named: str | None = None,
 ) -> OpenWeights:
     """Write the weights of `source` to the new folder `target`, atomically.
 
@@ -87,6 +88,7 @@ def convert(
             by default detected.
         adapter: merge this adapter of the weights on the way, each tensor in float32 and in memory alone: a folder of
             PEFT's, or a checkpoint of a run that trained adapters on the Hugging Face checkpoint `source`.
+        named: which adapter of a run that trained several.
 
     A native source may be the checkpoint of a run; only its weights are used. A native target holds weights alone, and
     `ArchonEngine.load` reads it.
@@ -104,7 +106,7 @@ def convert(
     with open_weights(folder, source_format, like, drop_padding=drop_padding, names=names_there) as weights:
         if adapter is not None:
             base = folder if source_format == "hf" else None
-            weights = _with_adapter(weights, read_adapters(adapter, weights.adapter, base), dtype)
+            weights = _with_adapter(weights, read_adapters(adapter, weights.adapter, base, named), dtype)
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
             save_hf(destination, tensors, weights.hf_config, like=weights.assets, dtype=dtype)

@@ -27,6 +27,7 @@ def command(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="with --merge: dtype of all weights; kept when left out"),
     ] = None,
+    name: Annotated[str | None, typer.Option(help="which adapter of a run that trained several")] = None,
     experts: Annotated[
         Literal["stacked", "per_expert"] | None,
         typer.Option(
@@ -50,11 +51,11 @@ def command(
         raise ConfigError(f"{source} is in PEFT's format already; add --merge to write it merged into its base")
     checkpoint = base or named_base(source)
     if not merge:
-        found = export_adapter(source, target, checkpoint, experts or "stacked")
+        found = export_adapter(source, target, checkpoint, experts or "stacked", name)
         print(f"adapters of {len(found.sizes)} matrices, {found.parameters:,} parameters: {source} -> {target}")
         return
     wanted = None if dtype is None else getattr(torch, dtype)
-    weights = convert(checkpoint, target, "hf", origin="hf", dtype=wanted, adapter=source)
+    weights = convert(checkpoint, target, "hf", origin="hf", dtype=wanted, adapter=source, named=name)
     print(f"{source} merged into {checkpoint} -> {target}, {len(weights.tensors):,} tensors")
     if quantized := weights.hf_config.get(FIELD):
         method = quantized.get("quant_method", "quantized")

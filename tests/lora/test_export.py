@@ -208,6 +208,23 @@ def test_adapters_of_a_run_are_for_its_base_alone(run, tmp_path: Path) -> None:
         convert(tmp_path / "other", tmp_path / "out", "hf", adapter=checkpoint)
 
 
+def test_one_of_several_adapters_of_a_run_is_chosen_by_its_name(archon, run, tmp_path: Path) -> None:
+    base, _, _ = run
+    adapters = {"sums": {"rank": 3, "init": "random"}, "words": {"rank": 2, "init": "random", "seed": 1}}
+    engine = engine_of(base, lora={"adapters": adapters}, optimizer={"lr": 1e-2})
+    engine.save(tmp_path / "several", "native")
+    for name in adapters:
+        engine.save(tmp_path / f"direct_{name}", "peft", adapter=name)
+        done = archon("export", tmp_path / "several", tmp_path / name, "--base", base, "--name", name)
+        assert done.code == 0, done.err
+        written, expected = stored(tmp_path / name), stored(tmp_path / f"direct_{name}")
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[key], tensor) for key, tensor in expected.items())
+    asked = ("export", tmp_path / "several", tmp_path / "out", "--base", base)
+    assert "it holds adapters sums, words; choose one by --name" in archon(*asked).complaint
+    assert "it holds adapters sums, words, and none 'verse'" in archon(*asked, "--name", "verse").complaint
+
+
 def test_a_model_with_an_adapter_is_not_saved_without_it(run, tmp_path: Path) -> None:
     base, _, engine = run
     engine.save(tmp_path / "adapter", "peft")
