@@ -102,9 +102,11 @@ def _require_transport(server: RemoteServer, transport: Transport) -> None:
     facts = server.dialect.facts
     if transport in facts.transports:
         return
+    loads = "--worker-extension-cls archon.serve.vllm_extension.Extension --weight-transfer-config "
+    loads += '\'{"backend": "archon"}\''
     fixes = {
-        "disk": "--worker-extension-cls archon.serve.vllm_extension.Extension --weight-transfer-config "
-        '\'{"backend": "archon"}\'',
+        "disk": loads,
+        "delta": loads,
         "lora": "--enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
     }
     raise ConfigError(f"{server.url} takes no weights by {transport}; start it with {fixes[transport]}")

@@ -15,7 +15,7 @@ from archon.remote.http import Http, ServerError
 from archon.schema.errors import ConfigError
 
 LogprobsMode = Literal["raw", "processed"]
-Transport = Literal["disk", "lora"]
+Transport = Literal["disk", "delta", "lora"]
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,13 @@ class Dialect(ABC):
         """Ends the requests of that name with what they have."""
         raise self._has_no("aborted requests")
 
-    def load(self, http: Http, transport: Transport, folder: str, version: int, seconds: float) -> str:
-        """Replaces the weights, and forgets what is cached of the old ones. Returns the model's name for requests."""
+    def load(
+        self, http: Http, transport: Transport, folder: str, version: int, seconds: float, since: int | None
+    ) -> str:
+        """Replaces the weights, and forgets what is cached of the old ones. Returns the model's name for requests.
+
+        `folder` holds a checkpoint or adapters, or the elements that changed since the version `since`.
+        """
         raise self._has_no("pushes of weights")
 
     def version(self, http: Http) -> str:

@@ -16,6 +16,7 @@ from archon.generation.seeds import derive_seed
 from archon.generation.types import ModelRequest, ModelResponse, integer_ids
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
+from archon.remote.delta import write_delta
 from archon.remote.dialect import Answer, Sampling, Transport
 from archon.remote.http import ServerError
 from archon.remote.server import Push, RemoteServer
@@ -179,9 +180,10 @@ class RemoteEngine:
         folder = self.folder / f"version-{version}"
         dtypes = {server.dialect.facts.dtype for server in self.servers}
         meta.write(self.transport, folder, dtypes.pop() if len(dtypes) == 1 else None)
-        written, size = time.perf_counter(), _size(folder) if self._world.is_main else 0
+        delta, since = self._write_delta(folder)
+        written, size = time.perf_counter(), _size(delta or folder) if self._world.is_main else 0
         expected = meta.score(self.probe)
-        push = Push(self.transport, folder, version, self.probe, expected, 0.0, self.config.seconds)
+        push = Push(self.transport, folder, delta, since, version, self.probe, expected, 0.0, self.config.seconds)
         results = self._world.broadcast_json(lambda: self._push_to_all(push))
         differences = []
         for server, (model, difference, failure) in zip(self.servers, results, strict=True):
@@ -210,6 +212,13 @@ class RemoteEngine:
     def state_dict(self) -> dict[str, int]:
         """Returns the state from which a resumed run derives the same seeds for requests without one."""
         return {"version": self.version, "submitted": self._submitted}
+
+    def _write_delta(self, folder: Path) -> tuple[Path | None, int | None]:
+        """Returns the folder of what changed since the last push, and its version; None where all is pushed."""
+        old, delta = self.folder / f"version-{self.version}", folder.with_name(f"{folder.name}-delta")
+        if self.transport != "delta" or not self._world.is_main or old == folder:
+            return None, None
+        return (delta, self.version) if write_delta(old, folder, delta) else (None, None)
 
     def _push_to_all(self, push: Push) -> list[tuple[str, float, str | None]]:
         def to_one(server: RemoteServer) -> tuple[str, float, str | None]:

@@ -15,6 +15,7 @@ class Push:
 
     Attributes:
         transport, folder: what was written, and where.
+        delta, since: the folder with the elements that changed since another version, for servers that have that.
         version: of the weights.
         probe: the tokens that servers score.
         expected: the trainer's logprobs of the probe's tokens 1 to L − 1 at temperature 1.
@@ -24,6 +25,8 @@ class Push:
 
     transport: Transport
     folder: Path
+    delta: Path | None
+    since: int | None
     version: int
     probe: list[int]
     expected: list[float]
@@ -91,7 +94,9 @@ class RemoteServer:
         """
         dialect, http = self.dialect, self.http
         dialect.pause(http, abort=True)
-        model = dialect.load(http, push.transport, str(push.folder), push.version, push.seconds)
+        patched = push.delta is not None and self.failure is None and self.version == push.since
+        folder, since = (push.delta, push.since) if patched else (push.folder, None)
+        model = dialect.load(http, push.transport, str(folder), push.version, push.seconds, since)
         if (found := dialect.version(http)) != str(push.version):
             raise ServerError(f"{self.url} has weights of version {found} after a push of version {push.version}")
         dialect.resume(http)

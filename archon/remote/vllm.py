@@ -59,7 +59,7 @@ class VLLM(Dialect):
             raise ConfigError(f"{http.url}: --logprobs-mode is {mode}; expected {' or '.join(_MODES)}")
         transports: set[Transport] = set()
         if (config.get("weight_transfer_config") or {}).get("backend") == EXTENSION_BACKEND:
-            transports.add("disk")
+            transports |= {"disk", "delta"}
         if config.get("lora_config"):
             transports.add("lora")
         facts = ServerFacts(
@@ -182,11 +182,16 @@ class VLLM(Dialect):
         name = f"generate-tokens-{rid}" if self._generates else f"cmpl-{rid}-0"
         http.command("/abort_requests", {"request_ids": [name]})
 
-    def load(self, http: Http, transport: Transport, folder: str, version: int, seconds: float) -> str:
+    def load(
+        self, http: Http, transport: Transport, folder: str, version: int, seconds: float, since: int | None
+    ) -> str:
         model = self.facts.model
-        if transport == "disk":
+        if transport != "lora":
+            info: dict[str, Any] = {"folder": folder}
+            if transport == "delta":
+                info |= {"version": str(version), "since": None if since is None else str(since)}
             http.command("/start_weight_update", seconds=seconds)
-            http.command("/update_weights", {"update_info": {"folder": folder}}, seconds)
+            http.command("/update_weights", {"update_info": info}, seconds)
             http.command("/finish_weight_update", {"weight_version": str(version)}, seconds)
         else:
             adapter = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}

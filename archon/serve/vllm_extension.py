@@ -30,9 +30,16 @@ class Nothing(WeightTransferInitInfo):
 
 @dataclass
 class Checkpoint(WeightTransferUpdateInfo):
-    """A Hugging Face checkpoint in a folder that trainer and server share."""
+    """A Hugging Face checkpoint in a folder that trainer and server share, or what changed since another.
+
+    Attributes:
+        version: of the checkpoint, which is kept in memory for later changes; None: it is not kept.
+        since: the folder holds only elements that changed since this version.
+    """
 
     folder: str
+    version: str | None = None
+    since: str | None = None
 
 
 class DiskTransfer(WeightTransferEngine):
@@ -46,11 +53,23 @@ class DiskTransfer(WeightTransferEngine):
         """Does nothing: the folder needs no connection."""
         del init_info
 
+    _kept: dict[str, torch.Tensor] | None = None
+    _kept_version: str | None = None
+
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Checkpoint) -> None:
-        loaded = self.model.load_weights(tensors(Path(update_info.folder)))
+        source = tensors(Path(update_info.folder))
+        if update_info.since is not None:
+            if self._kept is None or self._kept_version != update_info.since:
+                raise ValueError(f"changes since {update_info.since} were pushed, and {self._kept_version} is here")
+            patch(self._kept, dict(source))
+        elif update_info.version is not None:
+            self._kept = {name: tensor.clone() for name, tensor in source}
+        if update_info.version is not None and self._kept is not None:
+            self._kept_version, source = update_info.version, iter(self._kept.items())
+        loaded = self.model.load_weights(source)
         if loaded is None:
             return
         if self._names is not None and self._names != loaded:
@@ -75,6 +94,12 @@ def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 yield name, file.get_tensor(name)
+
+
+def patch(checkpoint: dict[str, torch.Tensor], changes: dict[str, torch.Tensor]) -> None:
+    """Sets the elements NAME.indices of each tensor NAME to NAME.values."""
+    for name, tensor in checkpoint.items():
+        tensor.view(-1)[changes[f"{name}.indices"].long()] = changes[f"{name}.values"]
 
 
 def repack_embeddings(model: torch.nn.Module) -> None:

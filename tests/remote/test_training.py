@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from archon.remote.config import PushConfig
 from archon.remote.engine import NoServerError, spread_tokens
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
@@ -159,3 +160,21 @@ def test_two_ranks_push_once_and_train_as_one_process_does(blank: Path, twin: Ma
     for alone, together in zip(*runs, strict=True):
         assert alone["reward"] == together["reward"]
         assert together["push/difference"] < FIRST_RATIO_FP32 and together["push/servers"] == 1
+
+
+def test_what_changed_is_pushed_where_it_is_little_and_the_server_has_the_rest(
+    rl_config: MakeConfig, twin: MakeTwin
+) -> None:
+    """In bfloat16 a small step leaves most elements as they were; in float32 it changes nearly all."""
+    for dtype, patches in (("bfloat16", [False, True, True]), ("float32", [False, False, False])):
+        server = twin(dtype=dtype)
+        config = rl_config([server.url])
+        config.rollout.push = PushConfig(transport="delta", max_difference=0.5)
+        config.actor.optimizer.lr = 1e-5
+        config.logprob_check.max_mismatch = 0.5
+        trainer = RLTrainer(config)
+        with trainer.opened():
+            pushed = [trainer.train_step()["push/bytes"] for _ in range(2)]
+        assert server.patched == patches
+        whole = 69_000 if dtype == "float32" else 36_000
+        assert all(size < whole / 3 for size in pushed) if patches[1] else all(size > whole for size in pushed)

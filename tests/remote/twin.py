@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from aiohttp import web
+from safetensors.torch import load_file, save_file
 
 from archon.checkpoint.hf_io import load_model, load_tokenizer
 from archon.generation.inprocess import InProcessEngine
@@ -30,6 +33,7 @@ class VLLMTwin:
 
     Attributes:
         requests: (path, body) of every request so far.
+        patched: of each update, whether only what changed was pushed.
         faults: names of what goes wrong, such as `stale_head`; tests add and remove them.
     """
 
@@ -38,6 +42,7 @@ class VLLMTwin:
         self.logprobs_mode = settings.pop("logprobs_mode", "raw_logprobs")
         self.backend = settings.pop("backend", "archon")
         self.lora = settings.pop("lora", False)
+        self.dtype = settings.pop("dtype", "float32")
         assert not settings
         self.scale_out = scale_out
         self.tokenizer = load_tokenizer(folder)
@@ -50,6 +55,8 @@ class VLLMTwin:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.faults: set[str] = set()
         self.updating = False
+        self.patched: list[bool] = []
+        self._kept = TemporaryDirectory()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -107,7 +114,7 @@ class VLLMTwin:
 
     async def _on_server_info(self, body: Any, query: Any) -> Any:
         assert query["config_format"] == "json"
-        model = {"logprobs_mode": self.logprobs_mode, "max_model_len": 64, "dtype": "torch.float32"}
+        model = {"logprobs_mode": self.logprobs_mode, "max_model_len": 64, "dtype": f"torch.{self.dtype}"}
         transfer = {"backend": self.backend} if self.backend else None
         lora = {"max_lora_rank": 8} if self.lora else None
         return {"vllm_config": {"model_config": model, "weight_transfer_config": transfer, "lora_config": lora}}
@@ -142,10 +149,24 @@ class VLLMTwin:
         return {}
 
     async def _on_update_weights(self, body: Any, query: Any) -> Any:
-        assert self.updating and list(body["update_info"]) == ["folder"]
+        info = body["update_info"]
+        assert self.updating and set(info) in ({"folder"}, {"folder", "version", "since"})
         if "update" in self.faults:
             return web.json_response({"error": "EngineCore encountered an issue"}, status=500)
-        self._model = load_model(body["update_info"]["folder"])
+        folder, since = Path(info["folder"]), info.get("since")
+        self.patched.append(since is not None)
+        if since is not None:
+            assert since == self.weight_version, "the elements that changed since another version"
+            changes = load_file(folder / "delta.safetensors")
+            whole = load_file(self._folder / "model.safetensors")
+            for name, tensor in whole.items():
+                tensor.view(-1)[changes[f"{name}.indices"].long()] = changes[f"{name}.values"]
+            copytree(self._folder, folder / "whole")
+            folder /= "whole"
+            save_file(whole, folder / "model.safetensors", {"format": "pt"})
+        self._folder = Path(self._kept.name) / f"{len(self.patched)}"
+        copytree(folder, self._folder)
+        self._model = load_model(folder)
         return {}
 
     async def _on_finish_weight_update(self, body: Any, query: Any) -> Any:

@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from archon.engine.engine import ArchonEngine
 from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.remote.config import PushConfig
+from archon.remote.connect import connect
 from archon.remote.engine import NoServerError, RemoteEngine
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
+from archon.rl.weight_sync import PushedWeights
+from archon.schema.config import EngineConfig
 from archon.training.metrics import read_jsonl
 from tests.real_model import SMOLLM2
 from tests.vllm.server import VLLMServer
@@ -89,7 +95,8 @@ def test_sampled_answers_have_the_trainers_logprobs_and_their_seeds(
             assert answer.output_logprobs == pytest.approx(scores, abs=LOGPROB)
 
 
-@pytest.mark.parametrize("transport", ["disk", "lora"])
+# Adapters first: they are pushed over the base that the server has, which a checkpoint replaces.
+@pytest.mark.parametrize("transport", ["lora", "disk"])
 def test_twenty_steps_each_of_whose_pushes_is_verified(
     rl_config: MakeConfig, server: VLLMServer, checkpoint: Path, transport: str
 ) -> None:
@@ -99,6 +106,21 @@ def test_twenty_steps_each_of_whose_pushes_is_verified(
     steps = twenty_steps(rl_config(server, actor=actor), transport)
     rewards = [step["reward"] for step in steps]
     assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+def test_a_few_changed_elements_are_pushed_alone(server: VLLMServer, checkpoint: Path) -> None:
+    engine = ArchonEngine(EngineConfig(path=str(checkpoint), optimizer=None))
+    engine.initialize()
+    remote = connect([server.url], PushConfig(transport="delta"), vocab_size=engine.args.vocab_size)
+    remote.update_weights(PushedWeights(engine), version=0)
+    whole, before = remote.push_metrics["push/bytes"], remote.prompt_logprobs(remote.probe)
+    embedding = engine.whole_model.tok_embeddings
+    assert embedding is not None
+    with torch.no_grad():
+        embedding.weight[::7, 3] += 0.5
+    remote.update_weights(PushedWeights(engine), version=1)
+    assert remote.push_metrics["push/bytes"] < whole / 10 and remote.push_metrics["push/difference"] < LOGPROB
+    assert remote.prompt_logprobs(remote.probe) != pytest.approx(before, abs=100 * LOGPROB)
 
 
 def test_twenty_steps_of_a_real_model(rl_config: MakeConfig, serve: Callable[..., VLLMServer]) -> None:
