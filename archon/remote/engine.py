@@ -22,8 +22,12 @@ from archon.remote.http import ServerError
 from archon.remote.server import Push, RemoteServer
 from archon.schema.errors import ConfigError, ContextOverflowError, RolloutError
 
-MAX_DIFFERENCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-"""The largest |Δ logprob| of a verified push, by the servers' dtype."""
+# Measured with a float32 trainer of SmolLM2-135M and vLLM on a CPU: 3e-5 in float32, 0.84 in bfloat16.
+MAX_DIFFERENCE = {"float32": 1e-3, "float16": 0.3, "bfloat16": 2.0}
+"""The largest |Δ logprob| of a verified push, by the servers' dtype.
+
+In 16 bits it is coarse: it notices a push that went wrong altogether, and the check of each batch's logprobs the rest.
+"""
 REMEMBERED_GROUPS = 4096
 PROBE_TOKENS = 64
 POLL_SECONDS = 0.05
