@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from archon.remote.config import PushConfig
 from archon.remote.engine import NoServerError, spread_tokens
@@ -175,6 +176,9 @@ def test_what_changed_is_pushed_where_it_is_little_and_the_server_has_the_rest(
         trainer = RLTrainer(config)
         with trainer.opened():
             pushed = [trainer.train_step()["push/bytes"] for _ in range(2)]
+            exported = load_file(trainer.generator.folder / "version-2" / "model.safetensors")
+            served = load_file(server.folder / "model.safetensors")
+            assert all(served[name].equal(tensor) for name, tensor in exported.items()), "bit for bit"
         assert server.patched == patches
         whole = 69_000 if dtype == "float32" else 36_000
         assert all(size < whole / 3 for size in pushed) if patches[1] else all(size > whole for size in pushed)

@@ -158,14 +158,14 @@ class VLLMTwin:
         if since is not None:
             assert since == self.weight_version, "the elements that changed since another version"
             changes = load_file(folder / "delta.safetensors")
-            whole = load_file(self._folder / "model.safetensors")
+            whole = load_file(self.folder / "model.safetensors")
             for name, tensor in whole.items():
                 tensor.view(-1)[changes[f"{name}.indices"].long()] = changes[f"{name}.values"]
-            copytree(self._folder, folder / "whole")
+            copytree(self.folder, folder / "whole")
             folder /= "whole"
             save_file(whole, folder / "model.safetensors", {"format": "pt"})
-        self._folder = Path(self._kept.name) / f"{len(self.patched)}"
-        copytree(folder, self._folder)
+        self.folder = Path(self._kept.name) / f"{len(self.patched)}"
+        copytree(folder, self.folder)
         self._model = load_model(folder)
         return {}
 
