@@ -106,12 +106,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        low = times_transposed(x, a).mul_(scale)
+        # Not in place: recomputation that keeps the results of products (`selective: op`) refuses to see them change.
+        low = times_transposed(x, a) * scale
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scale = scale
-        out = times_transposed(x, weight, bias)
-        add_product(out, low, b.t())
-        return out
+        return times_transposed(x, weight, bias) + product(low, b.t())
 
     @staticmethod
     @once_differentiable

@@ -208,3 +208,9 @@ def test_a_stage_without_adapters_is_refused(bases: tuple[str, str]) -> None:
 def test_what_adapters_cannot_be_is_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         EngineConfig.parse({"path": "base", "lora": LORA} | options)
+
+
+@pytest.mark.parametrize("recompute", [{"mode": "full"}, {"mode": "selective", "selective": "op"}])
+def test_recomputation_changes_nothing(bases: tuple[str, str], recompute: dict[str, Any]) -> None:
+    recomputed = engine_of(bases[0], activation_checkpoint=recompute, lora=LORA | {"init": "random"})
+    assert train(recomputed, 2) == train(engine_of(bases[0], lora=LORA | {"init": "random"}), 2)
