@@ -286,6 +286,8 @@ class RLTrainer(BaseTrainer):
             finally:
                 if self.async_rollout is not None:
                     self._loop.run_until_complete(self.async_rollout.close())
+                if isinstance(self.generator, RemoteEngine):
+                    self.generator.close()
                 if isinstance(self.rollout.workflow, RolloutWorkflow):  # one may only have its method
                     self._loop.run_until_complete(self.rollout.workflow.aclose())
 

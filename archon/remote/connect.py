@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import tempfile
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def connect(
         **options,
     )
     if cleanup is not None:
-        weakref.finalize(engine, cleanup.cleanup)
+        engine.close = cleanup.cleanup
     return engine
 
 

@@ -91,6 +91,8 @@ class RemoteEngine:
     log: Callable[[str], None] = print
     stats: RemoteStats = field(default_factory=RemoteStats)
     push_metrics: dict[str, float] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
+    """Removes the folder of pushes, where it was made for this engine."""
 
     def __post_init__(self) -> None:
         self._world = ControlPlane.patient("pushes")

@@ -58,6 +58,7 @@ def test_every_push_is_verified_and_counted(rl_config: MakeConfig, twin: MakeTwi
         size = sum(path.stat().st_size for path in pushed.iterdir())
         assert [path.name for path in trainer.generator.folder.iterdir()] == ["version-1"]
         batch = trainer.rollout_batch().trajectories
+    assert not trainer.generator.folder.exists(), "a run leaves nothing in shared memory"
     assert server.weight_version == "1" and metrics["version"] == 1
     assert metrics["push/servers"] == 1 and metrics["push/bytes"] == size
     assert 0 < metrics["push/difference"] < FIRST_RATIO_FP32
