@@ -200,6 +200,7 @@ _.finish_weight_update
 _.shutdown
 _.Extension
 
-# `GET /v1/adapters` sends the counts of an adapter; vLLM's field must be empty.
+# `GET /v1/adapters` and the answer of an unloading send them; vLLM's field must be empty.
 _.answer_tokens
+_.deleted
 _.lora_int_id

@@ -23,6 +23,7 @@ from tests.mutants.catalog import (
     quantized,
     remote,
     rollouts,
+    served_adapters,
     several_adapters,
     training,
     update,
@@ -33,6 +34,6 @@ from tests.mutants.mutant import Mutant
 ROOMS = (
     attention, latents, delta_nets, experts, layers, head, adapters, several_adapters, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses,
-    update,
+    update, served_adapters,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
