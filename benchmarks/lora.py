@@ -71,12 +71,12 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
 
 
 def one(engine: Any, options: dict[str, Any]) -> train_step.Step:
-    """A step of the one adapter on all documents."""
+    """Take a step of the one adapter on all documents."""
     return train_step.step_of(engine, train_step.documents(options))
 
 
 def all_at_once(engine: Any, options: dict[str, Any]) -> train_step.Step:
-    """A step of every adapter, each on the document of its index, in one batch."""
+    """Take a step of every adapter, each on the document of its index, in one batch."""
     import torch
 
     names = [f"a{index}" for index in range(len(options["adapters"]))]
@@ -90,7 +90,7 @@ def all_at_once(engine: Any, options: dict[str, Any]) -> train_step.Step:
 
 
 def in_turn(side: str, options: dict[str, Any]) -> train_step.Step:
-    """A step of every adapter, each on the document of its index, by a model of its own."""
+    """Take a step of every adapter, each on the document of its index, by a model of its own."""
     make = train_step.archon_step if side.startswith("archon") else train_step.peer_step
     steps = [
         make(side, options | {"adapter": path, "document": index}) for index, path in enumerate(options["adapters"])

@@ -82,7 +82,7 @@ async def test_as_many_requests_are_under_way_as_are_made(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["httpx", "aiohttp"])
 async def test_without_the_package_the_extra_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, kind, None)
-    with pytest.raises(ConfigError, match=f"need the package {kind}, which is not installed; install archon's extra"):
+    with pytest.raises(ConfigError, match=f"needs the package {kind}, which is not installed; install archon's extra"):
         await get(kind)
 
 
