@@ -336,7 +336,10 @@ def fingerprint(**changes: Any) -> dict[str, Any]:
         ({"hidden_size": 48}, "dim is 24 there and 48 here"),
         ({"rope_theta": 5e5}, "rope_theta is 10000.0 there and 500000.0 here"),
         (QWEN2, "family is 'Qwen3ModelArgs' there and 'Qwen2ModelArgs' here"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is "),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            r"rope_scaling\.kind is 'default' there and 'linear' here",
+        ),
     ],
 )
 def test_resume_from_another_models_checkpoint_is_one_clear_error(
