@@ -24,7 +24,7 @@ from archon.generation.types import ModelRequest
 from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
 from archon.models.attention.paged_cache import PagedCache
 from archon.models.base import BaseArchonModel
-from archon.schema.errors import ContextOverflowError, RolloutError
+from archon.schema.errors import ContextOverflowError, NotFiniteError, RolloutError
 
 # Logits of at most this many elements are sampled at once, so that wide vocabularies do not multiply in memory.
 _MAX_SAMPLED_ELEMENTS = 1 << 24
@@ -71,6 +71,26 @@ def _dedupe_rows(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequen
         else:
             distinct.append(sequence)
     return distinct, duplicates, duplicate_rows
+
+
+def _broken_sequences(spans: list[tuple[Sequence, int]], hidden: Tensor, overflowed: Tensor | None) -> list[Sequence]:
+    """Returns the sequences for whose tokens their adapters compute what is not finite.
+
+    Args:
+        spans: the sequences of consecutive rows, and their numbers of rows.
+        hidden: [rows, dim], with padding after those.
+        overflowed: see `PagedAttention`.
+
+    Raises NotFiniteError where the model itself computes it.
+    """
+    owners = [sequence for sequence, count in spans for _ in range(count)]
+    wrong = ~hidden[: len(owners)].isfinite().all(1)
+    if overflowed is not None:
+        wrong |= overflowed
+    broken = list(dict.fromkeys(owners[row] for row in wrong.nonzero()[:, 0].tolist()))
+    if any(sequence.adapter is None for sequence in broken):
+        raise NotFiniteError("hidden states of the model are not finite; check the model's weights")
+    return broken
 
 
 def _sampling_params(sequences: list[Sequence]) -> SamplingParams:
@@ -272,18 +292,24 @@ class Generator:
             *(np.array([sequence.state for sequence in some], dtype=np.int64) for some in (decode, duplicates)),
         )
         meta = PagedAttention(self.cache, decode_rows, prefill_chunks, self.model.args.attn_type, rows)
-        owners = [(sequence.adapter, 1) for sequence in decode]
-        owners += [(chunk.sequence.adapter, chunk.stop - chunk.start) for chunk in chunks]
-        meta.adapters = self.adapters.rows(owners, rows)
+        spans = [(sequence, 1) for sequence in decode]
+        spans += [(chunk.sequence, chunk.stop - chunk.start) for chunk in chunks]
+        meta.adapters = self.adapters.rows([(sequence.adapter, count) for sequence, count in spans], rows)
         hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
 
+        broken = [] if meta.adapters is None else _broken_sequences(spans, hidden, meta.overflowed)
         for sequence in step.decode:
             sequence.computed += 1
         first = len(decode)
-        sampled.add_rows(decode + duplicates, hidden[:first], [*range(first), *duplicate_rows])
+        owners = [*enumerate(decode), *zip(duplicate_rows, duplicates, strict=True)]
+        whole = [(row, sequence) for row, sequence in owners if decode[row] not in broken]
+        sampled.add_rows([sequence for _, sequence in whole], hidden[:first], [row for row, _ in whole])
         for chunk in chunks:
-            self._complete_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
+            if chunk.sequence not in broken:
+                self._complete_chunk(chunk, hidden[first : first + chunk.stop - chunk.start], sampled)
             first += chunk.stop - chunk.start
+        for sequence in [*broken, *(sequence for row, sequence in owners[len(decode) :] if decode[row] in broken)]:
+            self._refuse_adapter(sequence)
         self.stats.decode_tokens += len(step.decode)
         self.stats.duplicate_tokens += len(duplicates)
         self.stats.prefill_tokens += first - len(decode)
@@ -319,7 +345,7 @@ class Generator:
         assert head is not None
         hidden = torch.cat(sampled.hidden)
         logits = head(F.pad(hidden, (0, 0, 0, _round_up(sampled.n_rows) - sampled.n_rows)))[: sampled.n_rows]
-        if len(sampled.sequences) != sampled.n_rows:
+        if sampled.rows != [*range(sampled.n_rows)]:
             logits = logits.index_select(0, torch.tensor(sampled.rows, device=self.device))
         block = max(1, _MAX_SAMPLED_ELEMENTS // logits.shape[-1])
         for first, part in enumerate(logits.split(block)):
@@ -332,6 +358,14 @@ class Generator:
                 sequence.drawn = (self.stats.steps, row, token)
                 if sequence.stop_reason is not None:
                     self._finish(sequence)
+
+    def _refuse_adapter(self, sequence: Sequence) -> None:
+        assert sequence.adapter is not None
+        sequence.stop_reason = "abort"
+        sequence.error = NotFiniteError(
+            f"adapter {sequence.adapter.name!r:.200} computes numbers that are not finite; check its weights"
+        )
+        self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)

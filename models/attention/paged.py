@@ -58,7 +58,13 @@ class PagedAttention(AttentionMeta):
         chunks: parts of prompts; those that start at 0 attend as packed documents.
         attn_type: backend of the chunks that start at 0; pages do not use it.
         padded_length: rows of the forward, if more than its tokens; the output of padding is 0.
+
+    Attributes:
+        overflowed: where tokens have adapters, bool [T] without padding: keys or values of the token are not finite,
+            and 0 in the cache, since attention multiplies what it masks by 0, and pages pass to other sequences.
     """
+
+    overflowed: Tensor | None = None
 
     def __init__(
         self,
@@ -203,10 +209,18 @@ class PagedAttention(AttentionMeta):
         if self._n_padding:
             unpadded = tuple(x[: -self._n_padding] for x in unpadded)
         stored = unpadded[1:]
+        if self.adapters is not None:
+            stored = tuple(map(self._finite, stored))
         if self._duplicates is not None:
             stored = tuple(torch.cat([x, x.index_select(0, self._duplicates)]) for x in stored)
         self.cache.write(layer, self._rows, *stored)
         return unpadded
+
+    def _finite(self, rows: Tensor) -> Tensor:
+        """Returns rows [T, heads, features], with zeros in those that are not finite, which are `overflowed`."""
+        wrong = ~rows.isfinite().flatten(1).all(1)
+        self.overflowed = wrong if self.overflowed is None else self.overflowed | wrong
+        return rows.masked_fill(wrong.view(-1, 1, 1), 0)
 
     def _joined(self, outs: list[Tensor]) -> Tensor:
         """Returns the results of this forward's tokens, and zeros for its padding."""

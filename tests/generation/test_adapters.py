@@ -16,7 +16,7 @@ from archon.generation.types import ModelRequest, ModelResponse
 from archon.models.base import BaseArchonModel
 from archon.models.layers.linear import Linear
 from archon.models.lora import AdapterSize, add_adapters
-from archon.schema.errors import RolloutError, UnknownAdapterError
+from archon.schema.errors import NotFiniteError, RolloutError, UnknownAdapterError
 from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
 from tests.lora.adapters import merged, random_adapter
 from tests.tolerances import GENERATED_LOGPROB_BF16, GENERATED_LOGPROB_FP32, GENERATED_LOGPROB_FP64
@@ -255,3 +255,38 @@ def test_counts_are_kept_by_adapter() -> None:
     busy, idle = engine.adapters.values()
     assert (busy.requests, busy.prompt_tokens, busy.answer_tokens, busy.unfinished) == (3, 8, 15, 0)
     assert (idle.requests, idle.prompt_tokens, idle.answer_tokens, idle.unfinished) == (0, 0, 0, 0)
+
+
+def broken(adapter: Adapters, part: str = "") -> Adapters:
+    """An adapter with finite weights, those of `part` so large that what they compute is not finite in float32."""
+    tensors = {name: x * 1e30 if part in name else x for name, x in adapter.tensors.items()}
+    assert any(x.abs().max() > 1e28 for x in tensors.values())
+    return replace(adapter, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("qwen3", ""), ("qwen3", "1.attention.wv"), ("deepseek_v3", ""), ("qwen3_next", "")]
+)
+async def test_an_adapter_that_computes_no_numbers_fails_its_own_answers_alone(family: str, part: str) -> None:
+    """Its pages, with what it computed, pass to other sequences, and those read neighboring ones masked."""
+    model = make_model(torch.float32, family)
+    good, bad = random_adapter(model, 0), broken(random_adapter(model, 1), part)
+    options: dict[str, Any] = {"max_slots": 6, "n_pages": 40, "prefill_tokens": 9}
+    engine = serving(model, {"bad": bad, "good": good}, **options)
+    names = ("bad", None, "good", "bad")
+    together = [asks(name, prompt, seed=5, max_new_tokens=7) for prompt in RAGGED[:5] for name in names]
+    for _ in range(2):
+        answers = await asyncio.gather(*map(engine.agenerate, together), return_exceptions=True)
+        assert {type(a) for a, asked in zip(answers, together, strict=True) if asked.adapter == "bad"} == {
+            NotFiniteError
+        }
+        kept = [asked for asked in together if asked.adapter != "bad"]
+        expected = iter(serving(model, {"good": good}, **options).generate(kept))
+        for answer, asked in zip(answers, together, strict=True):
+            if asked.adapter == "bad":
+                assert "adapter 'bad' computes numbers that are not finite" in str(answer)
+            else:
+                assert isinstance(answer, ModelResponse), answer
+                assert answer.output_tokens == next(expected).output_tokens
+    assert engine.adapters["bad"].unfinished == 0
+    assert all(tensors.keys.isfinite().all() for tensors in engine._generator.cache.layers.values())
