@@ -400,6 +400,7 @@ class ExportedTrajectory(ResponseModel):
     truncated: bool
     reward: float
     answers: list[AnswerPlace] = Field(min_length=1)
+    adapter: str | None = Field(description="that sampled the answers; null: the model itself")
 
 
 class Export(ResponseModel):
@@ -479,6 +480,7 @@ async def export(request: Request, session_id: SessionId, query: Annotated[Expor
             **{name: value for name, value in vars(row.record).items() if name != "turns"},
             "reward": row.reward,
             "answers": [{"completion_id": completion, "choice": choice} for completion, choice in row.answers],
+            "adapter": row.adapter,
         }
         for row in _session(request, session_id).export(query.style, query.turn_discount)
     ]

@@ -123,11 +123,13 @@ class Training:
 
 @dataclass
 class Trajectory:
-    """One row to train on: its tokens, its reward, and the (completion, choice) of each answer in it."""
+    """One row to train on: its tokens, its reward, the (completion, choice) of each answer in it, and the adapter that
+    sampled them, None for the model itself."""
 
     record: TokenRecord
     reward: float
     answers: list[tuple[str, int]]
+    adapter: str | None = None
 
 
 class Session(Caller):
@@ -260,15 +262,15 @@ class Session(Caller):
                 credit[node] = (node.reward or 0.0) + (discount * sum(later) / len(later) if later else 0.0)
         for node in self.interactions:
             if node in credit:
-                yield Trajectory(
-                    TokenRecord.of_answer(node.response, node.gconfig.temperature), credit[node], [node.place]
-                )
+                record = TokenRecord.of_answer(node.response, node.gconfig.temperature)
+                yield Trajectory(record, credit[node], [node.place], node.response.adapter)
 
     def _branch_rows(self, discount: float) -> Iterator[Trajectory]:
         for branch in self._branches():
             rewards = [discount**turn * node.reward for turn, node in enumerate(branch) if node.reward is not None]
             if rewards:
-                yield Trajectory(_record_of(branch), sum(rewards), [node.place for node in branch])
+                places = [node.place for node in branch]
+                yield Trajectory(_record_of(branch), sum(rewards), places, branch[0].response.adapter)
 
     def _branches(self) -> Iterator[list[Interaction]]:
         return (node.branch() for node in self.interactions if not node.children)

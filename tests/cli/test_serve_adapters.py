@@ -215,8 +215,15 @@ async def test_only_the_servers_token_loads_and_unloads(client: httpx.AsyncClien
         body = {"lora_name": "red"}
         assert complaint(await client.post("/unload_lora_adapter", json=body, headers=bearer), status)
     asked = ASKS["/chat/completions"] | {"model": "red"}
-    answer = await client.post("/chat/completions", json=asked, headers={"x-api-key": session["api_key"]})
+    own = {"Authorization": f"Bearer {session['api_key']}"}
+    answer = await client.post("/chat/completions", json=asked, headers=own)
     assert answer.json()["model"] == "red", "a session's requests name models as others do"
+    await client.post("/chat/completions", json=asked | {"model": "tiny"}, headers=own)
+    for reward in ({"completion_id": answer.json()["id"]}, {}):
+        await client.post(f"/sessions/{session['id']}/reward", json={"reward": 1.0} | reward, headers=own)
+    for style in ("individual", "concat"):
+        exported = await client.get(f"/sessions/{session['id']}/export", params={"style": style}, headers=own)
+        assert [row["adapter"] for row in exported.json()["trajectories"]] == ["red", None]
 
 
 def _copy(source: Path, target: Path) -> Path:
