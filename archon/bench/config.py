@@ -72,6 +72,11 @@ class SweepConfig(StrictModel):
         for name in self.engine:
             if name in SWEEP_FIELDS:
                 raise ValueError(f"engine.{name} was given, but the sweep sets it; leave it out")
+        lora = self.engine.get("lora")
+        if isinstance(lora, dict) and lora.get("adapters") is not None:
+            raise ValueError(
+                "engine.lora.adapters has several adapters, and a sweep's documents name none of them; give one"
+            )
         return self
 
     @property

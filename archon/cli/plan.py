@@ -120,12 +120,21 @@ def question_of(file: Path) -> dict[str, Any]:
 
 
 def sizes_of(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, AdapterSize]:
-    """Returns the adapters that fields of `model.lora` mean, by the native name of the matrix."""
+    """Returns the adapters that fields of `model.lora` mean, by the native name of the matrix.
+
+    Raises ConfigError for several.
+    """
     from archon.checkpoint.peft_adapter import read_sizes
     from archon.models.lora import adapter_sizes
     from archon.schema.config import LoRAConfig
+    from archon.schema.errors import ConfigError
 
     lora = LoRAConfig.parse(fields, source="lora")
+    if lora.adapters is not None:
+        raise ConfigError(
+            "lora.adapters has several adapters, and a plan counts one; plan with one that is as large as all of them: "
+            f"--lora rank={sum(own.rank for own in lora.adapters.values())}"
+        )
     return adapter_sizes(names, lora) if lora.path is None else read_sizes(lora.path, names)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from archon.engine.engine import ArchonEngine
-from archon.models.lora import adapter_names
+from archon.models.lora import is_adapter
 from archon.parallel.collectives import layout_groups
 from archon.parallel.comm import Group, all_gather_replicated, all_reduce, all_to_all, reduce_scatter
 from archon.parallel.control_plane import ControlPlane
@@ -98,7 +98,7 @@ def inconsistencies(engine: ArchonEngine) -> list[str]:
     """
     names = sorted(engine.adapter.native_shapes)
     names += [f"layers.{layer}.moe.router.expert_bias" for layer in range(engine.args.n_layers)]
-    names += [part for matrix in engine.lora for part in adapter_names(matrix)]
+    names += [name for name, _ in engine.meta_model().named_parameters() if is_adapter(name)]
     index = {name: number for number, name in enumerate(names)}
     if engine.adapter.is_tied:
         index["output.weight"] = index["tok_embeddings.weight"]
@@ -138,7 +138,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def memory(engine: ArchonEngine) -> list[RankMemory]:
     """Returns one report per rank, in rank order."""
-    state = [] if engine.optimizer is None else engine.optimizer.state.values()
+    optimizers = [engine.optimizer, *(own.optimizer for own in engine.adapters.values())]
+    state = [per for optimizer in optimizers if optimizer is not None for per in optimizer.state.values()]
     moments = [local_tensor(x) for per in state for x in per.values() if isinstance(x, Tensor)]
     own = [local_tensor(parameter) for parameter in engine.model.parameters()]
     if engine.device.type == "cuda":

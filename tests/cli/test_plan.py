@@ -82,3 +82,9 @@ def test_adapters_are_planned_only_where_they_are_asked_for(archon, checkpoint, 
     assert found["question"]["lora"] == {"rank": 2}
     assert "none of this model's linear layers" in archon(*asked, "--lora", "targets=[qkv]").complaint
     assert "unknown key 'rnk'" in archon(*asked, "--lora", "rnk=2").complaint
+
+
+def test_several_adapters_are_not_planned_as_one_of_another_rank(archon, checkpoint):
+    ranks = ("--lora", "adapters.a.rank=4", "--lora", "adapters.b.rank=8")
+    told = archon("plan", checkpoint, "--gpus", 1, "--tokens", 1024, "--seq", 32, *ranks).complaint
+    assert "lora.adapters has several adapters, and a plan counts one" in told and "--lora rank=12" in told
