@@ -144,7 +144,7 @@ def add_adapters(
     A critic's value head is not frozen, and is in `dtype` too. An adapter with a name may be one of several. Raises
     ConfigError for a name that a module cannot have.
     """
-    if named is not None and hasattr(LowRanks, named):
+    if named is not None and hasattr(LowRanks(), named):
         raise ConfigError(f"an adapter cannot be named {named!r}, which PyTorch's modules use; choose another name")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))

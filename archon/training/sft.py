@@ -139,7 +139,7 @@ class SFTTrainer(BaseTrainer):
             of_run = config.total_steps or config.epochs * loaders[name].steps_per_epoch
             steps[name] = lora.adapters[name].total_steps or of_run
         self.loader, self.held_out_of = AdapterLoader(loaders, steps), held_out
-        self.total_steps = config.total_steps or max(steps.values())
+        self.total_steps = min(config.total_steps or max(steps.values()), max(steps.values()))
         return with_total_steps(config, steps)
 
     def position(self) -> dict[str, Any]:

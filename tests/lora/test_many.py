@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from archon.checkpoint.native import find_checkpoint, open_state
+from archon.doctor.checks import inconsistencies, memory
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, loss_token_count, masked_sum
@@ -221,6 +222,32 @@ def test_an_infinite_gradient_skips_the_step_of_its_adapter_alone(bases: dict[st
     assert all(relative(x, expected[name]) <= EXACT for name, x in engine.adapter_weights("judge"))
 
 
+@pytest.mark.parametrize(("model", "dtype"), [("dense", "float32"), ("moe", "float32"), ("moe", "float64")])
+def test_an_adapter_without_numbers_reaches_no_other(bases: dict[str, str], model: str, dtype: str) -> None:
+    batch = documents(0, [0, 1, 1, 0])
+    updated = []
+    for spoiled in (False, True):
+        engine = engine_of(bases[model], {"adapters": TWO}, dtype=dtype, max_tokens_per_mb=128)
+        for name, parameter in engine.model.named_parameters():
+            if spoiled and name in engine.adapters["poet"].names:
+                parameter.data.fill_(torch.nan)
+        metrics = engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+        updated.append((dict(engine.adapter_weights("judge")), metrics["judge/grad_norm"]))
+        assert (metrics["poet/skipped"], metrics["judge/skipped"]) == (float(spoiled), 0.0)
+    (expected, norm), (given, given_norm) = updated
+    assert abs(norm - given_norm) <= 1e-5 * norm, "experts' products of other rows are rounded in another order"
+    assert all(relative(x, expected[name]) <= 1e-5 for name, x in given.items())
+
+
+def test_doctor_compares_and_counts_several_adapters(bases: dict[str, str]) -> None:
+    engine = engine_of(bases["dense"], {"adapters": TWO}, dtype="float32")
+    engine.train_batch(documents(0, [0, 1]), CrossEntropyLoss(), loss_token_count)
+    trained = sum(x.numel() for name in TWO for _, x in engine.adapter_weights(name))
+    steps = sum(len(own.parameters) for own in engine.adapters.values())
+    assert memory(engine)[0].optimizer == 4 * (2 * trained + steps)
+    assert inconsistencies(engine) == []
+
+
 def test_a_resumed_run_of_several_adapters_is_the_same_bitwise(bases: dict[str, str], tmp_path: Path) -> None:
     steps = [[0, 0, 1], [0, 0], [1, 0, 1], [1, 1], [0, 1, 1]]
 
@@ -316,8 +343,9 @@ def test_what_several_adapters_cannot_be_is_refused(options: dict[str, Any], com
 def test_what_only_the_model_can_tell_is_refused(bases: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="blocks that are compiled cannot do that yet; set compile to false"):
         engine_of(bases["dense"], {"adapters": TWO}, compile=True)
-    with pytest.raises(ConfigError, match="an adapter cannot be named 'train', which PyTorch's modules use"):
-        engine_of(bases["dense"], {"adapters": {"train": {}}})
+    for name in ("train", "training"):
+        with pytest.raises(ConfigError, match=f"an adapter cannot be named '{name}', which PyTorch's modules use"):
+            engine_of(bases["dense"], {"adapters": {name: {}}})
     late = {"scheduler": {"kind": "linear", "warmup_steps": 3}, "total_steps": 3}
     with pytest.raises(ConfigError, match="leaves none of the 3 steps to decay in"):
         engine_of(bases["dense"], {"adapters": {"late": late}})

@@ -110,3 +110,9 @@ def test_rows_without_an_adapter_are_refused(
     config = config_of(folder, tmp_path / "run", {"adapters": {"long": LONG, "short": SHORT}}, adapter_data=data)
     with pytest.raises(ConfigError, match=complaint):
         SFTTrainer(config).train()
+
+
+def test_a_run_ends_with_the_last_step_of_the_last_adapter(folder: Path, tmp_path: Path) -> None:
+    lora = {"adapters": {"long": LONG | {"total_steps": 3}, "short": SHORT | {"total_steps": 2}}}
+    SFTTrainer(config_of(folder, tmp_path / "run", lora, total_steps=6)).train()
+    assert len([row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in row]) == 3
