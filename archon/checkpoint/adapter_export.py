@@ -103,7 +103,9 @@ def _described(folder: Path, adapters: Mapping[str, Any], named: str | None) -> 
     several = sorted(name for name, of in adapters.items() if "rank" not in of)
     if several and named not in several:
         given = "" if named is None else f", and none {named!r}"
-        raise ConfigError(f"{folder}: it holds adapters {', '.join(several)}{given}; choose one by --name")
+        raise ConfigError(
+            f"{folder}: it holds adapters {', '.join(several)}{given}; choose one by archon export --name"
+        )
     if not several and named is not None:
         raise ConfigError(f"{folder}: it holds one adapter without a name; leave out {named!r}")
     return adapters if named is None else adapters[named]

@@ -399,14 +399,23 @@ class ArchonEngine:
             schedule.step()
         self._stepped = ()
 
-    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yields (native name, whole tensor) of every parameter, tied ones once, in the masters' dtype, and of every
         balancing bias; sharded ones are gathered in buckets of `bucket_bytes`, at least one tensor each.
 
-        An adapter is added to the copies of its matrices that are yielded; several are not.
+        An adapter is added to the copies of its matrices that are yielded; several are not. With `dtype`, in which
+        they are to be stored, the parameters are as wide before it is added, so that the sums are not rounded twice.
         """
         weights = self.base_weights(bucket_bytes)
-        yield from with_adapters(weights, dict(self.adapter_weights()), self.lora) if self.lora else weights
+        if not self.lora:
+            yield from weights
+            return
+        if dtype is not None:
+            biases, wide = self.adapter.buffer_shapes, dtype
+            weights = ((name, x if name in biases else x.to(torch.promote_types(x.dtype, wide))) for name, x in weights)
+        yield from with_adapters(weights, dict(self.adapter_weights()), self.lora)
 
     def adapter_weights(self, named: str | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (native name, whole tensor) of every adapter's a and b; none for a model without adapters.
@@ -463,12 +472,13 @@ class ArchonEngine:
         all_biases = {name: bias.to(wide) for name, bias in expert_biases(whole).items()}
         yield from staged_tensors(biases, all_biases, self.ranks.pp, self.device, bucket_bytes)
 
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor), gathered one by one, for exports. Raises CheckpointError on every rank
-        where a balancing bias that the family's checkpoints lack is not 0."""
+    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, tensor), gathered one by one, for exports in `dtype`, see `weights`. Raises
+        CheckpointError on every rank where a balancing bias that the family's checkpoints lack is not 0."""
         require_zero_expert_biases(self.model, self.adapter, self.ranks.pp)
         stored = self.adapter.stored_shapes
-        yield from self.adapter.export((name, x) for name, x in self.weights(bucket_bytes=0) if name in stored)
+        weights = self.weights(bucket_bytes=0, dtype=dtype)
+        yield from self.adapter.export((name, x) for name, x in weights if name in stored)
 
     @property
     def _base(self) -> str:
@@ -542,7 +552,7 @@ class ArchonEngine:
                 "with format='peft', and merge one by archon export"
             )
         carry = False if self._loaded_from is None else self._loaded_from
-        save_hf_distributed(path, self.hf_weights(), like=self.config.path, dtype=dtype, carry=carry)
+        save_hf_distributed(path, self.hf_weights(dtype), like=self.config.path, dtype=dtype, carry=carry)
 
     def _save_adapters(self, path: str | os.PathLike[str], named: str | None) -> None:
         shapes = adapter_shapes(self.config)

@@ -152,11 +152,14 @@ class BaseTrainer:
                         raise CheckpointError(
                             f"{folder}: the checkpoint has no critic; was algorithm.advantage changed?"
                         )
-                    if self.critic.lora and read_all(state.pop("critic_fingerprint")) != self.critic.fingerprint:
-                        raise CheckpointError(
-                            f"{folder}: the critic's adapters there have other sizes or another base; was critic "
-                            "changed?"
-                        )
+                    own = self.critic.fingerprint if self.critic.lora else None
+                    saved = read_all(state.pop("critic_fingerprint", None))
+                    if saved != own:
+                        what = "the critic's adapters there have other sizes or another base"
+                        if saved is None or own is None:
+                            trained = ("adapters", "all weights") if own is None else ("all weights", "adapters")
+                            what = f"the critic trains {trained[0]} there and {trained[1]} here"
+                        raise CheckpointError(f"{folder}: {what}; was critic changed?")
                     self.critic.load_state_dict(state.pop("critic"))
                 position = read_all(state)
             runner.log(f"resuming after step {step}")

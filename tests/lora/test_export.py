@@ -221,7 +221,7 @@ def test_one_of_several_adapters_of_a_run_is_chosen_by_its_name(archon, run, tmp
         assert written.keys() == expected.keys()
         assert all(torch.equal(written[key], tensor) for key, tensor in expected.items())
     asked = ("export", tmp_path / "several", tmp_path / "out", "--base", base)
-    assert "it holds adapters sums, words; choose one by --name" in archon(*asked).complaint
+    assert "it holds adapters sums, words; choose one by archon export --name" in archon(*asked).complaint
     assert "it holds adapters sums, words, and none 'verse'" in archon(*asked, "--name", "verse").complaint
 
 

@@ -14,6 +14,7 @@ from archon.checkpoint.native import save_state
 from archon.checkpoint.safetensors_file import SafetensorsFile
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models.lora import adapter_names
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, LayoutError
 from tests.engine.tiny import make_engine, sft_batch
@@ -91,6 +92,19 @@ def test_a_bfloat16_base_stays_bfloat16_and_its_adapters_are_float32(bases: tupl
     assert engine.optimizer is not None
     moments = [moment["exp_avg"] for moment in engine.optimizer.state.values()]
     assert {moment.dtype for moment in moments} == {torch.float32}
+
+
+def test_an_export_wider_than_its_base_keeps_what_the_base_would_round_away(
+    bases: tuple[str, str], tmp_path: Path
+) -> None:
+    engine = engine_of(bases[0], dtype="bfloat16", lora=LORA | {"init": "random", "alpha": 1e-3})
+    engine.save(tmp_path / "merged", dtype=torch.float32)
+    merged = dict(load_model(tmp_path / "merged").named_parameters())
+    parameters = dict(engine.model.named_parameters())
+    for name, size in engine.lora.items():
+        a, b = (parameters[part] for part in adapter_names(name))
+        assert merged[name].dtype == torch.float32
+        torch.testing.assert_close(merged[name] - parameters[name], size.scale * b @ a, rtol=1e-3, atol=1e-7)
 
 
 def test_a_checkpoint_holds_adapters_alone_and_a_resumed_run_is_the_same(
