@@ -70,7 +70,9 @@ def read_sizes(path: str | os.PathLike[str], adapter: BaseStateDictAdapter) -> d
 def read_adapter_config(folder: Path) -> PeftConfig:
     """Returns what a folder's config says. Raises CheckpointError as `read_sizes` does."""
     if not (folder / CONFIG_FILE).is_file():
-        fail(folder, f"it has no {CONFIG_FILE}; expected the folder of an adapter that PEFT wrote")
+        inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG_FILE}"))[:5]
+        named = f"; it has folders of adapters, name one: {', '.join(inside)}" if inside else ""
+        fail(folder, f"it has no {CONFIG_FILE}; expected the folder of an adapter that PEFT wrote{named}")
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
         fail(

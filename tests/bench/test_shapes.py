@@ -39,6 +39,7 @@ def test_the_ranks_together_have_every_document_once() -> None:
         ({"lengths": ["5,1"]}, "a document needs 2 tokens"),
         ({"seq": [1024], "micro_batch": [512]}, "do not fit micro-batches of 512; raise --micro-batch"),
         ({"seq": [1024], "engine": {"layout": "d2"}}, "engine.layout was given, but the sweep sets it"),
+        ({"seq": [1024], "engine": {"lora": {"adapters": {"a": {}}}}}, r"engine\.lora\.adapters has several adapters"),
         ({"seq": [1024], "layouts": ["d2q4"]}, "q"),
         ({"seq": [1024], "recompute": ["some"]}, "recompute"),
     ],
