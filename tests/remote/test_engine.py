@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,12 @@ class Weights:
         return self._engine.prompt_logprobs(tokens)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def weights(checkpoint: Path) -> Weights:
     return Weights(checkpoint)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def connected(tokenizer: Any, weights: Weights) -> Callable[..., RemoteEngine]:
     """Connects twins and pushes version 0."""
 
@@ -54,6 +54,19 @@ def connected(tokenizer: Any, weights: Weights) -> Callable[..., RemoteEngine]:
         return engine
 
     return make
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[VLLMTwin]:
+    """A twin for tests that leave it as it is."""
+    shared = VLLMTwin(checkpoint)
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(connected: Callable[..., RemoteEngine], server: VLLMTwin) -> RemoteEngine:
+    return connected(server)
 
 
 def ask(engine: RemoteEngine, *requests: ModelRequest) -> list[Any]:
@@ -94,34 +107,30 @@ def test_answers_are_those_of_the_generator_in_process(
     assert engine.prompt_logprobs(PROMPT) == pytest.approx(own.prompt_logprobs(PROMPT), abs=FIRST_RATIO_FP32)
 
 
-def test_defaults_of_the_server_decide_nothing(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:
+def test_defaults_of_the_server_decide_nothing(engine: RemoteEngine, server: VLLMTwin) -> None:
     """vLLM takes what a request leaves out from the model's generation_config.json, also the ids that end an answer."""
-    server = twin()
-    engine = connected(server)
     ask(engine, request())
     params = server.generated()[-1]["sampling_params"]
     assert params["ignore_eos"] and params["stop_token_ids"] == list(engine.eos_token_ids)
     assert (params["min_p"], params["repetition_penalty"], params["top_k"], params["top_p"]) == (0, 1, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("mode", "gconfig", "message"),
-    [
-        ("raw_logprobs", {"temperature": 0.7}, "temperature: got 0.7.* --logprobs-mode processed_logprobs"),
-        ("raw_logprobs", {"temperature": 0.005}, "temperature: got 0.005, .* samples below 0.01 at that"),
-        ("processed_logprobs", {"temperature": 0.7, "greedy": True}, "temperature: got 0.7.* leave it at 1 for greedy"),
-        ("processed_logprobs", {"top_p": 0.9}, "top_p: got 0.9, .* start it with raw_logprobs"),
-        ("processed_logprobs", {"top_k": 5}, "top_k: got 5, .* start it with raw_logprobs"),
-        ("processed_logprobs", {"min_new_tokens": 2}, "min_new_tokens: got 2, .* start it with raw_logprobs"),
-    ],
-)
 def test_values_whose_logprobs_the_server_cannot_give_are_refused(
-    connected: Callable[..., RemoteEngine], twin: MakeTwin, mode: str, gconfig: dict[str, Any], message: str
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, engine: RemoteEngine
 ) -> None:
-    engine = connected(twin(logprobs_mode=mode))
-    (error,) = ask(engine, request(**gconfig))
-    with pytest.raises(ConfigError, match=message):
-        raise error
+    processed = connected(twin(logprobs_mode="processed_logprobs"))
+    cases: list[tuple[RemoteEngine, dict[str, Any], str]] = [
+        (engine, {"temperature": 0.7}, "temperature: got 0.7.* --logprobs-mode processed_logprobs"),
+        (engine, {"temperature": 0.005}, "temperature: got 0.005, .* samples below 0.01 at that"),
+        (processed, {"temperature": 0.7, "greedy": True}, "temperature: got 0.7.* leave it at 1 for greedy"),
+        (processed, {"top_p": 0.9}, "top_p: got 0.9, .* start it with raw_logprobs"),
+        (processed, {"top_k": 5}, "top_k: got 5, .* start it with raw_logprobs"),
+        (processed, {"min_new_tokens": 2}, "min_new_tokens: got 2, .* start it with raw_logprobs"),
+    ]
+    for asked, gconfig, message in cases:
+        (error,) = ask(asked, request(**gconfig))
+        with pytest.raises(ConfigError, match=message):
+            raise error
 
 
 @pytest.mark.parametrize(
@@ -135,16 +144,12 @@ def test_values_whose_logprobs_the_server_cannot_give_are_refused(
     ],
 )
 def test_requests_that_no_server_could_answer_are_refused(
-    connected: Callable[..., RemoteEngine],
-    twin: MakeTwin,
-    changed: dict[str, Any],
-    kind: type[Exception],
-    message: str,
+    engine: RemoteEngine, changed: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     asked = request()
     for name, value in changed.items():
         setattr(asked, name, value)
-    (error,) = ask(connected(twin()), asked)
+    (error,) = ask(engine, asked)
     with pytest.raises(kind, match=message):
         raise error
 
@@ -162,23 +167,27 @@ def test_a_group_goes_to_one_server_and_groups_to_the_least_loaded(
     assert not groups[0] & groups[1]
 
 
-@pytest.mark.parametrize("fault", ["down", "garbage", "hang", "stopped", "restarted"])
 def test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere(
-    connected: Callable[..., RemoteEngine], twin: MakeTwin, fault: str
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
 ) -> None:
     servers = [twin(), twin()]
     engine = connected(*servers, answer_seconds=1.0)
     expected = ask(engine, *(request(seed) for seed in range(4)))
-    if fault == "stopped":
-        servers[0].stop()
-    elif fault == "restarted":
-        servers[0].weight_version = "default"
-    else:
-        servers[0].faults.add(fault)
-    answers = ask(engine, *(request(seed) for seed in range(4)))
-    assert [answer.output_tokens for answer in answers] == [answer.output_tokens for answer in expected]
-    assert [server.failure is None for server in engine.servers] == [False, True]
-    assert engine.stats.lost == 1 and engine.stats.retried == 2
+    for count, fault in enumerate(("down", "garbage", "hang", "restarted", "stopped"), start=1):
+        if fault == "stopped":
+            servers[0].stop()
+        elif fault == "restarted":
+            servers[0].weight_version = "default"
+        else:
+            servers[0].faults.add(fault)
+        answers = ask(engine, *(request(seed) for seed in range(4)))
+        assert [answer.output_tokens for answer in answers] == [answer.output_tokens for answer in expected], fault
+        assert [server.failure is None for server in engine.servers] == [False, True], fault
+        assert (engine.stats.lost, engine.stats.retried) == (count, 2 * count), fault
+        if fault != "stopped":
+            servers[0].faults.clear()
+            engine.update_weights(weights)
+            assert engine.servers[0].failure is None, "a push that is verified brings it back"
     servers[1].stop()
     (error,) = ask(engine, request())
     assert isinstance(error, NoServerError) and servers[1].url in str(error) and servers[0].url in str(error)

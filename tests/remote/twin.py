@@ -43,12 +43,13 @@ class VLLMTwin:
         self.backend = settings.pop("backend", "archon")
         self.lora = settings.pop("lora", False)
         self.dtype = settings.pop("dtype", "float32")
+        max_slots = settings.pop("max_slots", 32)
         assert not settings
         self.scale_out = scale_out
         self.tokenizer = load_tokenizer(folder)
         self._model = load_model(folder)
         self.engine = InProcessEngine.from_model(
-            self._model, self.tokenizer, max_slots=32, page_size=8, weights="snapshot"
+            self._model, self.tokenizer, max_slots=max_slots, page_size=8, weights="snapshot"
         )
         self._head = self.engine.model.output
         self.weight_version = "default"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ENGINE, TRAINING = "tests/remote/test_engine.py", "tests/remote/test_training.py"
-FAILED_PUSH = f"{TRAINING}::test_a_push_that_fails_ends_a_run_without_another_server"
+FAILED_PUSH = f"{TRAINING}::test_a_server_whose_push_failed_is_left_out_paused_until_one_succeeds"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -13,21 +13,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "archon/remote/server.py",
         "if not difference <= push.max_difference:",
         "if difference > 1e9:",
-        (f"{TRAINING}::test_a_server_whose_push_failed_is_left_out_paused_until_one_succeeds",),
+        (FAILED_PUSH,),
     ),
     Mutant(
         "a push keeps the prefix cache of the old weights",
         "archon/remote/vllm.py",
         'if not self._field(http.post("/reset_prefix_cache", seconds=seconds), "success"):',
         "if not seconds:",
-        (f"{FAILED_PUSH}[cache_in_use-the prefix cache is in use]",),
+        (FAILED_PUSH,),
     ),
     Mutant(
         "answers of a server that was restarted are trained on",
         "archon/remote/server.py",
         "if name not in self.verified or given is None or int(name) < given:",
         "if given is None:",
-        (f"{ENGINE}::test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere[restarted]",),
+        (f"{ENGINE}::test_a_server_that_fails_is_left_out_and_its_requests_are_asked_elsewhere",),
     ),
     Mutant(
         "the ids that end an answer are the server's",
