@@ -128,7 +128,7 @@ def join_projections(engine: Any) -> None:
         owner.joint = joint
         made: list[Any] = []
 
-        def share(index: int, x: Any) -> Any:
+        def share(index: int, x: Any, adapters: None = None) -> Any:
             if index == 0:
                 made[:] = linear(x, joint).split(sizes, -1)
             return made[index]
