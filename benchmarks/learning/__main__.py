@@ -173,8 +173,8 @@ def main() -> None:
     options, overrides = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     if unknown := [name for name in options.tasks if name not in TASKS]:
         parser.error(f"no such task here: {', '.join(unknown)}; expected some of {', '.join(TASKS)}")
-    kept = read_jsonl(options.record) if options.record.exists() else []
-    others = [line for line in kept if line["task"] not in options.tasks]
+    kept = options.record.read_text().splitlines() if options.record.exists() else []
+    others = [line for line in map(json.loads, kept) if line["task"] not in options.tasks]
     lines: list[dict[str, Any]] = []
     controls = (False,) if options.no_controls else (False, True)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
