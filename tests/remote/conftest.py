@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from archon.engine.engine import ArchonEngine
 from archon.rl.config import RLConfig
-from archon.schema.config import EngineConfig
 from tests.remote.twin import VLLMTwin
-from tests.rl.conftest import blank, small_run, tokenizer
+from tests.rl.conftest import blank, fresh_checkpoint, small_run, tokenizer
 
 __all__ = ["blank", "tokenizer"]
 
@@ -20,11 +18,7 @@ __all__ = ["blank", "tokenizer"]
 @pytest.fixture(scope="session")
 def checkpoint(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a Hugging Face checkpoint."""
-    path = tmp_path_factory.mktemp("served") / "model"
-    engine = ArchonEngine(EngineConfig(path=str(blank), init_from_scratch=True, optimizer=None))
-    engine.initialize()
-    engine.save(path)
-    return path
+    return fresh_checkpoint(blank, tmp_path_factory.mktemp("served") / "model")
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.models.base import BaseArchonModel
 from archon.rl.bootstrap import make_tokenizer, write_blank
 from archon.rl.config import RLConfig
+from archon.schema.config import EngineConfig
 from archon.training.config import BootstrapConfig, TokenizerRecipe
 from tests.small_qwen3 import SMALL_QWEN3, small_model
 
@@ -49,6 +51,14 @@ def rl_config(blank: Path, tmp_path: Path) -> Callable[..., RLConfig]:
         return RLConfig.parse(small_run(blank, tmp_path / "run") | changes)
 
     return make
+
+
+def fresh_checkpoint(blank: Path, path: Path) -> Path:
+    """Returns `path`, where the model of `blank` is saved with random weights."""
+    engine = ArchonEngine(EngineConfig(path=str(blank), init_from_scratch=True, optimizer=None, device="cpu"))
+    engine.initialize()
+    engine.save(path)
+    return path
 
 
 def small_run(blank: Path, run_dir: Path) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from archon.checkpoint.hf_io import load_tokenizer
-from archon.engine.engine import ArchonEngine
 from archon.rl.bootstrap import write_blank
 from archon.rl.config import RLConfig
-from archon.schema.config import EngineConfig
 from archon.training.config import BootstrapConfig, TokenizerRecipe
+from tests.rl.conftest import fresh_checkpoint
 from tests.vllm.server import VLLMServer, is_installed
 
 collect_ignore_glob = [] if is_installed() else ["test_*.py"]
@@ -45,11 +44,7 @@ def blank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def checkpoint(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That model with random weights."""
-    path = tmp_path_factory.mktemp("served") / "model"
-    engine = ArchonEngine(EngineConfig(path=str(blank), init_from_scratch=True, optimizer=None))
-    engine.initialize()
-    engine.save(path)
-    return path
+    return fresh_checkpoint(blank, tmp_path_factory.mktemp("served") / "model")
 
 
 @pytest.fixture(scope="session")
