@@ -30,7 +30,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.flops import PEAK_BF16_FLOPS, MatmulShape
 from archon.models.layers.matmul import product
-from archon.models.lora import active_parameters
+from archon.models.lora_targets import active_parameters
 from archon.parallel.collectives import CollectiveRecorder, group_names
 from archon.parallel.control_plane import ControlPlane
 

@@ -21,7 +21,8 @@ from archon.checkpoint.peft_config import CONFIG_FILE
 from archon.checkpoint.peft_export import ExpertFiles, save_adapter
 from archon.checkpoint.safetensors_file import LazyTensor, Region, fail
 from archon.models import get_model_spec
-from archon.models.lora import AdapterSize, adapter_names
+from archon.models.lora import adapter_names, merged, names_alone
+from archon.models.lora_targets import AdapterSize
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.schema.errors import ConfigError
 
@@ -87,15 +88,10 @@ def read_adapters(
     sizes = {name: AdapterSize(**size) for name, size in _described(folder, saved["adapters"], named).items()}
     with open_state(folder, expected) as (_, state):
         stored = state["engine"]["model"]
-        pairs = {matrix: adapter_names(matrix, named) for matrix in sizes}
-        if missing := [name for pair in pairs.values() for name in pair if name not in stored]:
+        names = names_alone(sizes, named)
+        if missing := [name for name in names if name not in stored]:
             fail(folder, f"its adapters lack a tensor {missing[0]!r}, whose size it names")
-        tensors = {
-            alone: stored[name].read()
-            for matrix, pair in pairs.items()
-            for alone, name in zip(adapter_names(matrix), pair, strict=True)
-        }
-        return Adapters(sizes, tensors)
+        return Adapters(sizes, {alone: stored[name].read() for name, alone in names.items()})
 
 
 def _described(folder: Path, adapters: Mapping[str, Any], named: str | None) -> Mapping[str, Any]:
@@ -135,28 +131,18 @@ def merge(
     """Returns parameters by name, those with an adapter merged when they are read.
 
     Args:
-        dtype: of the results; by default each parameter keeps its own. Sums are computed in at least float32, and
-            rounded once.
+        dtype: of the results; by default each parameter keeps its own.
     """
-    merged = {}
-    for name, weight in parameters.items():
-        pair = None
-        if name in adapters.sizes:
-            a, b = (adapters.tensors[part] for part in adapter_names(name))
-            pair = a, b, adapters.sizes[name].scale
-        merged[name] = _merged(weight, pair, dtype or weight.dtype)
-    return merged
+    return {name: _merged(name, weight, adapters, dtype or weight.dtype) for name, weight in parameters.items()}
 
 
-def _merged(weight: LazyTensor, pair: tuple[Tensor, Tensor, float] | None, dtype: torch.dtype) -> LazyTensor:
+def _merged(name: str, weight: LazyTensor, adapters: Adapters, dtype: torch.dtype) -> LazyTensor:
     def load(region: Region) -> Tensor:
-        data = weight.read(region)
-        if pair is None:
-            return data.to(dtype)
-        a, b, scale = pair
+        if name not in adapters.sizes:
+            return weight.read(region).to(dtype)
+        a, b = (adapters.tensors[part] for part in adapter_names(name))
         *experts, rows, columns = region
-        wide = torch.promote_types(data.dtype, torch.float32)
-        product = b[(*experts, rows)].to(wide) @ a[(*experts, slice(None), columns)].to(wide)
-        return (data.to(wide) + scale * product).to(dtype)
+        a, b = a[(*experts, slice(None), columns)], b[(*experts, rows)]
+        return merged(weight.read(region), a, b, adapters.sizes[name].scale, dtype)
 
     return LazyTensor(dtype, weight.shape, load, weight.by_rows)

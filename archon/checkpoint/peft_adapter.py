@@ -25,7 +25,8 @@ from archon.checkpoint.peft_layout import (
     key_pairs,
 )
 from archon.checkpoint.safetensors_file import SafetensorsFile, bytes_of, fail
-from archon.models.lora import AdapterSize, adaptable, adapter_names
+from archon.models.lora import adapter_names, names_alone
+from archon.models.lora_targets import AdapterSize, adaptable
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.fsdp import local_tensor, own_part
 
@@ -255,14 +256,10 @@ def load_adapter(
 
     `named` is which of a model's several adapters they become.
     """
-    own = dict(model.named_parameters())
-    for matrix in sizes if named is not None else ():
-        for alone, several in zip(adapter_names(matrix), adapter_names(matrix, named), strict=True):
-            if several in own:
-                own[alone] = own.pop(several)
-    for name, tensor in read_adapter(path, adapter, sizes).items():
+    own, tensors = dict(model.named_parameters()), read_adapter(path, adapter, sizes)
+    for name, alone in names_alone(sizes, named).items():
         if name in own:  # else in another stage of the pipeline
-            local_tensor(own[name]).copy_(tensor[own_part(own[name])])
+            local_tensor(own[name]).copy_(tensors[alone][own_part(own[name])])
 
 
 def _read_pairs(file: SafetensorsFile, stored: Sequence[_Stored]) -> dict[str, Pair]:

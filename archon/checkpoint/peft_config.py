@@ -13,7 +13,7 @@ from typing import Any
 
 from archon.checkpoint.peft_layout import AdaptedTensor
 from archon.checkpoint.safetensors_file import fail
-from archon.models.lora import AdapterSize
+from archon.models.lora_targets import AdapterSize
 from archon.schema.name_patterns import NamePattern, NamePatterns, ends_of
 
 CONFIG_FILE = "adapter_config.json"

@@ -16,7 +16,8 @@ from archon.checkpoint.peft_adapter import PARTS, WEIGHTS_FILE
 from archon.checkpoint.peft_config import CONFIG_FILE, config_fields, fused_size
 from archon.checkpoint.peft_layout import AdaptedTensor, Pair, adapted_tensors, key_pairs
 from archon.checkpoint.safetensors_file import LazyTensor, write_safetensors
-from archon.models.lora import AdapterSize, adaptable, adapter_names
+from archon.models.lora import adapter_names
+from archon.models.lora_targets import AdapterSize, adaptable
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.parallel.control_plane import ControlPlane
 from archon.schema.errors import CheckpointError, ConfigError

@@ -77,7 +77,7 @@ def describe_adapter(folder: Path, checkpoint: Path, parameters: int) -> list[st
     from archon.checkpoint.peft_adapter import WEIGHTS_FILE, read_adapter_config, read_sizes
     from archon.checkpoint.safetensors_file import SafetensorsFile
     from archon.models import get_model_spec
-    from archon.models.lora import hf_modules
+    from archon.models.lora_targets import hf_modules
 
     config, hf_config = read_adapter_config(folder), read_hf_config(checkpoint)
     family = get_model_spec(hf_config["model_type"]).state_dict_adapter_class(hf_config)

@@ -11,7 +11,7 @@ import typer
 from archon.schema.config import require_folder
 
 if TYPE_CHECKING:
-    from archon.models.lora import AdapterSize
+    from archon.models.lora_targets import AdapterSize
     from archon.models.state_dict import BaseStateDictAdapter
 
 SETTINGS: dict[str, Any] = {"name": "plan", "help": "Find the fastest layouts that fit a number of GPUs."}
@@ -124,8 +124,7 @@ def sizes_of(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, A
 
     Raises ConfigError for several.
     """
-    from archon.checkpoint.peft_adapter import read_sizes
-    from archon.models.lora import adapter_sizes
+    from archon.engine.build import lora_sizes
     from archon.schema.config import LoRAConfig
     from archon.schema.errors import ConfigError
 
@@ -135,7 +134,7 @@ def sizes_of(names: BaseStateDictAdapter, fields: dict[str, Any]) -> dict[str, A
             "lora.adapters has several adapters, and a plan counts one; plan with one that is as large as all of them: "
             f"--lora rank={sum(own.rank for own in lora.adapters.values())}"
         )
-    return adapter_sizes(names, lora) if lora.path is None else read_sizes(lora.path, names)
+    return lora_sizes(names, lora)
 
 
 def _calibrate(gpu: str, dtype: str, file: Path) -> None:

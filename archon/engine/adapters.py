@@ -24,7 +24,8 @@ from archon.checkpoint.safetensors_file import LazyTensor
 from archon.checkpoint.state_tree import Shard
 from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients
 from archon.engine.state import load_optimizer_state, optimizer_state
-from archon.models.lora import AdapterSize, adapter_names
+from archon.models.lora import names_alone
+from archon.models.lora_targets import AdapterSize
 from archon.parallel.resolve import ResolvedLayout
 from archon.schema.config import AdapterConfig, EngineConfig, OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError
@@ -35,7 +36,8 @@ class AdapterTraining:
 
     Attributes:
         sizes: by the native name of the matrix.
-        names: of all its parameters in the whole model.
+        names: of all its parameters in the whole model, each with the one that it has where its adapter is the only
+            one.
         parameters: those of this rank.
         steps: batches so far with documents of it.
     """
@@ -51,7 +53,7 @@ class AdapterTraining:
         assert config.lora is not None and config.lora.adapters is not None
         own = config.lora.adapters[name]
         self.name, self.sizes, self.steps = name, sizes, 0
-        self.names = frozenset(part for matrix in sizes for part in adapter_names(matrix, name))
+        self.names = names_alone(sizes, name)
         self.parameters = [p for parameter, p in model.named_parameters() if parameter in self.names]
         self.optimizer: Optimizer | None = None
         self.schedule: LRSchedule | None = None

@@ -18,7 +18,8 @@ from archon.checkpoint.peft_export import require_writable
 from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import AdapterSize, Fill, adapter_sizes, add_adapters, initializers
+from archon.models.lora import Fill, add_adapters, initializers
+from archon.models.lora_targets import AdapterSize, adapter_sizes
 from archon.models.spec import ModelSpec, get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.fsdp import local_tensor, own_part

@@ -64,7 +64,8 @@ from archon.models.attention.registry import resolve_backend, supports_gathered
 from archon.models.base import BaseArchonModel
 from archon.models.layers.delta_rule import require_delta_rule
 from archon.models.layers.moe import expert_biases
-from archon.models.lora import AdapterSize, adapters_off, is_adapter, share_frozen, with_adapters
+from archon.models.lora import adapters_off, is_adapter, share_frozen, with_adapters
+from archon.models.lora_targets import AdapterSize
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from archon.models.args import BaseModelArgs
 from archon.models.attention.registry import supports_gathered
 from archon.models.flops import Flops
-from archon.models.lora import AdapterSize
+from archon.models.lora_targets import AdapterSize
 from archon.models.spec import ModelSpec
 from archon.parallel.layout import ParallelLayout, parse_layout
 from archon.parallel.pipeline import StagePlan

@@ -12,7 +12,8 @@ from torch import nn
 
 from archon.models.args import BaseModelArgs
 from archon.models.layers.lora import LowRank
-from archon.models.lora import AdapterSize, add_adapters
+from archon.models.lora import add_adapters
+from archon.models.lora_targets import AdapterSize
 from archon.models.parallelize import MOE_TP_PLAN
 from archon.models.spec import ModelSpec
 from archon.parallel.layout import ParallelLayout

@@ -11,7 +11,8 @@ import torch
 
 from archon.models import get_model_spec
 from archon.models.flops import Flops, MatmulShape, training_state_bytes
-from archon.models.lora import active_parameters, adapter_sizes, add_adapters
+from archon.models.lora import add_adapters
+from archon.models.lora_targets import active_parameters, adapter_sizes
 from archon.schema.config import LoRAConfig
 from archon.schema.errors import ConfigError
 

@@ -15,7 +15,8 @@ from archon.generation import InProcessEngine
 from archon.generation.types import ModelRequest, ModelResponse
 from archon.models.base import BaseArchonModel
 from archon.models.layers.linear import Linear
-from archon.models.lora import AdapterSize, add_adapters
+from archon.models.lora import add_adapters
+from archon.models.lora_targets import AdapterSize
 from archon.schema.errors import NotFiniteError, RolloutError, UnknownAdapterError
 from tests.generation.models import make_engine, make_model, prompts, request, trainer_logprobs
 from tests.lora.adapters import merged, random_adapter

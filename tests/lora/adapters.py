@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from archon.checkpoint.adapter_export import Adapters
 from archon.models.base import BaseArchonModel
 from archon.models.layers.linear import Linear
-from archon.models.lora import ADAPTED_ROLES, EXPERT_MATRICES, AdapterSize, adapter_names, with_adapters
+from archon.models.lora import adapter_names, with_adapters
+from archon.models.lora_targets import ADAPTED_ROLES, EXPERT_MATRICES, AdapterSize
 
 
 def matrices(model: nn.Module) -> list[str]:

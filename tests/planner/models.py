@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from archon.checkpoint.hf_reader import read_hf_config
 from archon.models import get_model_spec
-from archon.models.lora import adapter_sizes
+from archon.models.lora_targets import adapter_sizes
 from archon.parallel.layout import parse_layout
 from archon.planner.memory_model import MemoryEstimate, MemoryModel
 from archon.planner.weight_shards import ModelWeights

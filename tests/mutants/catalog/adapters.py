@@ -46,14 +46,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rslora divides by the rank",
-        "models/lora.py",
+        "models/lora_targets.py",
         "(math.sqrt(self.rank) if self.rslora else self.rank)",
         "self.rank",
         (f"{PEFT}[qwen3]",),
     ),
     Mutant(
         "alphas of single modules are ignored",
-        "models/lora.py",
+        "models/lora_targets.py",
         'float(_by_pattern("alpha_pattern", alphas, spellings, config.alpha))',
         "config.alpha",
         ("tests/lora/test_peft.py::test_ranks_and_scales_of_patterns_are_pefts",),
@@ -61,9 +61,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "merged weights lack the scale",
         "models/lora.py",
-        "sizes[name].scale * (b @ a)",
-        "(b @ a)",
-        (f"{TRAINING}::test_weights_that_are_pushed_or_exported_have_the_adapters_added",),
+        "weight.to(wide) + scale * (b @ a)",
+        "weight.to(wide) + (b @ a)",
+        (
+            f"{TRAINING}::test_weights_that_are_pushed_or_exported_have_the_adapters_added",
+            "tests/lora/test_export.py::test_merged_computes_what_unmerged_does[qwen3_moe]",
+        ),
     ),
     Mutant(
         "a checkpoint of adapters fits every base",
@@ -179,7 +182,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a pattern of one expert is a pattern of all",
-        "models/lora.py",
+        "models/lora_targets.py",
         "if value != values[0]:",
         "if len(modules) > len(values):",
         (f"{LAYOUTS}::test_adapters_that_peft_cannot_hold_are_refused",),
@@ -234,17 +237,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/lora/test_critic.py::test_a_critic_on_the_actors_base_trains_as_one_apart",),
     ),
     Mutant(
-        "an adapter is merged without its scale",
-        "archon/checkpoint/adapter_export.py",
-        "data.to(wide) + scale * product",
-        "data.to(wide) + product",
-        ("tests/lora/test_export.py::test_merged_computes_what_unmerged_does[qwen3_moe]",),
-    ),
-    Mutant(
         "merged weights are rounded before they are widened",
-        "archon/checkpoint/adapter_export.py",
-        "        return (data.to(wide) + scale * product).to(dtype)",
-        "        return (data.to(wide) + scale * product).to(data.dtype).to(dtype)",
+        "models/lora.py",
+        "(weight.to(wide) + scale * (b @ a)).to(dtype)",
+        "(weight.to(wide) + scale * (b @ a)).to(weight.dtype).to(dtype)",
         ("tests/lora/test_export.py::test_a_bfloat16_base_keeps_its_dtype_or_is_merged_in_a_wider_one",),
     ),
     Mutant(
