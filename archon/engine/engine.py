@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,6 +57,7 @@ from archon.engine.train_step import (
     total_weight,
 )
 from archon.engine.watchdog import StallWatch
+from archon.engine.whole_weights import WholeWeights
 from archon.models import get_model_spec
 from archon.models.adapter_rows import NO_ADAPTER
 from archon.models.args import BaseModelArgs
@@ -70,7 +71,7 @@ from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
 from archon.parallel.fsdp import is_sharded, local_tensor
-from archon.parallel.gather import BUCKET_BYTES, staged_tensors, whole_tensors
+from archon.parallel.gather import BUCKET_BYTES, whole_tensors
 from archon.parallel.phase import phase
 from archon.parallel.pipeline import StagedModel
 from archon.parallel.pipeline_schedule import Pipeline
@@ -81,10 +82,6 @@ from archon.schema.config import EngineConfig, OptimizerConfig
 from archon.schema.errors import BatchError, CheckpointError, ConfigError
 
 SaveFormat = Literal["hf", "native", "peft"]
-
-
-def _described(sizes: Mapping[str, AdapterSize]) -> dict[str, Any]:
-    return {name: asdict(size) for name, size in sizes.items()}
 
 
 class ArchonEngine:
@@ -107,7 +104,8 @@ class ArchonEngine:
     device: torch.device
     layout: ResolvedLayout
     ranks: Ranks
-    lora: dict[str, AdapterSize]
+    lora: Mapping[str, AdapterSize]
+    """The sizes of the only adapter, by matrix; empty without adapters, and with several, which are in `adapters`."""
     adapters: dict[str, AdapterTraining]
     optimizer: Optimizer | None
     scheduler: LRSchedule | None
@@ -162,7 +160,10 @@ class ArchonEngine:
         self.adapter = spec.state_dict_adapter_class(
             hf_config, str(config.path), is_critic=config.is_critic, init_score=bool(config.init_score)
         )
-        sizes = self._adapter_sizes()
+        sizes = {name: lora_sizes(self.adapter, shape) for name, shape in adapter_shapes(config).items()}
+        for own in sizes.values():
+            check_stages(self.layout, own)
+        self.lora = sizes.get(None, {})
         named = self._adapter_names = tuple(name for name in sizes if name is not None)
         check_several_adapters(config, self.layout, total_steps)
         build = self._build = Build(config, spec, args, self.layout, self.device, sizes)
@@ -217,15 +218,6 @@ class ArchonEngine:
             self.optimizer = build_optimizer(self.model, config.optimizer)
         if self.optimizer is not None and config.optimizer is not None:
             self.scheduler = LRSchedule(self.optimizer, config.optimizer.lr, config.scheduler, total_steps)
-
-    def _adapter_sizes(self) -> dict[str | None, dict[str, AdapterSize]]:
-        """Sets `lora`. Returns the sizes of each adapter by name, None for the only one."""
-        sizes = {name: lora_sizes(self.adapter, shape) for name, shape in adapter_shapes(self.config).items()}
-        for own in sizes.values():
-            check_stages(self.layout, own)
-        self.lora = sizes.get(None, {})
-        """The only adapter's sizes, by matrix; empty without adapters, and with several, which are in `adapters`."""
-        return sizes
 
     def share_base(self, owner: ArchonEngine) -> None:
         """Use the frozen weights of an initialized engine in place of equal ones of its own, in the same layout; before
@@ -423,17 +415,12 @@ class ArchonEngine:
 
         Of several adapters one that is `named` is yielded with the names that it has where it is the only one.
         """
-        chosen: Callable[[str], bool] = is_adapter
-        if named is not None:
-            chosen = self._adapter(named).names.__contains__
-        own = {name: parameter for name, parameter in self.model.named_parameters() if chosen(name)}
-        tensors = whole_tensors(own.items())
-        if isinstance(self.model, StagedModel):
-            whole = {name: p for name, p in self._build.whole_model().named_parameters() if chosen(name)}
-            tensors = staged_tensors(own, whole, self.ranks.pp, self.device)
-        for name, tensor in tensors:
-            owner, _, part = name.rpartition(".")
-            yield name if named is None else f"{owner.removesuffix(f'.{named}')}.{part}", tensor
+        if named is None:
+            yield from self._whole.adapters(is_adapter)
+            return
+        names = self._adapter(named).names
+        for name, tensor in self._whole.adapters(names.__contains__):
+            yield names[name], tensor
 
     def load_adapter(self, named: str, path: str | os.PathLike[str]) -> None:
         """Load one of several adapters from a folder in PEFT's format; its optimizer and schedule stay.
@@ -455,23 +442,14 @@ class ArchonEngine:
             )
         return self.adapters[named]
 
+    @property
+    def _whole(self) -> WholeWeights:
+        return WholeWeights(self.model, self._build, self.adapter.native_shapes, self.ranks.pp)
+
     def base_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Same as `weights`, without adapters: of a model that has them, its frozen weights, not copied where this rank
         holds them whole."""
-        own = {name: parameter for name, parameter in self.model.named_parameters() if not is_adapter(name)}
-        biases = expert_biases(self.model)
-        if not isinstance(self.model, StagedModel):
-            yield from whole_tensors(own.items(), bucket_bytes)
-            yield from biases.items()
-            return
-        whole = self._build.whole_model()
-        parameters = dict(whole.named_parameters())
-        # A tied head is not among the adapter's shapes; it is the embedding.
-        like = {name: parameters[name] for name in self.adapter.native_shapes}
-        yield from staged_tensors(own, like, self.ranks.pp, self.device, bucket_bytes)
-        wide = torch.promote_types(self._build.masters, torch.float32)
-        all_biases = {name: bias.to(wide) for name, bias in expert_biases(whole).items()}
-        yield from staged_tensors(biases, all_biases, self.ranks.pp, self.device, bucket_bytes)
+        return self._whole.base(bucket_bytes)
 
     def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, tensor), gathered one by one, for exports in `dtype`, see `weights`. Raises
@@ -496,18 +474,20 @@ class ArchonEngine:
     @property
     def export_format(self) -> SaveFormat:
         """What a run leaves at its end: `peft` for a model with adapters, else `hf`."""
-        return "peft" if self.lora or self.adapters else "hf"
+        return "hf" if self.config.lora is None else "peft"
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal where a native checkpoint is loaded: `model_fingerprint`; with adapters also their sizes
         and a hash of the base's files."""
         model = model_fingerprint(self.args)
-        if not self.lora and not self.adapters:
+        described: dict[str | None, Any] = {
+            name: {matrix: asdict(size) for matrix, size in sizes.items()}
+            for name, sizes in self._build.adapters.items()
+        }
+        if not described:
             return model
-        sizes: dict[str, Any] = _described(self.lora)
-        if self.adapters:
-            sizes = {name: _described(own.sizes) for name, own in self.adapters.items()}
+        sizes = described.get(None, described)  # the only one has no name
         return {**model, "adapters": sizes, "base": self._base_digest}
 
     def save(
@@ -543,8 +523,6 @@ class ArchonEngine:
         if asynchronous:
             raise ConfigError("asynchronous=True needs format='native'; an 'hf' export is written before save returns")
         if format == "peft":
-            if self.config.is_critic:
-                raise ConfigError("format='peft' holds adapters and no value head; set format to 'native' or 'hf'")
             self._save_adapters(path, adapter)
             return
         if self.adapters:
@@ -556,13 +534,15 @@ class ArchonEngine:
         save_hf_distributed(path, self.hf_weights(dtype), like=self.config.path, dtype=dtype, carry=carry)
 
     def _save_adapters(self, path: str | os.PathLike[str], named: str | None) -> None:
+        if self.config.is_critic:
+            raise ConfigError("format='peft' holds adapters and no value head; set format to 'native' or 'hf'")
         shapes = adapter_shapes(self.config)
         if not shapes:
             raise ConfigError("format='peft' writes adapters, and this model has none; set lora, or format to 'hf'")
         for name in shapes if named is None else [self._adapter(named).name]:
             folder = path if name is None or named is not None else os.path.join(path, name)
-            sizes = self.lora if name is None else self.adapters[name].sizes
-            weights, experts = dict(self.adapter_weights(name)), shapes[name].export_experts
+            sizes, experts = self._build.adapters[name], shapes[name].export_experts
+            weights = dict(self.adapter_weights(name))
             save_adapter(folder, self.adapter, sizes, weights, base=self._base, experts=experts)
 
     def wait_for_saves(self) -> None:

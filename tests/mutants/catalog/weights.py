@@ -93,9 +93,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a pipeline sends a router's bias in the parameters' dtype",
-        "archon/engine/engine.py",
-        "wide = torch.promote_types(self._build.masters, torch.float32)",
-        "wide = self._build.masters",
+        "archon/engine/whole_weights.py",
+        "wide = torch.promote_types(self.build.masters, torch.float32)",
+        "wide = self.build.masters",
         ("tests/distributed/test_fused.py::test_a_pipeline_in_bfloat16_exports_the_routers_bias_in_float32",),
     ),
 )
