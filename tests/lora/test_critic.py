@@ -19,19 +19,10 @@ from archon.rl.config import RLConfig
 from archon.schema.config import EngineConfig, derived_critic
 from archon.schema.errors import CheckpointError, ConfigError
 from archon.training.config import PreferenceConfig
-from tests.engine.tiny import make_engine, sft_batch
-from tests.lora.test_reference import checkpoint, rl_run
-from tests.lora.test_training import LORA, engine_of, train
+from tests.engine.tiny import sft_batch
+from tests.lora.tiny import LORA, engine_of, rl_run, train
 
-__all__ = ["checkpoint"]
 SIZES = {"rank": 3, "alpha": 5.0, "init": "random"}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("base")
-    make_engine(folder / "made", hf={"vocab_size": 102}).save(folder / "base")  # an even number, for t2
-    return str(folder / "base")
 
 
 def squares(values: Tensor, entropy: Tensor | None, mb: PackedBatch) -> Tensor:
@@ -84,12 +75,11 @@ def test_a_bfloat16_base_is_shared_and_the_value_head_is_float32(base: str) -> N
     assert found[0]["score.weight"].dtype == torch.float32
 
 
-def test_a_critic_on_the_actors_base_trains_as_one_apart_in_every_layout(base: str) -> None:
-    with Pool(2) as pool:
-        for layout in ({"layout": "d2"}, {"layout": "t2"}, {"layout": "c2"}):
-            for found, shared in pool.run(critics, base, layout):
-                assert shared, layout
-                require_equal(found)
+@pytest.mark.parametrize("layout", ["d2", "t2", "c2"])
+def test_a_critic_on_the_actors_base_trains_as_one_apart_in_every_layout(base: str, ranks: Pool, layout: str) -> None:
+    for found, shared in ranks.run(critics, base, {"layout": layout}):
+        assert shared
+        require_equal(found)
 
 
 def ppo(checkpoint: Path, run_dir: Path, /, **changes: Any) -> RLConfig:
@@ -132,7 +122,7 @@ def test_a_critic_that_trained_all_weights_is_not_resumed_with_adapters(checkpoi
 
 
 def test_what_cannot_hold_a_value_head_is_refused(base: str, tmp_path: Path) -> None:
-    data = {"path": "python:tests.lora.test_reference.pairs"}
+    data = {"path": "python:tests.lora.tiny.pairs"}
     critic = engine_of(base, is_critic=True, init_score=True)
     with pytest.raises(ConfigError, match="holds adapters and no value head"):
         critic.save(tmp_path, format="peft")

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from archon.check.rank_pool import Pool
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.models.base import BaseArchonModel
-from archon.models.layers.linear import Linear
-from archon.models.lora import ADAPTED_ROLES, AdapterSize, add_adapters, initializers, is_adapter
+from archon.models.lora import add_adapters, initializers, is_adapter
+from archon.models.lora_targets import AdapterSize
 from archon.rl.logprob_check import mismatch_limit
 from archon.rl.weight_sync import in_process, weights_of
 from archon.schema.errors import RolloutError
-from tests.engine.tiny import make_engine
 from tests.generation.models import make_engine as make_generator
 from tests.generation.models import make_model, prompts, request, trainer_logprobs
-from tests.lora.test_training import LORA, engine_of, train
+from tests.lora.adapters import matrices
+from tests.lora.tiny import LORA, RANDOM, engine_of, train
 from tests.tolerances import GENERATED_LOGPROB_FP32, GENERATED_LOGPROB_FP64
 
 RAGGED = prompts(1, 3, 8, 17)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("base")
-    make_engine(folder / "made", hf={"vocab_size": 102}).save(folder / "base")  # an even number, for t2
-    return str(folder / "base")
-
-
 def adapted(family: str, dtype: torch.dtype = torch.float64) -> BaseArchonModel:
     """A model with random adapters on every matrix."""
     model = copy.deepcopy(make_model(dtype, family))
-    modules = dict(model.named_modules())
-    linear = [name for name, m in modules.items() if isinstance(m, Linear) and m.role in ADAPTED_ROLES]
-    experts = [f"{name}.{w}" for name in modules if name.endswith(".experts") for w in ("w1", "w2", "w3")]
-    names = [*(f"{name}.weight" for name in linear), *experts]
-    add_adapters(model, dict.fromkeys(names, AdapterSize(3, 5.0, False)), dtype)
+    add_adapters(model, dict.fromkeys(matrices(model), AdapterSize(3, 5.0, False)), dtype)
     parameters = dict(model.named_parameters())
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(5)
@@ -87,20 +76,12 @@ def test_the_base_is_the_trainers_memory_and_a_push_copies_adapters_alone(base: 
 
 
 def test_a_bfloat16_base_is_shared_too(base: str) -> None:
-    engine = engine_of(base, dtype="bfloat16", lora=LORA | {"init": "random"})
+    engine = engine_of(base, dtype="bfloat16", lora=RANDOM)
     generator = in_process(engine, None, page_size=4, n_pages=100, eos_token_ids=(), dtype=torch.bfloat16)
     theirs, ours = dict(generator.model.named_parameters()), dict(engine.base_weights())
     assert all(theirs[name].data_ptr() == tensor.data_ptr() for name, tensor in ours.items())
     generator.update_weights(weights_of(engine), version=1)
-    answers = generator.generate([request(prompt, max_new_tokens=12) for prompt in RAGGED])
-    rows = [(*answer.input_tokens, *answer.output_tokens) for answer in answers]
-    differences = []
-    for row, answer in zip(rows, answers, strict=True):
-        ids = torch.tensor([row])
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids).bool(), "loss_mask": torch.ones_like(ids)}
-        expected = engine.forward_batch(batch)[0, len(answer.input_tokens) :]
-        differences.append((torch.tensor(answer.output_logprobs) - expected).abs())
-    assert torch.cat(differences).mean() < mismatch_limit("bfloat16", 1.0)
+    assert differences(engine, generator).mean() < mismatch_limit("bfloat16", 1.0)
 
 
 def test_a_push_of_the_base_or_of_other_adapters_is_refused(base: str) -> None:
@@ -119,10 +100,21 @@ def test_a_push_of_the_base_or_of_other_adapters_is_refused(base: str) -> None:
 
 
 def test_an_alias_gets_memory_of_its_own_for_adapters_that_are_sent(base: str) -> None:
-    engine = engine_of(base, lora=LORA | {"init": "random"})
+    engine = engine_of(base, lora=RANDOM)
     generator = InProcessEngine.from_model(engine.whole_model, page_size=4, n_pages=100)
     generator.update_weights(engine.adapter_weights())
     assert worst_difference(generator, engine.whole_model) < GENERATED_LOGPROB_FP32
+
+
+def differences(engine: ArchonEngine, generator: InProcessEngine) -> torch.Tensor:
+    """|Δ logprob| of sampled tokens between generator and engine; every rank of the layout calls it."""
+    found = []
+    for answer in generator.generate([request(prompt, seed=1, max_new_tokens=12) for prompt in RAGGED]):
+        ids = torch.tensor([[*answer.input_tokens, *answer.output_tokens]])
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids).bool(), "loss_mask": torch.ones_like(ids)}
+        expected = engine.forward_batch(batch)[0, len(answer.input_tokens) :]
+        found.append((torch.tensor(answer.output_logprobs) - expected).abs())
+    return torch.cat(found)
 
 
 def pushed(base: str, layout: str) -> tuple[int, float]:
@@ -131,21 +123,12 @@ def pushed(base: str, layout: str) -> tuple[int, float]:
     generator = in_process(engine, None, page_size=4, n_pages=100, eos_token_ids=(), dtype=torch.float64)
     train(engine, 2)
     generator.update_weights(weights_of(engine), version=1)
-    worst = 0.0
-    for answer in generator.generate([request(prompt, seed=1, max_new_tokens=8) for prompt in RAGGED]):
-        ids = torch.tensor([[*answer.input_tokens, *answer.output_tokens]])
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids).bool(), "loss_mask": torch.ones_like(ids)}
-        expected = engine.forward_batch(batch)[0, len(answer.input_tokens) :]
-        worst = max(worst, float((torch.tensor(answer.output_logprobs) - expected).abs().max()))
-    return generator.stats.pushed_bytes, worst
+    return generator.stats.pushed_bytes, float(differences(engine, generator).max())
 
 
-def test_every_layouts_generator_computes_the_trainers_policy(base: str, tmp_path: Path) -> None:
-    from archon.check.rank_pool import Pool
-
+def test_every_layouts_generator_computes_the_trainers_policy(base: str, ranks: Pool) -> None:
     alone, _ = pushed(base, "d1")
-    with Pool(2) as pool:
-        for layout in ("d2", "t2", "p2"):
-            for bytes_of_push, difference in pool.run(pushed, base, layout):
-                assert bytes_of_push == alone
-                assert difference < GENERATED_LOGPROB_FP32, layout
+    for layout in ("d2", "t2", "p2"):
+        for bytes_of_push, difference in ranks.run(pushed, base, layout):
+            assert bytes_of_push == alone
+            assert difference < GENERATED_LOGPROB_FP32, layout

@@ -21,18 +21,10 @@ from archon.engine.loss import CrossEntropyLoss, LossFn, Metrics, loss_token_cou
 from archon.schema.config import EngineConfig
 from archon.schema.errors import BatchError, CheckpointError, ConfigError
 from tests.engine.tiny import make_engine
+from tests.lora.tiny import MOE
 
 EXACT = 1e-10
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "moe": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    },
-}
+MODELS: dict[str, dict[str, Any]] = {"dense": {}, "moe": MOE}
 CLIPPED = {"lr": 2e-2, "weight_decay": 0.1, "max_grad_norm": 0.05}
 TWO: dict[str, dict[str, Any]] = {
     "poet": {"rank": 3, "alpha": 5.0, "init": "random", "seed": 1, "optimizer": CLIPPED},

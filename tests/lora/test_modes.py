@@ -7,9 +7,7 @@ from pathlib import Path
 from archon.rl import RLTrainer
 from archon.rl.modes import make_trainer
 from archon.training.metrics import read_jsonl
-from tests.lora.test_reference import checkpoint, rl_run
-
-__all__ = ["checkpoint"]
+from tests.lora.tiny import rl_run
 
 
 def test_checkpoints_of_adapters_are_evaluated_as_the_run_itself_did(checkpoint: Path, tmp_path: Path) -> None:

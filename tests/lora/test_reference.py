@@ -14,22 +14,12 @@ from archon.check.rank_pool import Pool
 from archon.engine.engine import ArchonEngine
 from archon.engine.reference import FrozenBase, open_reference
 from archon.rl import RLTrainer
-from archon.rl.config import RLConfig
 from archon.schema.config import derived_reference
 from archon.training.config import PreferenceConfig
 from archon.training.loop import BaseTrainer
 from archon.training.preference import PreferenceTrainer
 from tests.engine.tiny import make_engine, sft_batch
-from tests.lora.test_training import LORA, engine_of
-
-RANDOM = LORA | {"init": "random"}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("base")
-    make_engine(folder / "made", hf={"vocab_size": 102}).save(folder / "base")  # an even number, for t2
-    return str(folder / "base")
+from tests.lora.tiny import LORA, MOE, RANDOM, engine_of, rl_run
 
 
 def references(base: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,12 +45,11 @@ def test_the_base_scores_as_a_reference_of_its_own(base: str, options: dict[str,
     assert (shared - policy).abs().max() > 0.1
 
 
-def test_the_base_scores_as_a_reference_of_its_own_in_every_layout(base: str) -> None:
-    with Pool(2) as pool:
-        for layout in ({"layout": "d2"}, {"layout": "t2"}, {"layout": "c2"}, {"layout": "p2"}):
-            for shared, own, policy in pool.run(references, base, layout):
-                assert shared.equal(own), layout
-                assert (shared - policy).abs().max() > 0.1
+@pytest.mark.parametrize("layout", ["d2", "t2", "c2", "p2"])
+def test_the_base_scores_as_a_reference_of_its_own_in_every_layout(base: str, ranks: Pool, layout: str) -> None:
+    for shared, own, policy in ranks.run(references, base, {"layout": layout}):
+        assert shared.equal(own)
+        assert (shared - policy).abs().max() > 0.1
 
 
 @pytest.mark.slow
@@ -70,8 +59,7 @@ def test_the_base_scores_as_a_reference_of_its_own_compiled(base: str) -> None:
 
 
 def test_experts_adapters_are_off_too(tmp_path: Path) -> None:
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    make_engine(tmp_path / "made", hf=experts | {"norm_topk_prob": True}).save(tmp_path / "base")
+    make_engine(tmp_path / "made", hf=MOE).save(tmp_path / "base")
     shared, own, _ = references(str(tmp_path / "base"), {})
     assert shared.equal(own)
 
@@ -96,32 +84,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(ArchonEngine, "initialize", counted)
     return folders
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small Qwen3 with weights and tokenizer."""
-    from archon.rl.bootstrap import write_blank
-    from archon.schema.config import EngineConfig
-    from archon.training.config import BootstrapConfig, TokenizerRecipe
-    from tests.small_qwen3 import SMALL_QWEN3
-
-    folder = tmp_path_factory.mktemp("checkpoint")
-    recipe = TokenizerRecipe(kind="characters", alphabet="0123456789+=", chat_template="plain")
-    write_blank(BootstrapConfig(hf_config=SMALL_QWEN3, tokenizer=recipe), folder / "blank")
-    made = EngineConfig(path=str(folder / "blank"), init_from_scratch=True, optimizer=None, device="cpu")
-    engine = ArchonEngine(made)
-    engine.initialize()
-    engine.save(folder / "made")
-    return folder / "made"
-
-
-def rl_run(checkpoint: Path, run_dir: Path, /, **changes: Any) -> RLConfig:
-    from tests.rl.conftest import small_run
-
-    actor = {"path": str(checkpoint), "device": "cpu", "optimizer": {"lr": 1e-2}, "lora": LORA}
-    values = small_run(checkpoint, run_dir) | {"actor": actor, "ref": {}, "algorithm": {"kl": {"coef": 0.1}}}
-    return RLConfig.parse(values | changes)
 
 
 def test_rl_takes_its_kl_to_its_own_base_and_pushes_adapters(
@@ -151,7 +113,7 @@ def test_pairs_are_compared_with_the_models_own_base(checkpoint: Path, tmp_path:
             {
                 "run_dir": str(tmp_path / name), "total_steps": 3, "batch_size": 4, **ref,
                 "model": {"path": str(checkpoint), "device": "cpu", "lora": LORA, "optimizer": {"lr": 1e-2}},
-                "train_data": {"path": "python:tests.lora.test_reference.pairs"},
+                "train_data": {"path": "python:tests.lora.tiny.pairs"},
                 "checkpoint": {"every": 0},
             }
         )  # fmt: skip
@@ -177,7 +139,3 @@ def losses_of(trainer: BaseTrainer) -> list[float]:
     trainer.train_step = observed  # type: ignore[method-assign]
     trainer.train()  # type: ignore[attr-defined]
     return losses
-
-
-def pairs(split: str) -> list[dict[str, str]]:
-    return [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n)} for n in range(1, 20)]

@@ -10,16 +10,13 @@ import pytest
 import torch
 
 from archon.checkpoint.hf_io import checkpoint_digest, load_model
-from archon.checkpoint.native import save_state
+from archon.checkpoint.native import find_checkpoint, open_state, save_state
 from archon.checkpoint.safetensors_file import SafetensorsFile
-from archon.engine.engine import ArchonEngine
-from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.models.lora import adapter_names
 from archon.schema.config import EngineConfig
 from archon.schema.errors import CheckpointError, ConfigError, LayoutError
 from tests.engine.tiny import make_engine, sft_batch
-
-LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+from tests.lora.tiny import LORA, MOE, RANDOM, engine_of, train
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +26,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     for seed in (0, 1):
         make_engine(folder / f"made{seed}", seed=seed).save(folder / str(seed))
     return str(folder / "0"), str(folder / "1")
-
-
-def engine_of(base: str, **options: Any) -> ArchonEngine:
-    defaults: dict[str, Any] = {"path": base, "device": "cpu", "lora": LORA, "optimizer": {"lr": 1e-2}}
-    engine = ArchonEngine(EngineConfig.parse(defaults | options))
-    engine.initialize()
-    return engine
-
-
-def train(engine: ArchonEngine, steps: int, first: int = 0) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        batch = sft_batch(seed=step % 2)
-        losses.append(engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)["loss"])
-    return losses
 
 
 def test_a_fresh_adapter_changes_nothing_and_training_changes_it_alone(bases: tuple[str, str]) -> None:
@@ -61,7 +43,7 @@ def test_a_fresh_adapter_changes_nothing_and_training_changes_it_alone(bases: tu
 
 
 def test_weights_that_are_pushed_or_exported_have_the_adapters_added(bases: tuple[str, str], tmp_path: Path) -> None:
-    engine = engine_of(bases[0], lora=LORA | {"init": "random"})
+    engine = engine_of(bases[0], lora=RANDOM)
     tensors, parameters = dict(engine.weights()), dict(engine.model.named_parameters())
     a, b = (parameters[f"layers.1.feed_forward.w2.lora.{part}"] for part in "ab")
     expected = parameters["layers.1.feed_forward.w2.weight"] + 2.0 * b @ a
@@ -73,8 +55,7 @@ def test_weights_that_are_pushed_or_exported_have_the_adapters_added(bases: tupl
 
 def test_experts_adapters_are_added_to_their_matrices(tmp_path: Path) -> None:
     """Of rank 3, which a grouped product takes padded, against the same model with merged weights."""
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    make_engine(tmp_path / "made", hf=experts | {"norm_topk_prob": True}).save(tmp_path / "base")
+    make_engine(tmp_path / "made", hf=MOE).save(tmp_path / "base")
     engine = engine_of(str(tmp_path / "base"), lora={"rank": 3, "alpha": 5.0, "init": "random"})
     engine.save(tmp_path / "merged")
     merged = engine_of(str(tmp_path / "merged"), lora=None, optimizer=None)
@@ -117,8 +98,6 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resumed_run_is_the_same(
     names = {name for file in files for name in SafetensorsFile(file).entries}
     assert names and not any("tok_embeddings" in name or name.endswith("wq.weight") for name in names)
     rest = train(engine, 3, first=3)
-    from archon.checkpoint.native import find_checkpoint, open_state
-
     other = engine_of(bases[0])
     folder = find_checkpoint(tmp_path / "native")
     assert folder is not None
@@ -226,5 +205,5 @@ def test_what_adapters_cannot_be_is_refused(options: dict[str, Any], complaint: 
 
 @pytest.mark.parametrize("recompute", [{"mode": "full"}, {"mode": "selective", "selective": "op"}])
 def test_recomputation_changes_nothing(bases: tuple[str, str], recompute: dict[str, Any]) -> None:
-    recomputed = engine_of(bases[0], activation_checkpoint=recompute, lora=LORA | {"init": "random"})
-    assert train(recomputed, 2) == train(engine_of(bases[0], lora=LORA | {"init": "random"}), 2)
+    recomputed = engine_of(bases[0], activation_checkpoint=recompute, lora=RANDOM)
+    assert train(recomputed, 2) == train(engine_of(bases[0], lora=RANDOM), 2)
