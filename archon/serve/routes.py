@@ -21,7 +21,8 @@ from archon.schema.errors import UserError
 from archon.serve.answer_text import Delta
 from archon.serve.anthropic_api import CountBody, Message, MessagesApi, MessagesBody
 from archon.serve.error_responses import AnthropicError, OpenAIError, error_body, error_response
-from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion, Completion, CompletionApi, CompletionBody
+from archon.serve.openai_chat import ChatApi, ChatBody, ChatCompletion
+from archon.serve.openai_completions import Completion, CompletionApi, CompletionBody
 from archon.serve.protocol import Choice, Count, Integer, ProtocolHandler, RequestModel, ResponseModel
 from archon.serve.responses_api import OpenAIResponse, ResponsesApi, ResponsesBody
 from archon.serve.service import Service

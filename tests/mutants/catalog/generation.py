@@ -91,7 +91,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the logprobs of an echoed prompt stand a place early",
-        "archon/serve/openai_chat.py",
+        "archon/serve/openai_completions.py",
         "[None, *scores.logprobs][: len(texts)]",
         "[*scores.logprobs, None][: len(texts)]",
         ("tests/serve/test_echo.py",),

@@ -1,0 +1,111 @@
+"""What OpenAI's chat completions and completions share: sampling fields, usage, choices and streams of chunks."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from archon.serve import protocol
+from archon.serve.answer_text import AnswerFormat, Delta
+from archon.serve.sessions import Caller, ModelChoice
+
+MAX_CHOICES = 128
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class StreamOptions(protocol.RequestModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="without effect")
+
+
+class OpenAISampling(protocol.Body, protocol.OpenAIHints):
+    """Sampling fields of chat completions and completions, with vLLM's additions."""
+
+    n: protocol.Integer | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: protocol.Positive | None = None
+    stop: protocol.StopString | list[protocol.StopString] | None = None
+    seed: protocol.Integer | None = Field(None, ge=0, lt=2**63)
+    min_tokens: protocol.Integer | None = Field(None, ge=0)
+    stop_token_ids: list[protocol.TokenId] | None = None
+    ignore_eos: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = Field(False, description="return the tokens of prompt and answer as well")
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+
+
+class Usage(protocol.ResponseModel):
+    prompt_tokens: protocol.Count
+    completion_tokens: protocol.Count
+    total_tokens: protocol.Count
+
+
+class CompletionsHandler(protocol.ProtocolHandler):
+    """What both completion endpoints share: streams of chunks that end with `[DONE]`."""
+
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+
+    def __init__(self, body: Any, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat) -> None:
+        super().__init__(body, caller, tokenizer, model, format)
+        self._logprobs = body.logprobs is not None and body.logprobs is not False  # a completion's 0 asks for them
+        self._created = int(time.time())
+
+    def _envelope(self, name: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self.id, "object": name, "created": self._created, "model": self._model}
+        return {**head, "choices": choices, **more}
+
+    def _chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
+        return protocol.sse(self._envelope(self.chunk_name, list(choices), **more))
+
+    def _usage(self, choices: Sequence[protocol.Choice]) -> dict[str, int]:
+        """Returns the numbers of tokens; each prompt counts once."""
+        read, sampled = sum(map(len, self.prompts)), sum(choice.response.output_len for choice in choices)
+        return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+
+    def _prompt(self) -> dict[str, Any]:
+        """Returns the prompt's fields in a response and in the first chunks."""
+        return {}
+
+    def response(self, choices: list[protocol.Choice]) -> dict[str, Any]:
+        written = [
+            self._with_tokens(
+                {"index": choice.index, **self._content(choice), "finish_reason": choice.finish_reason},
+                choice.response.output_tokens,
+                choice.response.output_logprobs,
+            )
+            for choice in choices
+        ]
+        return self._envelope(self.object_name, written, usage=self._usage(choices), **self._prompt())
+
+    def _with_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+        """Returns a choice with its tokens and their logprobs, if the client asked for them."""
+        choice["logprobs"] = None
+        if self._logprobs:
+            texts = [str(self._tokenizer.decode([token])) for token in tokens]
+            choice["logprobs"] = self._format_logprobs(choice["index"], texts, logprobs)
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(tokens)
+        return choice
+
+    def on_end(self, choices: list[protocol.Choice]) -> Iterable[bytes]:
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            yield self._chunk(usage=self._usage(choices))
+        yield protocol.sse("[DONE]")
+
+    def _has_chunk(self, delta: Delta) -> bool:
+        """Returns whether a delta adds anything that the client sees."""
+        return bool(delta.parts or (delta.tokens and (self._logprobs or self.body.return_token_ids)))
+
+    @abstractmethod
+    def _content(self, choice: protocol.Choice) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]: ...

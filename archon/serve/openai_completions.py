@@ -1,0 +1,169 @@
+"""OpenAI's completions: text or tokens in, text or tokens out, and the logprobs of given tokens by `echo`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from itertools import accumulate
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from archon.data.encoding import encode_prompt
+from archon.generation.prompt_scores import PromptScores
+from archon.generation.types import GenerationHyperparameters, ModelResponse
+from archon.schema.errors import RolloutError
+from archon.serve import protocol
+from archon.serve.answer_text import AnswerFormat, Delta
+from archon.serve.openai_base import MAX_CHOICES, CompletionsHandler, FinishReason, OpenAISampling, Usage
+from archon.serve.sessions import Caller, ModelChoice
+
+
+class CompletionBody(OpenAISampling):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[protocol.TokenId] | list[str] | list[list[protocol.TokenId]] = Field(
+        description="text, tokens, or a list of these"
+    )
+    max_tokens: protocol.Integer | None = Field(None, ge=0, description="0, with echo: no answer")
+    logprobs: protocol.Integer | None = Field(
+        None, ge=0, le=1, description="0: those of the tokens; 1, with echo: and of the most likely token in each place"
+    )
+    echo: bool | None = Field(None, description="begin the answer with the prompt, whose logprobs are returned too")
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _asks_for_what_there_is(self) -> CompletionBody:
+        if self.echo and self.stream:
+            raise ValueError("echo is not streamed; leave out stream or echo")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: got 0, which needs echo; ask for at least one token")
+        if self.logprobs and not self.echo:
+            raise ValueError("logprobs: got 1, which needs echo; without it only sampled tokens have a logprob")
+        return self
+
+    def gconfig(self, base: GenerationHyperparameters) -> GenerationHyperparameters:
+        """Returns what `Body.gconfig` does; without an answer its length does not matter."""
+        body = self.model_copy(update={"max_tokens": None}) if self.max_tokens == 0 else self
+        return super(CompletionBody, body).gconfig(base)
+
+    def prompts(self, tokenizer: Any) -> list[list[int]]:
+        """Returns the prompts in tokens; those in text begin with the tokenizer's special tokens."""
+        given: Any = self.prompt
+        if isinstance(given, str) or not any(isinstance(item, str | list) for item in given):
+            given = [given]
+        answers = len(given) * (self.n or 1)
+        if answers > MAX_CHOICES:
+            raise RolloutError(
+                f"{len(given)} prompts with n = {self.n or 1} are {answers} answers; one request may ask for "
+                f"{MAX_CHOICES}"
+            )
+        return [encode_prompt(tokenizer, {"prompt": item}) if isinstance(item, str) else item for item in given]
+
+
+class CompletionLogprobs(protocol.ResponseModel):
+    """The first token of an echoed prompt has no logprob."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+    text_offset: list[protocol.Count]
+
+
+class CompletionChoice(protocol.ResponseModel):
+    index: protocol.Count
+    finish_reason: FinishReason
+    text: str
+    logprobs: CompletionLogprobs | None
+    token_ids: list[protocol.Count] | None = protocol.optional()
+    prompt_token_ids: list[protocol.Count] | None = protocol.optional()
+
+
+class Completion(protocol.ResponseModel):
+    """With `return_token_ids` each choice has `token_ids` and `prompt_token_ids`, as from vLLM."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: protocol.Count
+    model: str
+    choices: list[CompletionChoice] = Field(min_length=1)
+    usage: Usage
+
+
+class CompletionApi(CompletionsHandler):
+    """`POST /v1/completions`; choice i answers prompt i // n."""
+
+    id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(
+        self, body: CompletionBody, caller: Caller, tokenizer: Any, model: ModelChoice, format: AnswerFormat
+    ) -> None:
+        super().__init__(body, caller, tokenizer, model, format)
+        self._offsets: Counter[int] = Counter()  # characters of each choice so far, special tokens included
+        self._echoed: dict[int, PromptScores] = {}  # of prompt and answer
+
+    async def generate(self) -> AsyncGenerator[Delta | protocol.Choice, None]:
+        if self.body.max_tokens == 0:
+            n = self.gconfig.n_samples
+            for index in range(n * len(self.prompts)):
+                response = ModelResponse(self.prompts[index // n], stop_reason="length")
+                yield await self._echo(protocol.Choice(index, [], None, response))
+            return
+        async with aclosing(super().generate()) as items:
+            async for item in items:
+                if self.body.echo and isinstance(item, protocol.Choice):
+                    item = await self._echo(item)
+                yield item
+
+    async def _echo(self, choice: protocol.Choice) -> protocol.Choice:
+        """Returns the choice, whose prompt and answer are scored at the answer's temperature."""
+        score: Callable[..., PromptScores] | None
+        score = getattr(self._caller.engine, "score_prompt", None)
+        if score is None:
+            raise RolloutError("echo: answers of a session that is trained are sampled only; leave echo out")
+        tokens = choice.response.input_tokens + choice.response.output_tokens
+        adapter = {} if self._adapter is None else {"adapter": self._adapter}
+        self._echoed[choice.index] = score(tokens, self.gconfig.temperature, **adapter)
+        await asyncio.sleep(0)  # other requests' turn
+        return choice
+
+    def _content(self, choice: protocol.Choice) -> dict[str, Any]:
+        prompt = {"prompt_token_ids": choice.response.input_tokens} if self.body.return_token_ids else {}
+        text = choice.text
+        if self.body.echo:
+            text = str(self._tokenizer.decode(choice.response.input_tokens, skip_special_tokens=True)) + text
+        return {"text": text, **prompt}
+
+    def _with_tokens(self, choice: dict[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+        choice = super()._with_tokens(choice, tokens, logprobs)
+        index = choice["index"]
+        if index in self._echoed and self._logprobs:
+            echoed = [*self.prompts[index // self.gconfig.n_samples], *tokens]
+            choice["logprobs"] = self._echoed_logprobs(index, [str(self._tokenizer.decode([x])) for x in echoed])
+        return choice
+
+    def _echoed_logprobs(self, index: int, texts: Sequence[str]) -> dict[str, Any]:
+        scores, self._offsets[index] = self._echoed[index], 0
+        found = self._format_logprobs(index, texts, scores.logprobs)
+        found["token_logprobs"] = [None, *scores.logprobs][: len(texts)]
+        if self.body.logprobs:
+            best = [str(self._tokenizer.decode([token])) for token in scores.best_tokens]
+            places = zip(texts[1:], scores.logprobs, best, scores.best_logprobs, strict=True)
+            found["top_logprobs"] = [None, *({text: own, top: most} for text, own, top, most in places)][: len(texts)]
+        return found
+
+    def _format_logprobs(self, index: int, texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
+        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+
+    def on_delta(self, delta: Delta) -> Iterable[bytes]:
+        if self._has_chunk(delta):
+            text = "".join(part for part in delta.parts if isinstance(part, str))
+            choice = {"index": delta.index, "text": text, "finish_reason": None}
+            yield self._chunk(self._with_tokens(choice, delta.tokens, delta.logprobs))
+
+    def on_choice(self, choice: protocol.Choice) -> Iterable[bytes]:
+        end = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
+        yield self._chunk(end)
