@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from collections.abc import Callable
@@ -17,14 +16,16 @@ from torch import Tensor
 from archon.checkpoint.adapter_export import Adapters
 from archon.engine import heap
 from archon.generation.adapters import AdapterTable
+from archon.generation.requests import answer_limit, stop_ids
 from archon.generation.sampler import SamplingParams, sample
 from archon.generation.scheduler import Fork, ScheduledChunk, Scheduler, Step
+from archon.generation.seeds import request_seed
 from archon.generation.sequence import Sequence, StopStrings
 from archon.generation.types import ModelRequest
 from archon.models.attention.paged import DecodeRows, PagedAttention, PrefillChunk
 from archon.models.attention.paged_cache import PagedCache
 from archon.models.base import BaseArchonModel
-from archon.schema.errors import ContextOverflowError, NotFiniteError, RolloutError
+from archon.schema.errors import NotFiniteError, RolloutError
 
 # Logits of at most this many elements are sampled at once, so that wide vocabularies do not multiply in memory.
 _MAX_SAMPLED_ELEMENTS = 1 << 24
@@ -179,32 +180,15 @@ class Generator:
         """
         g, prompt = request.gconfig, request.input_ids
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
-        if g.n_samples != 1:
-            raise RolloutError(
-                f"request {request.rid}: n_samples is {g.n_samples}; expected 1: send a request for each answer"
-            )
-        if not prompt:
-            raise RolloutError(f"request {request.rid}: the prompt is empty, expected at least one token")
         vocab_size = self.model.args.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            wrong = next(i for i in prompt if not 0 <= i < vocab_size)
-            raise RolloutError(f"request {request.rid}: token id {wrong} is not below the vocabulary size {vocab_size}")
+        limit = answer_limit(request, vocab_size, self.max_seq_len, "the engine's max_seq_len")
         if request.image_data:
             raise RolloutError(f"request {request.rid}: image_data was given to a text model")
-        max_tokens = self.max_seq_len if g.max_tokens is None else min(g.max_tokens, self.max_seq_len)
-        limit = min(g.max_new_tokens, max_tokens - len(prompt))
-        if limit < 1:
-            raise ContextOverflowError(
-                f"request {request.rid}: the prompt of {len(prompt)} tokens leaves no room for an answer within"
-                f" {max_tokens} tokens; shorten it, or raise max_tokens or the engine's max_seq_len"
-            )
-        stop_ids = frozenset(g.stop_token_ids) | frozenset(() if g.ignore_eos else self.eos_token_ids)
         sequence = Sequence(
             request=request,
             limit=limit,
-            seed=self._request_seed() if g.seed is None else g.seed,
-            # A tokenizer may have a padding id beyond the model's vocabulary, which is never sampled.
-            stop_ids=frozenset(i for i in stop_ids if i < vocab_size),
+            seed=request_seed(self.seed, self.submitted) if g.seed is None else g.seed,
+            stop_ids=frozenset(stop_ids(g, self.eos_token_ids, vocab_size)),
             stop_strings=self._stop_strings(request),
             on_done=on_done,
             adapter=adapter,
@@ -222,10 +206,6 @@ class Generator:
             self.adapters.begin(adapter, len(prompt))
         self.scheduler.submit(sequence)
         return sequence
-
-    def _request_seed(self) -> int:
-        digest = hashlib.blake2b(f"{self.seed} {self.submitted}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little")
 
     def _stop_strings(self, request: ModelRequest) -> StopStrings | None:
         if not request.gconfig.stop:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from archon.generation.seeds import derive_seed
+from archon.generation.requests import answer_limit, stop_ids
+from archon.generation.seeds import derive_seed, request_seed
 from archon.generation.types import ModelRequest, ModelResponse, integer_ids
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
@@ -20,7 +21,7 @@ from archon.remote.delta import write_delta
 from archon.remote.dialect import Answer, Sampling, Transport
 from archon.remote.http import ServerError
 from archon.remote.server import Push, RemoteServer
-from archon.schema.errors import ConfigError, ContextOverflowError, RolloutError
+from archon.schema.errors import ConfigError, RolloutError
 
 # Measured with a float32 trainer of SmolLM2-135M and vLLM on a CPU: 3e-5 in float32, 0.84 in bfloat16.
 MAX_DIFFERENCE = {"float32": 1e-3, "float16": 0.3, "bfloat16": 2.0}
@@ -114,7 +115,7 @@ class RemoteEngine:
         """The servers that may be asked. Raises NoServerError where there are none."""
         able = [server for server in self.servers if server.failure is None]
         if not able:
-            reasons = "; ".join(f"{server.failure}" for server in self.servers)
+            reasons = "; ".join(str(server.failure) for server in self.servers)
             raise NoServerError(f"no inference server is left: {reasons}")
         return able
 
@@ -281,46 +282,24 @@ class RemoteEngine:
     def _sampling(self, req: ModelRequest, begun: Sequence[int] = (), seed: int | None = None) -> Sampling:
         """Returns what to ask for the answer whose first tokens are `begun`. Raises RolloutError for a request that
         can never be answered, and ConfigError for values that a server cannot honor."""
-        g, prompt = req.gconfig, req.input_ids
-        if g.n_samples != 1:
-            raise RolloutError(
-                f"request {req.rid}: n_samples is {g.n_samples}; expected 1: send a request for each answer"
-            )
-        if not prompt:
-            raise RolloutError(f"request {req.rid}: the prompt is empty, expected at least one token")
-        if wrong := [i for i in prompt if not 0 <= i < self.vocab_size]:
-            raise RolloutError(
-                f"request {req.rid}: token id {wrong[0]} is not below the vocabulary size {self.vocab_size}"
-            )
+        g = req.gconfig
+        limit = answer_limit(req, self.vocab_size, self.max_seq_len, "the servers' --max-model-len")
         if req.image_data:
             raise RolloutError(f"request {req.rid}: image_data was given, and only tokens are sent to servers")
         for server in self.fleet:
             server.dialect.check(g)
-        max_tokens = self.max_seq_len if g.max_tokens is None else min(g.max_tokens, self.max_seq_len)
-        limit = min(g.max_new_tokens, max_tokens - len(prompt))
-        if limit < 1:
-            raise ContextOverflowError(
-                f"request {req.rid}: the prompt of {len(prompt)} tokens leaves no room for an answer within"
-                f" {max_tokens} tokens; shorten it, or raise max_tokens or the servers' --max-model-len"
-            )
-        ids = [*g.stop_token_ids, *(() if g.ignore_eos else self.eos_token_ids)]
-        if seed is None:
-            seed = self._request_seed() if g.seed is None else g.seed
+        if seed is None:  # servers take 63 bits
+            seed = request_seed(self.seed, self._submitted) >> 1 if g.seed is None else g.seed
         rest = g.new(min_new_tokens=max(0, g.min_new_tokens - len(begun))) if begun and g.min_new_tokens else g
         return Sampling(
-            prompt=[*prompt, *begun],
+            prompt=[*req.input_ids, *begun],
             gconfig=rest,
             limit=limit - len(begun),
-            # A tokenizer may have a padding id beyond the model's vocabulary, which is never sampled.
-            stop_token_ids=[i for i in dict.fromkeys(ids) if i < self.vocab_size],
+            stop_token_ids=stop_ids(g, self.eos_token_ids, self.vocab_size),
             seed=seed,
             rid=req.rid,
             model="",
         )
-
-    def _request_seed(self) -> int:
-        digest = hashlib.blake2b(f"{self.seed} {self._submitted}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
 
     def _enter(self, now: float) -> None:
         if not self._in_flight:
@@ -349,8 +328,6 @@ def _size(folder: Path) -> int:
 
 
 def _remove_others(parent: Path, kept: Path) -> None:
-    import shutil
-
     for folder in parent.glob("version-*"):
         if folder != kept:
             shutil.rmtree(folder, ignore_errors=True)

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from archon.check.rank_pool import Pool
-from archon.engine.engine import ArchonEngine
-from archon.schema.config import EngineConfig
 from tests.engine.tiny import make_engine
-from tests.rl.conftest import blank
+from tests.rl.conftest import blank, fresh_checkpoint
 
 __all__ = ["blank"]
 
@@ -27,11 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def checkpoint(blank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small Qwen3 with weights and tokenizer."""
-    path = tmp_path_factory.mktemp("checkpoint") / "made"
-    engine = ArchonEngine(EngineConfig(path=str(blank), init_from_scratch=True, optimizer=None, device="cpu"))
-    engine.initialize()
-    engine.save(path)
-    return path
+    return fresh_checkpoint(blank, tmp_path_factory.mktemp("checkpoint") / "model")
 
 
 @pytest.fixture(scope="session")

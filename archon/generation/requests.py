@@ -1,0 +1,45 @@
+"""What every engine refuses of a request, and what ends its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.schema.errors import ContextOverflowError, RolloutError
+
+
+def answer_limit(request: ModelRequest, vocab_size: int, max_seq_len: int, setting: str) -> int:
+    """Returns the most tokens that the answer to a request may have.
+
+    Args:
+        max_seq_len: tokens of prompt and answer together.
+        setting: what to raise for longer ones.
+
+    Raises RolloutError for a request that can never be answered, ContextOverflowError for a prompt without room for an
+    answer.
+    """
+    g, prompt = request.gconfig, request.input_ids
+    if g.n_samples != 1:
+        raise RolloutError(
+            f"request {request.rid}: n_samples is {g.n_samples}; expected 1: send a request for each answer"
+        )
+    if not prompt:
+        raise RolloutError(f"request {request.rid}: the prompt is empty, expected at least one token")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        wrong = next(i for i in prompt if not 0 <= i < vocab_size)
+        raise RolloutError(f"request {request.rid}: token id {wrong} is not below the vocabulary size {vocab_size}")
+    max_tokens = max_seq_len if g.max_tokens is None else min(g.max_tokens, max_seq_len)
+    limit = min(g.max_new_tokens, max_tokens - len(prompt))
+    if limit < 1:
+        raise ContextOverflowError(
+            f"request {request.rid}: the prompt of {len(prompt)} tokens leaves no room for an answer within"
+            f" {max_tokens} tokens; shorten it, or raise max_tokens or {setting}"
+        )
+    return limit
+
+
+def stop_ids(gconfig: GenerationHyperparameters, eos_token_ids: Collection[int], vocab_size: int) -> list[int]:
+    """Returns the tokens that end an answer, each once."""
+    ids = [*gconfig.stop_token_ids, *(() if gconfig.ignore_eos else eos_token_ids)]
+    # A tokenizer may have a padding id beyond the model's vocabulary, which is never sampled.
+    return [i for i in dict.fromkeys(ids) if i < vocab_size]
