@@ -241,16 +241,10 @@ class RLConfig(StrictModel):
             )
 
     @model_validator(mode="after")
-    def _one_policy_is_trained(self) -> RLConfig:
-        if self.actor.lora is not None and self.actor.lora.adapters is not None:
-            raise ValueError("actor.lora.adapters names several adapters, and a run trains one policy; set lora.rank")
-        return self
-
-    @model_validator(mode="after")
     def _parts_agree(self) -> RLConfig:
         algorithm, n_samples = self.algorithm, self.gconfig.n_samples
         if self.actor.lora is not None and self.actor.lora.adapters is not None:
-            raise ValueError("actor.lora.adapters has several adapters, which only archon sft trains; give one")
+            raise ValueError("actor.lora.adapters names several adapters, and a run trains one policy; set lora.rank")
         if algorithm.kl.coef > 0 and self.ref is None:
             raise ValueError(
                 f"algorithm.kl.coef is {algorithm.kl.coef}, which needs a reference model: set `ref` ({{}} is the "

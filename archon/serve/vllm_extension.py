@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -48,13 +47,13 @@ class DiskTransfer(WeightTransferEngine):
     init_info_cls, update_info_cls = Nothing, Checkpoint
     _names: set[str] | None = None
     """The parameters that the first checkpoint set."""
+    _kept: dict[str, torch.Tensor] | None = None
+    """The checkpoint that later changes are of, and its version."""
+    _kept_version: str | None = None
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
         """Does nothing: the folder needs no connection."""
         del init_info
-
-    _kept: dict[str, torch.Tensor] | None = None
-    _kept_version: str | None = None
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -118,5 +117,3 @@ class Extension:
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, DiskTransfer)
-
-__all__: list[Any] = ["Extension"]

@@ -41,7 +41,7 @@ class AdapterLoader:
         self.step = int(state["step"])
 
 
-def adapter_names(config: SFTConfig) -> list[str]:
+def several_adapters(config: SFTConfig) -> list[str]:
     """Returns the names of a run's several adapters; none for one that trains one, or all weights.
 
     Raises ConfigError for rows of an adapter that there is not, and for rows that no adapter reads.

@@ -18,7 +18,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.parallel.layout import parse_layout
 from archon.schema.errors import ConfigError
-from archon.training.adapter_rows import AdapterLoader, adapter_names, with_total_steps
+from archon.training.adapter_rows import AdapterLoader, several_adapters, with_total_steps
 from archon.training.batch_sharding import require_documents, shard_indices
 from archon.training.config import SFTConfig
 from archon.training.loop import BaseTrainer, require_same_rows, timed
@@ -109,7 +109,7 @@ class SFTTrainer(BaseTrainer):
         self.held_out_of = {}
         self.eval_every = config.eval_every
         self.total_steps = config.total_steps or config.epochs * loader.steps_per_epoch
-        if names := adapter_names(config):
+        if names := several_adapters(config):
             config = self._open_adapters(names, rows, tokenizer, ranks)
         self.engine = ArchonEngine(config.resolve().model)
         self.engine.initialize(self.total_steps)
