@@ -23,7 +23,7 @@ class AdapterRows:
     Attributes:
         names: the n adapters that ids are indices of.
         ids: int64 [T], with n for a row without an adapter.
-        counts: int64 [n + 1], the rows of each adapter, and last those without.
+        counts: int64 [n + 1], the rows of each adapter, and last those without; [n] if every row is known to have one.
         order, inverse: int64 [T], the permutation that sorts rows by id, and the one back; None if they are sorted.
         share: of the tokens that this rank holds between layers, where tensor parallelism splits them: latent layers
             and experts compute these. None if they are all rows.
@@ -53,7 +53,7 @@ class AdapterRows:
             order = ids.argsort(stable=True)
             inverse = order.argsort().to(device)
             order = order.to(device)
-        counts = ids.bincount(minlength=len(names) + 1).to(device)
+        counts = ids.bincount(minlength=len(names)).to(device)
         return cls(tuple(names), ids.to(device), counts, order, inverse, share)
 
     @cached_property
@@ -92,5 +92,5 @@ class AdapterRows:
         """Returns the adapters of the rows of all ranks, in the order in which `all_gather` joins the rows."""
         ids = all_gather(self.ids, group)
         order = ids.argsort(stable=True)
-        counts = torch.zeros_like(self.counts).scatter_add_(0, ids, torch.ones_like(ids))
+        counts = ids.new_zeros(len(self.names) + 1).scatter_add_(0, ids, torch.ones_like(ids))
         return AdapterRows(self.names, ids, counts, order, order.argsort())

@@ -10,7 +10,7 @@ A matrix may have several adapters (`LowRanks`), each with parameters of its own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from archon.models.adapter_rows import AdapterRows
-from archon.models.layers.matmul import adapted_linear, can_group, grouped_linear, linear, pad_to_grouped
+from archon.models.layers.matmul import (
+    LowRankRows,
+    adapted_linear,
+    add_low_ranks,
+    can_group,
+    grouped_linear,
+    pad_to_grouped,
+)
 from archon.parallel.comm import local
 
 
@@ -71,7 +78,8 @@ class LowRanks(nn.ModuleDict):
         """Returns out [T, out] of a linear layer for x [T, in] plus what each row's adapter adds, see `LowRank`."""
         if not self._has_any(adapters.names):
             return out
-        return out + adapters.unsort(self._grouped(adapters.sort(x), adapters.names, adapters.counts, rows))
+        added = self._added(adapters.sort(out), adapters.sort(x), adapters.names, adapters.counts, rows)
+        return adapters.unsort(added)
 
     def part(self, name: str) -> LowRank | None:
         """Returns the adapter of this name, None if this matrix has none."""
@@ -85,28 +93,59 @@ class LowRanks(nn.ModuleDict):
             names: the n adapters that rows may have; one that this matrix lacks adds nothing.
             counts: int64 [E (n + 1)], of each expert the rows of each adapter, and last those of none.
         """
-        return out + self._grouped(x, names, counts) if self._has_any(names) else out
+        return self._added(out, x, names, counts) if self._has_any(names) else out
 
     def _has_any(self, names: Sequence[str]) -> bool:
         return any(name in self for name in names)
 
-    def _grouped(self, x: Tensor, names: Sequence[str], counts: Tensor, rows: slice | None = None) -> Tensor:
-        """Returns [N, out], 0 for a row without an adapter.
+    def _added(self, out: Tensor, x: Tensor, names: Sequence[str], counts: Tensor, rows: slice | None = None) -> Tensor:
+        """Returns out [N, out] plus what the adapters of rows x [N, in] add, which are sorted by group.
 
         Every adapter of `names` has a gradient, 0 without rows: ranks that sum gradients need the same ones.
         """
         adapters = [self.part(name) for name in names]
-        parts = [None if adapter is None else adapter.parts(x.dtype, rows) for adapter in adapters]
-        scales = [1.0 if adapter is None else adapter.scale for adapter in adapters]
-        a, b = next(part for part in parts if part is not None)
-        if not can_group(x, a.shape[-1], b.shape[-2]):
-            return _loop(x, [*parts, None], [*scales, 1.0], counts, b.shape[-2])
-        rank = pad_to_grouped(max(part[0].shape[-2] for part in parts if part is not None), x)
+        own = [(index, adapter) for index, adapter in enumerate(adapters) if adapter is not None]
+        parts = [adapter.parts(x.dtype, rows) for _, adapter in own]
+        a, b = parts[0]
+        experts = a.shape[0] if a.dim() == 3 else 1
+        of_expert = counts.shape[0] // experts
+        if prefers_loop(x) or not can_group(x, a.shape[-1], b.shape[-2]):
+            places = {index: (place, adapter.scale) for place, (index, adapter) in enumerate(own)}
+            return add_low_ranks(out, x, _groups(counts.tolist(), of_expert, places, stacked=a.dim() == 3), parts)
+        rank = pad_to_grouped(max(part[0].shape[-2] for part in parts), x)
         nothing = a.new_zeros(*a.shape[:-2], 0, a.shape[-1]), b.new_zeros(*b.shape[:-1], 0)
-        pairs = [_padded(part or nothing, rank) for part in [*parts, None]]
+        of_groups = [nothing] * of_expert
+        scales = [own[0][1].scale] * of_expert  # of rows without an adapter any will do
+        for (index, adapter), part in zip(own, parts, strict=True):
+            of_groups[index], scales[index] = part, adapter.scale
+        pairs = [_padded(part, rank) for part in of_groups]
         stacked_a, stacked_b = (torch.stack(side, dim=-3).flatten(0, -3) for side in zip(*pairs, strict=True))
         hidden = grouped_linear(x, stacked_a, counts)
-        return grouped_linear(_scaled(hidden, [*scales, 1.0], counts), stacked_b, counts)
+        return out + grouped_linear(_scaled(hidden, scales, counts), stacked_b, counts)
+
+
+def prefers_loop(x: Tensor) -> bool:
+    """Returns whether a product for each group of rows is faster than grouped ones, which stack all matrices."""
+    return x.is_cpu
+
+
+def _groups(
+    counts: Sequence[int], of_expert: int, places: Mapping[int, tuple[int, float]], *, stacked: bool
+) -> list[LowRankRows]:
+    """Returns the groups of rows that are not empty.
+
+    Args:
+        counts: of every group, `of_expert` of each expert.
+        places: by the group's index in its expert, the adapter's index and its scale.
+        stacked: whether the adapters' matrices are stacks of all experts'.
+    """
+    found = []
+    for group, count in enumerate(counts):
+        if count:
+            expert, index = divmod(group, of_expert)
+            place, scale = places.get(index, (None, 1.0))
+            found.append(LowRankRows(count, place, expert if stacked else None, scale))
+    return found
 
 
 def _padded(part: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
@@ -118,25 +157,9 @@ def _padded(part: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
 
 def _scaled(hidden: Tensor, scales: Sequence[float], counts: Tensor) -> Tensor:
     """Returns rows hidden [N, r] times the scale of the group of each, rounded once."""
-    if len({*scales[:-1]}) == 1:
+    if len({*scales}) == 1:
         return hidden * scales[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     of_groups = torch.tensor(scales, dtype=wide).to(hidden.device).repeat(counts.shape[0] // len(scales))
     of_rows = of_groups.repeat_interleave(counts, output_size=hidden.shape[0]).unsqueeze(1)
     return (hidden * of_rows).to(hidden.dtype)
-
-
-def _loop(
-    x: Tensor, parts: Sequence[tuple[Tensor, Tensor] | None], scales: Sequence[float], counts: Tensor, width: int
-) -> Tensor:
-    """Returns what `LowRanks` adds, [N, width], by a product for each group."""
-    results = []
-    for group, own in enumerate(x.split(counts.tolist())):
-        expert, index = divmod(group, len(parts))
-        part = parts[index]
-        if part is None:
-            results.append(own.new_zeros(own.shape[0], width))
-            continue
-        a, b = part if part[0].dim() == 2 else (part[0][expert], part[1][expert])
-        results.append(linear(linear(own, a) * scales[index], b))
-    return torch.cat(results)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import platform
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +33,11 @@ def has_onednn() -> bool:
 
 def _can_use_onednn(left: Tensor, right: Tensor) -> bool:
     return (
-        left.dtype == right.dtype == torch.float32
+        left.numel() * right.shape[0] >= MIN_MULTIPLICATIONS
+        and left.dtype == right.dtype == torch.float32
         and left.device.type == "cpu"
         and type(left) in (Tensor, nn.Parameter)
         and type(right) in (Tensor, nn.Parameter)
-        and left.numel() * right.shape[0] >= MIN_MULTIPLICATIONS
         and not torch.compiler.is_compiling()
         and has_onednn()
     )
@@ -68,7 +69,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def add_product(out: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
     """Compute out += left @ right, or out = left @ right if `first`, in the dtype of `out`. Not differentiable."""
     if out.dtype == left.dtype and not _can_use_onednn(left, right.t()):
-        torch.addmm(out, left, right, beta=0 if first else 1, out=out)
+        out.addmm_(left, right, beta=0 if first else 1)
     elif first:
         out.copy_(product(left, right))
     else:
@@ -140,6 +141,84 @@ def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b:
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias) + F.linear(F.linear(x, a) * scale, b)
     return _AdaptedLinear.apply(x, weight, bias, a, b, scale)
+
+
+class LowRankRows(NamedTuple):
+    """The adapter of some consecutive rows.
+
+    Attributes:
+        n_rows: their number.
+        adapter: its index among those whose a and b are given; None for rows without one.
+        expert: whose matrices of stacks these are; None for adapters without experts.
+        scale: factor on b a.
+    """
+
+    n_rows: int
+    adapter: int | None
+    expert: int | None
+    scale: float
+
+
+class _AddLowRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, groups: Sequence[LowRankRows], *parts: Tensor) -> Tensor:
+        result, counts = out.clone(), [rows.n_rows for rows in groups]
+        lows = []
+        for rows, own, own_result in zip(groups, x.split(counts), result.split(counts), strict=True):
+            if rows.adapter is not None:
+                a, b = _matrices(rows, parts)
+                # Not in place: see `_AdaptedLinear`.
+                lows.append(times_transposed(own, a) * rows.scale)
+                add_product(own_result, lows[-1], b.t())
+        ctx.save_for_backward(x, *parts, *lows)
+        ctx.groups, ctx.counts = groups, counts
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *saved = ctx.saved_tensors
+        n_parts = len(ctx.needs_input_grad) - 3
+        parts, lows = saved[:n_parts], iter(saved[n_parts:])
+        grads: list[Tensor | None] = [None] * n_parts
+        x_grad = torch.empty_like(x)
+        splits = (tensor.split(ctx.counts) for tensor in (x, grad, x_grad))
+        for rows, own, own_grad, own_x_grad in zip(ctx.groups, *splits, strict=True):
+            if rows.adapter is None:
+                own_x_grad.zero_()
+                continue
+            a, b = _matrices(rows, parts)
+            low_grad = times_transposed(own_grad, b.t()).mul_(rows.scale)
+            add_product(own_x_grad, low_grad, a, first=True)
+            found = product(low_grad.t(), own), product(own_grad.t(), next(lows))
+            for index, matrix in zip((2 * rows.adapter, 2 * rows.adapter + 1), found, strict=True):
+                if rows.expert is None:
+                    grads[index] = matrix
+                    continue
+                stack = grads[index]
+                if stack is None:
+                    stack = grads[index] = torch.zeros_like(parts[index])
+                stack[rows.expert] = matrix
+        whole = (torch.zeros_like(part) if found is None else found for part, found in zip(parts, grads, strict=True))
+        return grad, x_grad, None, *whole
+
+
+def _matrices(rows: LowRankRows, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the a and b of rows that have an adapter."""
+    assert rows.adapter is not None
+    a, b = parts[2 * rows.adapter], parts[2 * rows.adapter + 1]
+    return (a, b) if rows.expert is None else (a[rows.expert], b[rows.expert])
+
+
+def add_low_ranks(
+    out: Tensor, x: Tensor, groups: Sequence[LowRankRows], parts: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Returns out [N, out] plus scale * b a x for x [N, in] of each group of rows: products for each.
+
+    Every a [r, in] and b [out, r] of `parts`, or [E, r, in] and [E, out, r], has a gradient, 0 without rows. No two
+    groups have the same matrices.
+    """
+    return _AddLowRanks.apply(out, x, groups, *(matrix for part in parts for matrix in part))
 
 
 def can_group(x: Tensor, *widths: int) -> bool:

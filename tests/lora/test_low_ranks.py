@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from archon.models.adapter_rows import NO_ADAPTER, AdapterRows
+from archon.models.layers import lora
 from archon.models.layers.linear import Linear
 from archon.models.layers.lora import LowRank, LowRanks
 from archon.models.layers.moe import ExpertsLayer, GroupedExperts, MoE
@@ -47,6 +48,14 @@ def alone(layer: Linear, adapters: LowRanks, x: Tensor, ids: Sequence[int]) -> T
     return torch.cat(rows)
 
 
+@pytest.fixture(params=["a product a group", "grouped products"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to multiply groups of rows, of which a CPU prefers the first."""
+    monkeypatch.setattr(lora, "prefers_loop", lambda x: request.param == "a product a group")
+    return request.param
+
+
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
 def test_each_row_has_its_own_adapter(ids: list[int], dtype: torch.dtype) -> None:
@@ -67,6 +76,25 @@ def test_each_row_has_its_own_adapter(ids: list[int], dtype: torch.dtype) -> Non
             assert relative(found, want) <= 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_sorted_rows_get_bit_for_bit_what_their_adapter_alone_adds(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    adapters, rows = random_adapters().to(dtype), [0] * 5 + [1] * 3 + [2] * 7
+    x, out, weights = (torch.randn(len(rows), width, dtype=dtype) for width in (IN, OUT, OUT))
+    x.requires_grad_()
+    several = adapters(out, x, AdapterRows.of([*RANKS], torch.tensor(rows), CPU))
+    grads = torch.autograd.grad(several, [x, *adapters.parameters()], weights)
+    for index, name in enumerate(RANKS):
+        own = slice(rows.index(index), rows.index(index) + rows.count(index))
+        single = LowRanks({name: adapters[name]})
+        added = single(out[own], x[own], AdapterRows.of([name], torch.zeros(rows.count(index)).long(), CPU))
+        assert torch.equal(several[own], added)
+        alone_grads = torch.autograd.grad(added, [x, *single.parameters()], weights[own])
+        found = (grads[0][own], *grads[1 + 2 * index : 3 + 2 * index])
+        assert all(map(torch.equal, found, (alone_grads[0][own], *alone_grads[1:])))
+
+
+@pytest.mark.usefixtures("products")
 def test_a_batch_names_only_the_adapters_that_it_needs() -> None:
     torch.manual_seed(0)
     layer, adapters = Linear(IN, OUT, bias=False, role="row"), random_adapters()
@@ -78,6 +106,7 @@ def test_a_batch_names_only_the_adapters_that_it_needs() -> None:
     assert torch.equal(layer(x), layer(x, AdapterRows.of(["unknown"], torch.tensor([0, 0, 0, 0]), CPU)))
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_each_row_of_an_expert_has_its_own_adapter(dtype: torch.dtype) -> None:
     """The mixture's rows with one adapter equal those of the same mixture with that adapter alone."""

@@ -168,6 +168,17 @@ def test_each_adapter_is_trained_as_if_alone(
         assert several.adapters[name].steps == engine.step
 
 
+@pytest.mark.parametrize("recompute", [{"mode": "full"}, {"mode": "selective", "selective": "op"}])
+def test_recomputation_changes_nothing(bases: dict[str, str], recompute: dict[str, Any]) -> None:
+    losses = []
+    for options in ({}, {"activation_checkpoint": recompute}):
+        engine = engine_of(bases["dense"], {"adapters": TWO}, **options)
+        for step in range(2):
+            metrics = engine.train_batch(documents(step, [0, 1, 0]), CrossEntropyLoss(), loss_token_count)
+            losses.append({name: x for name, x in metrics.items() if "/" in name})
+    assert losses[:2] == losses[2:]
+
+
 def test_an_adapter_without_documents_stays_as_it_is(bases: dict[str, str]) -> None:
     engine = engine_of(bases["dense"], {"adapters": TWO})
     for step in range(3):
