@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,7 +36,15 @@ from archon.engine.build import (
     use_deterministic_algorithms,
 )
 from archon.engine.loss import LossFn, LossWeightFn
-from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients, gradient_norm
+from archon.engine.optim import (
+    LRSchedule,
+    SkippedSteps,
+    build_optimizer,
+    check_schedule,
+    clip_gradients,
+    gradient_norm,
+    gradient_norms,
+)
 from archon.engine.pipeline_step import PipelineRunner
 from archon.engine.router_balance import RouterLoad
 from archon.engine.state import (
@@ -199,12 +207,17 @@ class ArchonEngine:
                 ControlPlane.of_run().require_same(config.path, checkpoint_digest(config.path))
         self.stall_watch = StallWatch(config.stall_s)
         weakref.finalize(self, self.stall_watch.end)
-        build.load_weights(self.model, self.adapter)
+        self._load_weights(sizes)
+        self._is_sharded = is_sharded(self.model)
+        self._make_optimizers(sizes, total_steps)
+
+    def _load_weights(self, sizes: Mapping[str | None, dict[str, AdapterSize]]) -> None:
+        config = self.config
+        self._build.load_weights(self.model, self.adapter)
         for name, shape in adapter_shapes(config).items():
             # A dry run, whose weights are not read, has the sizes of the folder's adapters alone.
             if shape.path is not None and not config.init_from_scratch:
                 load_adapter(shape.path, self.model, self.adapter, sizes[name], name)
-        self._make_optimizers(sizes, total_steps)
 
     def _make_optimizers(self, sizes: Mapping[str | None, dict[str, AdapterSize]], total_steps: int | None) -> None:
         config = self.config
@@ -276,7 +289,7 @@ class ArchonEngine:
             with phase("optimizer"):
                 for name in trained:
                     metrics |= self.adapters[name].step(metrics[f"{name}/grad_norm"])
-            self.model.zero_grad(set_to_none=True)
+            self._clear_gradients()
             self._stepped = tuple(trained)
             heap.trim_if_grown("training")
             of_all = {key: [metrics[f"{name}/{key}"] for name in trained] for key in ("lr", "skipped")}
@@ -310,19 +323,17 @@ class ArchonEngine:
         packed, parts = self._split(batch)
         batch_loss = self._batch_loss(parts, loss_fn, loss_weight_fn, temperature)
         shares = batch_loss.of_adapters or {}
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         reduce_every = self.config.gradient_reduction == "per_microbatch"
-        self.model.zero_grad(set_to_none=True)
+        self._clear_gradients()
         for load in self._runner.loads:
             load.clear()
-        self._failed_mid_step = is_sharded(self.model)
+        self._failed_mid_step = self._is_sharded
         sums = self._runner.accumulate(parts, batch_loss, reduce_every)
         self._failed_mid_step = False
         with phase("optimizer"):
-            norms = {"grad_norm": self._gradient_norm()}
-            for share in shares.values():
-                parameters = self.adapters[share.name].parameters
-                norms[f"{share.name}/grad_norm"] = gradient_norm(parameters, self.ranks.pp)
+            norms = self._gradient_norms([share.name for share in shares.values()])
         metrics = self._runner.read(sums, norms, tokens=torch.tensor(packed.n_tokens))
         for share in shares.values():
             metrics |= {f"{share.name}/tokens": share.tokens, f"{share.name}/loss_weight": share.weight}
@@ -646,12 +657,26 @@ class ArchonEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _gradient_norm(self) -> Tensor:
-        """Returns the norm of the whole model's gradient, a scalar on the device, the same on every rank."""
+    def _clear_gradients(self) -> None:
+        if not self.adapters:
+            self.model.zero_grad(set_to_none=True)
+            return
+        # Nothing else is trained, and finding the many parameters takes longer than freeing their gradients.
+        for own in self.adapters.values():
+            for parameter in own.parameters:
+                parameter.grad = None
+
+    def _gradient_norms(self, adapters: Sequence[str]) -> dict[str, Tensor]:
+        """Returns `grad_norm`, that of the whole model's gradient, and `NAME/grad_norm` of several `adapters`: scalars
+        on the device, the same on every rank."""
+        if adapters:  # nothing else is trained
+            norms = gradient_norms([self.adapters[name].parameters for name in adapters], self.ranks.pp)
+            of_each = {f"{name}/grad_norm": norm for name, norm in zip(adapters, norms.unbind(), strict=True)}
+            return {"grad_norm": norms.square().sum().sqrt(), **of_each}
         parameters = dict(self.model.named_parameters())
         if self.adapter.is_tied and self.parallel_dims.pp_enabled:
             parameters.pop("output.weight", None)  # the first stage counts the matrix that the last one shares
-        return gradient_norm(parameters.values(), self.ranks.pp)
+        return {"grad_norm": gradient_norm(parameters.values(), self.ranks.pp)}
 
     @property
     def skipped_steps(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,25 +68,38 @@ def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
     return decayed, plain
 
 
-@torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: Group | None = None) -> Tensor:
     """Returns the Euclidean norm of the whole model's gradient, a float64 scalar, the same on every rank.
 
     The squares of a gradient are summed over the ranks that hold its shards, which differ for experts and dense
     weights, and not over replicas. `stages` are the ranks of a pipeline.
     """
-    by_ranks: dict[tuple[Group, ...], list[Tensor]] = {}
-    grads = [p.grad for p in parameters if p.grad is not None]
-    for grad in grads:
-        by_ranks.setdefault(_holders(grad), []).append(local_tensor(grad))
-    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    return gradient_norms([parameters], stages)[0]
+
+
+@torch.no_grad()
+def gradient_norms(owners: Sequence[Iterable[nn.Parameter]], stages: Group | None = None) -> Tensor:
+    """Returns the `gradient_norm` of each of several lists of parameters, float64 [n], with as many collectives as for
+    one."""
+    grads = [(owner, p.grad) for owner, parameters in enumerate(owners) for p in parameters if p.grad is not None]
+    by_ranks: dict[tuple[Group, ...], list[list[Tensor]]] = {}
+    for owner, grad in grads:
+        parts = by_ranks.setdefault(_holders(grad), [[] for _ in owners])
+        parts[owner] += _chunks(local_tensor(grad))
+    totals = torch.zeros(len(owners), dtype=torch.float64, device=grads[0][1].device)
     for groups, parts in by_ranks.items():
-        chunks = [x for part in parts for x in (part.flatten().split(NORM_CHUNK) if part.is_cpu else (part,))]
-        squares = torch.stack(torch._foreach_norm(chunks)).double().square().sum()
+        norms = torch.stack(torch._foreach_norm([chunk for chunks in parts for chunk in chunks]))
+        of_owners = norms.double().square().split([len(chunks) for chunks in parts])
+        squares = torch.stack([of_owner.sum() for of_owner in of_owners])
         for group in groups:
             squares = all_reduce(squares, group)
-        total += squares
-    return (total if stages is None else all_reduce(total, stages)).sqrt()
+        totals += squares
+    return (totals if stages is None else all_reduce(totals, stages)).sqrt()
+
+
+def _chunks(grad: Tensor) -> Sequence[Tensor]:
+    """Returns a gradient in parts of as many elements as are summed at once."""
+    return grad.flatten().split(NORM_CHUNK) if grad.is_cpu and grad.numel() > NORM_CHUNK else (grad,)
 
 
 def _holders(grad: Tensor) -> tuple[Group, ...]:

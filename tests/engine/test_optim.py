@@ -16,6 +16,7 @@ from archon.engine.optim import (
     clip_gradients,
     decay_groups,
     gradient_norm,
+    gradient_norms,
     learning_rate_factor,
 )
 from archon.schema.config import OptimizerConfig, SchedulerConfig
@@ -89,6 +90,16 @@ def test_the_norm_of_a_large_gradient_has_all_its_digits() -> None:
     exact = float(large.grad.double().norm())
     assert abs(float(large.grad.norm()) / exact - 1) > 1e-5
     assert float(gradient_norm([large])) == pytest.approx(exact, rel=FORMULA_FP32)
+
+
+def test_norms_of_several_lists_of_parameters_are_those_of_each() -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 40_000, 7, 1)]
+    for parameter in parameters[:3]:
+        parameter.grad = torch.randn_like(parameter)
+    owners = [parameters[:1], parameters[3:], parameters[1:]]
+    expected = [gradient_norm(owners[0]), torch.zeros((), dtype=torch.float64), gradient_norm(owners[2])]
+    assert torch.equal(gradient_norms(owners), torch.stack(expected))
 
 
 def test_the_gradient_norm_is_that_of_the_whole_model_and_clipping_scales_to_it() -> None:
