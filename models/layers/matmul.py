@@ -162,14 +162,17 @@ class LowRankRows(NamedTuple):
 class _AddLowRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, x: Tensor, groups: Sequence[LowRankRows], *parts: Tensor) -> Tensor:
-        result, counts = out.clone(), [rows.n_rows for rows in groups]
+        result, counts = torch.empty_like(out), [rows.n_rows for rows in groups]
         lows = []
-        for rows, own, own_result in zip(groups, x.split(counts), result.split(counts), strict=True):
-            if rows.adapter is not None:
-                a, b = _matrices(rows, parts)
-                # Not in place: see `_AdaptedLinear`.
-                lows.append(times_transposed(own, a) * rows.scale)
-                add_product(own_result, lows[-1], b.t())
+        splits = (tensor.split(counts) for tensor in (x, out, result))
+        for rows, own, own_out, own_result in zip(groups, *splits, strict=True):
+            if rows.adapter is None:
+                own_result.copy_(own_out)
+                continue
+            a, b = _matrices(rows, parts)
+            # Not in place, see `_AdaptedLinear`; and in its order, so that an adapter computes what it does alone.
+            lows.append(times_transposed(own, a) * rows.scale)
+            torch.add(own_out, product(lows[-1], b.t()), out=own_result)
         ctx.save_for_backward(x, *parts, *lows)
         ctx.groups, ctx.counts = groups, counts
         return result
