@@ -36,7 +36,7 @@ from archon.rl.rollout import Rollout, RolloutBatch
 from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
 from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
-from archon.rl.weight_sync import in_process, weights_for
+from archon.rl.weight_sync import in_process, probe_tokens, weights_for
 from archon.rl.workflows import RolloutWorkflow, WorkflowLike, reads_raw_rows, resolve_workflow
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
@@ -389,6 +389,7 @@ class RLTrainer(BaseTrainer):
                 vocab_size=self.engine.args.vocab_size,
                 tokenizer=self.tokenizer,
                 has_adapters=bool(self.engine.lora),
+                probe=probe_tokens(self.tokenizer, self.prompts.rows),
                 seed=config.seed,
                 log=self._log,
             )

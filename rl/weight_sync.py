@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import torch
 
+from archon.data.encoding import encode_prompt
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.replica import WeightSource
 from archon.remote.dialect import Transport
-from archon.remote.engine import RemoteEngine
+from archon.remote.engine import PROBE_TOKENS, RemoteEngine
 from archon.training.batch_sharding import score_sharded
 
 
@@ -61,6 +63,21 @@ class PushedWeights:
         document["loss_mask"] = torch.ones_like(ids)
         scores = score_sharded(self.engine.forward_batch, document, self.engine.ranks.dp, self.engine.device)
         return [float(x) for x in scores[0, 1:]]
+
+
+def probe_tokens(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Returns the tokens of up to `PROBE_TOKENS` prompts one after another, for `RemoteEngine.probe`.
+
+    Empty where the rows are of a form that only the run's own workflow can read.
+    """
+    tokens: list[int] = []
+    for row in rows[:PROBE_TOKENS]:
+        if "messages" not in row and "prompt" not in row:
+            return []
+        tokens += encode_prompt(tokenizer, row)
+        if len(tokens) >= PROBE_TOKENS:
+            break
+    return tokens
 
 
 def weights_for(engine: ArchonEngine, generator: InProcessEngine | RemoteEngine) -> Any:

@@ -22,7 +22,10 @@ class PushConfig(StrictModel):
         None, description="the shared folder; null: one in shared memory, where all servers are on this machine"
     )
     max_difference: float | None = Field(
-        None, gt=0, description="largest |logprob difference| of a verified push; null: that of the servers' dtype"
+        None,
+        gt=0,
+        description="largest |logprob difference| of a verified push; null: that of the servers' "
+        "dtype, and its largest mean",
     )
     seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of each request of a push")
     answer_seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of an answer")

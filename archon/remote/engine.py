@@ -20,17 +20,27 @@ from archon.remote.config import PushConfig
 from archon.remote.delta import write_delta
 from archon.remote.dialect import Answer, Sampling, Transport
 from archon.remote.http import ServerError
-from archon.remote.server import Push, RemoteServer
+from archon.remote.server import Limits, Push, RemoteServer
 from archon.schema.errors import ConfigError, RolloutError
 
-# Measured with a float32 trainer of SmolLM2-135M and vLLM on a CPU: 3e-5 in float32, 0.84 in bfloat16.
-MAX_DIFFERENCE = {"float32": 1e-3, "float16": 0.3, "bfloat16": 2.0}
-"""The largest |Δ logprob| of a verified push, by the servers' dtype.
+# Measured with SmolLM2-135M: a float32 trainer and vLLM in float32 differ by up to 3e-5. In bfloat16 (transformers'
+# model on a CPU, |Δ logprob| from float32), as it is and after noise of 0.01 to 0.1 standard deviations on its tied
+# embedding, the latter also with the head of before, as vLLM's CPU build keeps it:
+#                                largest         mean
+#   256 tokens of chat prompts   0.26 to 0.40    0.032 to 0.039;  a stale head (noise 0.1)  1.4 and 0.25
+#   their first 64               0.24 to 0.40    0.042 to 0.073;                            1.4 and 0.38
+#   64 ids over the vocabulary   0.71 to 1.5     0.076 to 0.095;                            1.7 and 0.62
+# One improbable token decides the largest difference, which is why it cannot tell a stale head from rounding where the
+# probe is ids; the mean can, with any probe. The median can as well, but depends on how many tokens of a text are
+# certain: 0.010 to 0.043 of the good ones. Float16 has 8 times bfloat16's precision.
+LIMITS = {"float32": Limits(1e-3, 1e-4), "float16": Limits(0.3, 0.02), "bfloat16": Limits(2.0, 0.15)}
+"""The limits of a verified push, by the servers' dtype.
 
-In 16 bits it is coarse: it notices a push that went wrong altogether, and the check of each batch's logprobs the rest.
+A stale head that moves bfloat16 logprobs by less than that on average passes (0.09 after noise 0.03); it is seen once
+it is further behind.
 """
 REMEMBERED_GROUPS = 4096
-PROBE_TOKENS = 64
+PROBE_TOKENS = 256
 POLL_SECONDS = 0.05
 
 
@@ -86,7 +96,9 @@ class RemoteEngine:
     folder: Path
     vocab_size: int
     eos_token_ids: Sequence[int] = ()
-    probe: list[int] = field(default_factory=list)
+    probe: Sequence[int] = ()
+    """The tokens whose logprobs verify a push, such as text of the run's own prompts: as many of the first as are
+    scored. Empty: ids over the whole vocabulary, which are improbable, so that 16 bits round them most."""
     seed: int = 0
     version: int = 0
     log: Callable[[str], None] = print
@@ -104,8 +116,9 @@ class RemoteEngine:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self.max_seq_len = min(server.dialect.facts.max_seq_len for server in self.servers)
-        if not self.probe:
-            self.probe = spread_tokens(self.vocab_size, min(PROBE_TOKENS, self.max_seq_len - 1))
+        length = min(PROBE_TOKENS, self.max_seq_len - 1)
+        # One token alone has no logprob.
+        self.probe = list(self.probe[:length]) if len(self.probe) > 1 else spread_tokens(self.vocab_size, length)
 
     def get_version(self) -> int:
         return self.version
@@ -189,8 +202,11 @@ class RemoteEngine:
         meta.write(self.transport, folder, dtypes.pop() if len(dtypes) == 1 else None)
         delta, since = self._write_delta(folder)
         written, size = time.perf_counter(), _size(delta or folder) if self._world.is_main else 0
-        expected = meta.score(self.probe)
-        push = Push(self.transport, folder, delta, since, version, self.probe, expected, 0.0, self.config.seconds)
+        probe = list(self.probe)
+        expected = meta.score(probe)
+        push = Push(
+            self.transport, folder, delta, since, version, probe, expected, LIMITS["float32"], self.config.seconds
+        )
         results = self._world.broadcast_json(lambda: self._push_to_all(push))
         differences = []
         for server, (model, difference, failure) in zip(self.servers, results, strict=True):
@@ -227,12 +243,17 @@ class RemoteEngine:
             return None, None
         return (delta, self.version) if write_delta(old, folder, delta) else (None, None)
 
+    def _limits(self, server: RemoteServer) -> Limits:
+        """Returns the configured limit, which no mean exceeds that the largest does not, or those of the dtype."""
+        if self.config.max_difference is not None:
+            return Limits(self.config.max_difference, self.config.max_difference)
+        return LIMITS.get(server.dialect.facts.dtype, LIMITS["float32"])
+
     def _push_to_all(self, push: Push) -> list[tuple[str, float, str | None]]:
         def to_one(server: RemoteServer) -> tuple[str, float, str | None]:
-            limit = self.config.max_difference or MAX_DIFFERENCE.get(server.dialect.facts.dtype, 1e-3)
             server.pushing = True
             try:
-                difference = server.push(replace(push, max_difference=limit))
+                difference = server.push(replace(push, limits=self._limits(server)))
             except RolloutError as error:
                 server.failure = str(error)
                 return server.model, 0.0, server.failure

@@ -10,6 +10,15 @@ from archon.remote.http import Http, ServerError
 
 
 @dataclass(frozen=True)
+class Limits:
+    """The largest |Δ logprob| between trainer and server over a probe's tokens, and the largest mean, of a push that
+    succeeded."""
+
+    largest: float
+    mean: float
+
+
+@dataclass(frozen=True)
 class Push:
     """Weights for servers to load, and how the trainer scores them.
 
@@ -19,7 +28,7 @@ class Push:
         version: of the weights.
         probe: the tokens that servers score.
         expected: the trainer's logprobs of the probe's tokens 1 to L − 1 at temperature 1.
-        max_difference: the largest |Δ logprob| of a push that succeeded.
+        limits: of |Δ logprob| for a push that succeeded.
         seconds: time-out of each request.
     """
 
@@ -30,7 +39,7 @@ class Push:
     version: int
     probe: list[int]
     expected: list[float]
-    max_difference: float
+    limits: Limits
     seconds: float
 
 
@@ -102,18 +111,19 @@ class RemoteServer:
         dialect.resume(http)
         try:
             scores = dialect.score(http, model, push.probe, push.seconds)
-            difference = max(abs(own - theirs) for own, theirs in zip(push.expected, scores, strict=True))
-            if not difference <= push.max_difference:  # NaN as well
+            differences = [abs(own - theirs) for own, theirs in zip(push.expected, scores, strict=True)]
+            largest, mean, limits = max(differences), sum(differences) / len(differences), push.limits
+            if not (largest <= limits.largest and mean <= limits.mean):  # NaN as well
                 raise ServerError(
-                    f"{self.url} scores the tokens of a probe {difference:.1e} away from the trainer after a push of "
-                    f"version {push.version} (limit {push.max_difference:.0e}); it did not load all weights, or "
-                    "computes with others"
+                    f"{self.url} scores the tokens of a probe up to {largest:.1e} away from the trainer after a push "
+                    f"of version {push.version} (limit {limits.largest:.1e}), and {mean:.1e} on average (limit "
+                    f"{limits.mean:.1e}); it did not load all weights, or computes with others"
                 )
         except Exception:
             dialect.pause(http, abort=True)  # so that nobody is answered with wrong weights
             raise
         self.accept(model, push.version)
-        return difference
+        return largest
 
     def accept(self, model: str, version: int) -> None:
         """Takes the server into the fleet, with weights that it was given and that were verified."""

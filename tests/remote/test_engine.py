@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,19 @@ class Weights:
 
     def score(self, tokens: list[int]) -> list[float]:
         return self._engine.prompt_logprobs(tokens)
+
+
+class AwayFromServer:
+    """Weights whose scores differ from those of the server by `offsets`."""
+
+    def __init__(self, weights: Weights, offsets: list[float]) -> None:
+        self._weights, self._offsets = weights, offsets
+
+    def write(self, transport: str, folder: Path, dtype: str | None) -> None:
+        self._weights.write(transport, folder, "float32")
+
+    def score(self, tokens: list[int]) -> list[float]:
+        return [score + away for score, away in zip(self._weights.score(tokens), self._offsets, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +166,26 @@ def test_requests_that_no_server_could_answer_are_refused(
     (error,) = ask(engine, asked)
     with pytest.raises(kind, match=message):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("offsets", "is_verified"),
+    [
+        ([1.5] + [0.07] * 9, False),  # 0.21 on average, as of a stale head
+        ([0.38] * 10, False),
+        ([1.5] + [0.0] * 61, True),  # one improbable token, rounded
+        ([2.1] + [0.0] * 61, False),
+        ([float("nan")] + [0.0] * 9, False),
+    ],
+)
+def test_in_bfloat16_the_mean_tells_a_stale_head_from_rounding(
+    twin: MakeTwin, tokenizer: Any, weights: Weights, offsets: list[float], is_verified: bool
+) -> None:
+    probe = [place % len(tokenizer) for place in range(len(offsets) + 1)]
+    engine = connect([twin(dtype="bfloat16").url], vocab_size=len(tokenizer), tokenizer=tokenizer, probe=probe)
+    refused = pytest.raises(NoServerError, match=r"away from the trainer .* \(limit 2.0e\+00\), and .* on average")
+    with nullcontext() if is_verified else refused:
+        engine.update_weights(AwayFromServer(weights, offsets), version=0)
 
 
 def test_a_group_goes_to_one_server_and_groups_to_the_least_loaded(

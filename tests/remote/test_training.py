@@ -14,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from archon.data.encoding import encode_prompt
 from archon.remote.config import PushConfig
 from archon.remote.engine import NoServerError, spread_tokens
 from archon.rl import RLTrainer
@@ -54,6 +55,9 @@ def test_every_push_is_verified_and_counted(rl_config: MakeConfig, twin: MakeTwi
     trainer = RLTrainer(rl_config([server.url]))
     with trainer.opened():
         assert server.weight_version == "0", "the trainer's weights, not those that the server began with"
+        generator, rows = trainer.generator, trainer.prompts.rows
+        first = encode_prompt(trainer.tokenizer, rows[0]) + encode_prompt(trainer.tokenizer, rows[1])
+        assert generator.probe[: len(first)] == first and len(generator.probe) == generator.max_seq_len - 1
         metrics = trainer.train_step()
         pushed = trainer.generator.folder / "version-1"
         size = sum(path.stat().st_size for path in pushed.iterdir())

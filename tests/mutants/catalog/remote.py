@@ -11,8 +11,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a push is not compared with the trainer's logprobs",
         "archon/remote/server.py",
-        "if not difference <= push.max_difference:",
-        "if difference > 1e9:",
+        "if not (largest <= limits.largest and mean <= limits.mean):",
+        "if largest > 1e9:",
         (FAILED_PUSH,),
     ),
     Mutant(
