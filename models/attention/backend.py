@@ -17,13 +17,14 @@ from archon.models.attention.spec import AttentionSpec
 
 
 class AttentionBackend(abc.ABC):
-    """Computes causal attention; stateless, so one object serves all models.
+    """Computes attention; stateless, so one object serves all models.
 
     Decoding reads its cache itself (`archon.models.attention.paged`) and uses the backend only for new prompts.
 
     Attributes:
         name: its `attn_type`.
-        features: the options of `AttentionSpec` that it supports; a layer that sets another one is an error.
+        features: the options of `AttentionSpec` that it supports, and `bidirectional` for attention that is not causal;
+            a layer that sets another one is an error.
         saved_ops: `namespace::operator` of the operators whose results selective recomputation keeps.
         prefers_equal_lengths: adjacent documents of equal length cost less; the engine then sorts them.
     """

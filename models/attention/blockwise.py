@@ -176,7 +176,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) ->
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Returns causal attention [B, S, H, E] of B documents of L tokens, of which the last S are queries.
+    """Returns attention [B, S, H, E] of B documents of L tokens, of which the last S are queries.
 
     Uses `scaled_dot_product_attention` for short documents, and on a GPU for all without a window; blocks otherwise,
     and for soft-capped scores and sinks.
@@ -185,6 +185,8 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> T
         q: [B, S, H, D]; k: [B, L, G, D] and v: [B, L, G, E] with H a multiple of G.
     """
     queries, length = q.shape[1], k.shape[1]
+    if not spec.causal:
+        return _kernel_attention(q, k, v, None, spec.scale, causal=False)
     plain = spec.soft_cap is None and spec.sinks is None and (spec.window is None or spec.window >= length)
     if not plain or (q.device.type == "cpu" and length >= BLOCKWISE_FROM):
         return blockwise_attention(q, k, v, spec)
@@ -200,10 +202,12 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> T
     return torch.cat(outs, dim=1)
 
 
-def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _kernel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = True
+) -> Tensor:
     q_BHSD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[2] != k.shape[2]
     out = F.scaled_dot_product_attention(
-        q_BHSD, k_BGSD, v_BGSD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        q_BHSD, k_BGSD, v_BGSD, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=gqa
     )
     return out.transpose(1, 2)

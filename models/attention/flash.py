@@ -22,7 +22,7 @@ class FlashAttention(AttentionBackend):
     """`flash_attn_varlen_func`."""
 
     name = "flash"
-    features = frozenset({"window", "soft_cap", "sinks"})
+    features = frozenset({"window", "soft_cap", "sinks", "bidirectional"})
     saved_ops = frozenset({"flash_attn::_flash_attn_varlen_forward"})
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -46,7 +46,7 @@ class FlashAttention(AttentionBackend):
             max_seqlen_k=documents.max_seqlen,
             dropout_p=0.0,
             softmax_scale=spec.scale,
-            causal=True,
+            causal=spec.causal,
             # (left, right): neighbors that a token sees besides itself; -1 for all.
             window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
             softcap=spec.soft_cap or 0.0,

@@ -30,14 +30,14 @@ class ScaledDotProductAttention(AttentionBackend):
             "archon::packed_sdpa",
         }
     )
-    features = frozenset({"window", "soft_cap", "sinks"})
+    features = frozenset({"window", "soft_cap", "sinks", "bidirectional"})
     prefers_equal_lengths = True
 
     def prepare_packed(self, documents: PackedDocuments) -> None:
         _ = documents.length_tensor
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, spec: AttentionSpec) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and spec.causal:
             options = spec.window or 0, spec.scale, spec.sinks, spec.soft_cap or 0.0
             return _packed_operator(q, k, v, documents.length_tensor, *options)
         return sdpa_attention(q, k, v, documents.lengths, spec)
@@ -60,7 +60,7 @@ class ScaledDotProductAttention(AttentionBackend):
 
 @torch.compiler.disable
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
-    """Returns causal attention [T, H, D] of documents of `lengths`, with sum T: q [T, H, D], k and v [T, G, D].
+    """Returns attention [T, H, D] of documents of `lengths`, with sum T: q [T, H, D], k and v [T, G, D].
 
     Eager under `torch.compile`, which would otherwise recompile for each set of lengths.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from archon.schema.errors import ConfigError
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal attention of one layer.
+    """Attention of one layer.
 
     Args:
         scale: factor on the scores before the softmax.
@@ -21,17 +21,28 @@ class AttentionSpec:
         soft_cap: replaces scaled scores by soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118).
         sinks: [H], one score per head that is added to the softmax and has no value (Xiao et al. 2023,
             arXiv:2309.17453).
+        causal: False lets each token see all of its document, as the patches of an image do; only in packed documents,
+            without window, soft cap and sinks.
     """
 
     scale: float
     window: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    causal: bool = field(default=True, kw_only=True)
 
     def require(self, features: Collection[str], backend: str) -> None:
-        """Raises ConfigError, naming `backend`, if `window`, `soft_cap` or `sinks` is set and not in `features`."""
-        for name in ("window", "soft_cap", "sinks"):
-            if getattr(self, name) is not None and name not in features:
+        """Raises ConfigError, naming `backend`, for an option that is not in `features`.
+
+        The options are `window`, `soft_cap` and `sinks`, and `bidirectional` for attention that is not causal.
+        """
+        given = [name for name in ("window", "soft_cap", "sinks") if getattr(self, name) is not None]
+        if not self.causal:
+            if given:
+                raise ConfigError(f"attention that is not causal has {', '.join(given)}; expected none of them")
+            given = ["bidirectional"]
+        for name in given:
+            if name not in features:
                 supported = ", ".join(sorted(features)) or "none of these options"
                 raise ConfigError(
                     f"{backend} does not support {name}, which a layer of this model sets; it supports {supported}"

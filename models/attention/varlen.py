@@ -26,7 +26,7 @@ class VarlenAttention(AttentionBackend):
     """`varlen_attn`."""
 
     name = "varlen"
-    features = frozenset({"window", "sinks"})
+    features = frozenset({"window", "sinks", "bidirectional"})
     saved_ops = frozenset({"torch_attn::_varlen_attn"})
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -65,7 +65,7 @@ class _Varlen(KernelWithLse):
     @property
     def window(self) -> tuple[int, int]:
         """(left, right): neighbors that a token sees besides itself; -1 for all."""
-        return -1 if self.spec.window is None else self.spec.window - 1, 0
+        return -1 if self.spec.window is None else self.spec.window - 1, 0 if self.spec.causal else -1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         from torch.nn.attention.varlen import varlen_attn

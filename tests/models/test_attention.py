@@ -106,6 +106,36 @@ def test_sdpa_and_its_gradients_equal_the_definition(lengths: list[int], window:
             assert ours.abs().max() <= FORMULA_FP64
 
 
+@pytest.mark.parametrize("lengths", PACKS, ids=str)
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_attention_that_is_not_causal_sees_its_full_document(lengths: list[int], kv_heads: int) -> None:
+    qkv = draw(sum(lengths), kv_heads=kv_heads)
+    expected = definition(*qkv, lengths, -1, causal=False)
+    actual = sdpa.sdpa_attention(*qkv, tuple(lengths), AttentionSpec(SCALE, causal=False))
+    assert relative(actual, expected) <= FORMULA_FP64
+    weight = torch.randn_like(expected)
+    for ours, theirs in zip(*(torch.autograd.grad(x, qkv, weight) for x in (actual, expected)), strict=True):
+        if theirs.abs().max() > FORMULA_FP64:  # the score of a document's only token does not matter
+            assert relative(ours, theirs) <= FORMULA_FP64
+
+
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+def test_kernels_are_told_that_attention_is_not_causal(backend: str, given: list[int]) -> None:
+    qkv = draw(40, torch.bfloat16)
+    meta = PackedAttention(torch.tensor([0, 9, 10, 40], dtype=torch.int32), 30)
+    meta.backend = candidates(backend)[0]
+    actual = meta.attend(0, *qkv, AttentionSpec(SCALE, causal=False))
+    expected = definition(*(x.float() for x in qkv), [9, 1, 30], -1, causal=False)
+    assert relative(actual.float(), expected) <= FLASH_BF16
+    assert given == places(qkv), "without a copy"
+
+
+def test_attention_that_is_not_causal_has_no_further_option() -> None:
+    meta = PackedAttention(torch.tensor([0, 7], dtype=torch.int32), 7)
+    with pytest.raises(ConfigError, match="attention that is not causal has window, soft_cap; expected none"):
+        meta.attend(0, *draw(7), AttentionSpec(SCALE, window=3, soft_cap=30.0, causal=False))
+
+
 def test_documents_do_not_see_each_other() -> None:
     lengths = (3, 200, 5)
     q, k, v = (x.detach() for x in draw(208))
@@ -254,11 +284,12 @@ def reference_varlen(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor
     call = inspect.signature(REAL_VARLEN).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    assert given["window_size"][1] == 0, "causal"
+    assert given["window_size"][1] in (0, -1), "causal, or the full document"
+    causal = given["window_size"][1] == 0
     assert given["enable_gqa"] or given["query"].shape[1] == given["key"].shape[1]
     lengths = given["cu_seq_q"].diff().tolist()
     qkv = (given[name].float() for name in ("query", "key", "value"))
-    out, lse = with_lse(*qkv, lengths, given["window_size"][0], given["scale"], True, 0.0)
+    out, lse = with_lse(*qkv, lengths, given["window_size"][0], given["scale"], causal, 0.0)
     out = out.to(given["query"].dtype)
     return (out, lse) if given["return_aux"] is not None and given["return_aux"].lse else out
 
@@ -401,7 +432,7 @@ def test_documents_attend_within_compiled_code_without_a_graph_break() -> None:
 def test_a_backend_names_what_it_does_not_compute() -> None:
     meta = PackedAttention(torch.tensor([0, 7], dtype=torch.int32), 7)
     meta.backend = candidates("varlen")[0]
-    message = "attn_type 'varlen' does not support soft_cap, .* it supports sinks, window"
+    message = "attn_type 'varlen' does not support soft_cap, .* it supports bidirectional, sinks, window"
     with pytest.raises(ConfigError, match=message):
         meta.attend(0, *draw(7), AttentionSpec(SCALE, soft_cap=30.0))
 
