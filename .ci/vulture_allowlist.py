@@ -89,6 +89,10 @@ _.decode_tokens
 _.duplicate_tokens
 _.shared_prompts
 
+# A model that sees, before processing and layouts use it: models/README.md, "A model that sees".
+_.Qwen35StateDictAdapter
+_.multimodal_positions
+
 # Arguments of a documented signature that an implementation need not read.
 completion_ids
 exps

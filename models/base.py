@@ -19,7 +19,9 @@ from archon.models.layers.moe import GroupedExperts, Router, RouterStats
 from archon.models.layers.norm import RMSNorm
 from archon.models.layers.rope import RotaryEmbedding, Rotation
 from archon.models.layers.spec import LayerSpec
+from archon.models.vision.images import PackedImages
 from archon.parallel.comm import all_gather_replicated
+from archon.schema.errors import BatchError
 
 __all__ = ["BaseArchonModel", "BaseModelArgs", "TransformerBlock"]
 
@@ -132,23 +134,27 @@ class BaseArchonModel(nn.Module):
         entropy: bool = True,
         loss_weights: Tensor | None = None,
         label_rows: Tensor | None = None,
+        images: PackedImages | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
         """Run packed documents through the model.
 
         Args:
             tokens: int [T] or [1, T]; hidden states [T, dim] on a pipeline stage without embeddings.
-            positions: int, shaped as tokens: position within the document.
+            positions: int, shaped as tokens: position within the document; [3, T] or [1, 3, T] with the time, row and
+                column of each token in a model that sees images.
             cu_seqlens: int32 [B + 1], the documents' boundaries, from 0 to T.
             max_seqlen: length of the longest document.
             tree_attn_meta: how tokens attend; by default within packed documents.
             labels, temperature, entropy, loss_weights, label_rows: see `LMHead.forward`, where the last two are
                 `weights` and `rows`; labels and weights are shaped as tokens.
+            images: those of the documents, in a model that sees them.
 
         Returns:
             What `LMHead.forward` returns, the values [T] of a critic, or the hidden states [T, dim] of a stage without
             a head; with a leading dimension of 1 if tokens have one.
         """
-        batched = positions.dim() == 2
+        has_axes = any(rope.spec.sections for rope in self.ropes) and positions.shape[-2:-1] == (3,)
+        batched = positions.dim() == (3 if has_axes else 2)
         if batched:
             if positions.shape[0] != 1:
                 raise ValueError(f"positions have shape {tuple(positions.shape)}; packed batches are [T] or [1, T]")
@@ -156,7 +162,7 @@ class BaseArchonModel(nn.Module):
             labels = None if labels is None else labels.squeeze(0)
             loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
         attention = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
-        out: Any = self.hidden_states(tokens, positions, attention)
+        out: Any = self.hidden_states(tokens, positions, attention, images)
         if self.score is not None:
             weight = self.score.weight  # wider than the computation where adapters are trained
             values = self.score(out.to(weight.dtype)).squeeze(-1)
@@ -174,14 +180,22 @@ class BaseArchonModel(nn.Module):
             return out.unsqueeze(0)
         return out._make(x if x is None or x.dim() == 0 else x.unsqueeze(0) for x in out)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attention: AttentionMeta) -> Tensor:
+    def embed(self, tokens: Tensor, images: PackedImages | None) -> Tensor:
+        """Returns the embeddings [T, dim] of tokens [T]. Raises BatchError for images: this is a text model."""
+        if images is not None:
+            raise BatchError(f"{self.model_class.__name__} sees no images; expected a batch of text")
+        return self.tok_embeddings(tokens)
+
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attention: AttentionMeta, images: PackedImages | None = None
+    ) -> Tensor:
         """Returns hidden states for tokens [T] or a stage's hidden states [T, dim], after the final norm if it has one.
 
         They are [T, dim], or [N, dim] at `attention.gather_index` [N].
         """
         hidden = tokens
         if self.tok_embeddings is not None:
-            hidden = self.tok_embeddings(tokens)
+            hidden = self.embed(tokens, images)
             if (factor := self.args.embedding_multiplier) != 1:
                 hidden = hidden * (hidden.new_tensor(factor) if self.args.embedding_multiplier_is_rounded else factor)
         attention.prepare(hidden)

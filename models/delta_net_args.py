@@ -216,7 +216,7 @@ class CompositeStateDictAdapter(BaseStateDictAdapter):
     The layers that predict further tokens are carried too.
     """
 
-    carried = ("mtp.*", "model.visual.*")
+    carried: tuple[str, ...] = ("mtp.*", "model.visual.*")
 
     def __init__(
         self, hf_config: Any, hf_assets_path: str | None = None, *, is_critic: bool = False, init_score: bool = False

@@ -180,13 +180,14 @@ def read_config(
         if name in must_be and value is not None and value != must_be[name]:
             reject_field(name, value, f"archon supports only {must_be[name]!r}")
     read_quantization(config.get(QUANTIZATION_FIELD))
-    args = {field.native: _read_field(config, name, field) for name, field in fields.items()}
+    args = {field.native: read_field(config, name, field) for name, field in fields.items()}
     args.pop("", None)
     args["sliding_window"], args["layer_windows"] = windows.read(config, args["n_layers"])
     return args | ropes.read(config, args)
 
 
-def _read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
+def read_field(config: Mapping[str, Any], name: str, field: Field) -> Any:
+    """Returns the argument that a field gives. Raises ConfigError, naming it, for another kind of value."""
     value = config.get(name, field.default)
     if value is REQUIRED:
         raise ConfigError(f"config field {name!r} is missing; a {config['model_type']} config must give it")

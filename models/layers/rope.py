@@ -80,6 +80,8 @@ class RopeSpec:
         interleaved: pairs are (x_{2i}, x_{2i + 1}) in place of (x_i, x_{i + dim/2}).
         query_beta, query_period: queries at position p are multiplied by 1 + query_beta * log(1 + p // query_period)
             (Llama 4, Ministral 3); None for none.
+        sections: the frequencies that turn by the time, row and column of an image's patch, interleaved (M-RoPE, Qwen
+            2025, arXiv:2511.21631); None for positions with one coordinate.
         rounds_once: in a narrow dtype cos and sin are not rounded, only the rotated features are.
     """
 
@@ -91,6 +93,16 @@ class RopeSpec:
     query_beta: float | None = None
     query_period: int | None = None
     rounds_once: bool = False
+    sections: tuple[int, int, int] | None = None
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The coordinate that each of the dim / 2 frequencies turns by: 0 for time, 1 for the row, 2 for the column."""
+        axes = [0] * (self.dim // 2)
+        for axis in (1, 2):
+            for frequency in range(axis, min(3 * self.sections[axis], len(axes)) if self.sections else 0, 3):
+                axes[frequency] = axis
+        return tuple(axes)
 
 
 class Rotation(NamedTuple):
@@ -220,6 +232,7 @@ class RotaryEmbedding(nn.Module):
         if not all(bool(frequencies.isfinite().all()) for frequencies in found):
             raise ConfigError(f"{self._scaling()} gives frequencies that are NaN or infinite; check its numbers")
         self._inv_freq = inv_freq.to(device)
+        self._axes = torch.tensor(self.spec.axes, device=device)
         self._long_inv_freq = None if long_inv_freq is None else long_inv_freq.to(device)
 
     def _scaling(self) -> str:
@@ -269,7 +282,7 @@ class RotaryEmbedding(nn.Module):
         """Returns the rotation of every token, computed in at least float32, in `dtype` unless it `rounds_once`.
 
         Args:
-            positions: int [T], position of each token in its document.
+            positions: int [T], position of each token in its document, or [3, T] with its time, row and column.
             lengths: int [T], length of each token's document; required if `config.depends_on_length`, else ignored.
         """
         if self._inv_freq.device != positions.device:
@@ -279,7 +292,14 @@ class RotaryEmbedding(nn.Module):
             assert lengths is not None, f"{self.config.kind} RoPE needs document lengths"
             inv_freq = self._inv_freq_per_token(lengths)
         wide = torch.promote_types(dtype, torch.float32)
-        angles = positions.unsqueeze(-1).to(wide) * inv_freq.to(wide)
+        if positions.dim() == 2:
+            if self.spec.sections is None:
+                raise ValueError(
+                    f"positions have shape {tuple(positions.shape)}, but this model's have one coordinate; expected [T]"
+                )
+            angles = positions.index_select(0, self._axes).t().to(wide) * inv_freq.to(wide)
+        else:
+            angles = positions.unsqueeze(-1).to(wide) * inv_freq.to(wide)
         cos = angles.cos() * self.attention_factor
         sin = angles.sin() * self.attention_factor
         query_scale = None

@@ -1,0 +1,58 @@
+"""Strict reading of a tower's Hugging Face config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from archon.models.hf_checks import check_kind, reject_field
+from archon.models.hf_config import MAX_LAYERS, MUST_BE, NO_EFFECT, Field, read_field
+from archon.models.vision.tower import VisionSpec
+
+FIELDS = {
+    "depth": Field("depth", int, 27, maximum=MAX_LAYERS),
+    "hidden_size": Field("dim", int, 1152),
+    "intermediate_size": Field("hidden_dim", int, 4304),
+    "num_heads": Field("n_heads", int, 16),
+    "hidden_act": Field("hidden_act", str, "gelu_pytorch_tanh"),
+    "in_channels": Field("channels", int, 3),
+    "patch_size": Field("patch_size", int, 16),
+    "temporal_patch_size": Field("temporal_patch_size", int, 2),
+    "spatial_merge_size": Field("merge_size", int, 2),
+    "out_hidden_size": Field("out_dim", int, 3584),
+    "num_position_embeddings": Field("n_positions", int, 2304),
+    "initializer_range": Field("initializer_range", float, 0.02),
+}
+VISION_MUST_BE: dict[str, Any] = MUST_BE | {"deepstack_visual_indexes": []}
+
+
+def read_vision_config(config: Any) -> VisionSpec:
+    """Returns the tower of a `vision_config`; null stands for the defaults of transformers' class.
+
+    Raises ConfigError, naming field and value, for anything unsupported.
+    """
+    config = {} if config is None else config
+    if not isinstance(config, Mapping):
+        reject_field("vision_config", config, "expected a dictionary or null")
+    for name, value in config.items():
+        if name in VISION_MUST_BE and value not in (None, VISION_MUST_BE[name]):
+            reject_field(f"vision_config.{name}", value, f"archon supports only {VISION_MUST_BE[name]!r}")
+        if name not in {*FIELDS, *VISION_MUST_BE, "rope_parameters", *NO_EFFECT}:
+            reject_field(
+                f"vision_config.{name}", value, "archon does not know this field; remove it if it has no effect"
+            )
+    values = {field.native: read_field(config, name, field) for name, field in FIELDS.items()}
+    return VisionSpec(**values, rope_theta=_read_theta(config.get("rope_parameters")))
+
+
+def _read_theta(parameters: Any) -> float:
+    name = "vision_config.rope_parameters"
+    parameters = {} if parameters is None else parameters
+    if not isinstance(parameters, Mapping) or parameters.keys() - {"rope_type", "rope_theta"}:
+        reject_field(name, parameters, "expected a dictionary with rope_type and rope_theta, or null")
+    if parameters.get("rope_type", "axial") != "axial":
+        reject_field(f"{name}.rope_type", parameters["rope_type"], "expected 'axial'")
+    theta = check_kind(f"{name}.rope_theta", parameters.get("rope_theta", 10_000.0), float)
+    if theta <= 1:
+        reject_field(f"{name}.rope_theta", theta, "expected a number above 1")
+    return float(theta)

@@ -1,0 +1,26 @@
+"""The names of a tower's tensors in Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from archon.models.fused_tensors import Fused
+
+_MODULES = {
+    "patch_embed.proj": "patch_embedding",
+    "blocks.{}.norm1": "blocks.{}.attention_norm",
+    "blocks.{}.attn.qkv": "blocks.{}.attention.wqkv",
+    "blocks.{}.attn.proj": "blocks.{}.attention.wo",
+    "blocks.{}.norm2": "blocks.{}.ffn_norm",
+    "blocks.{}.mlp.linear_fc1": "blocks.{}.feed_forward.w1",
+    "blocks.{}.mlp.linear_fc2": "blocks.{}.feed_forward.w2",
+    "merger.norm": "merger.norm",
+    "merger.linear_fc1": "merger.feed_forward.w1",
+    "merger.linear_fc2": "merger.feed_forward.w2",
+}
+VISION_HF_MAP: dict[str, str | Fused | None] = {
+    "model.visual.pos_embed.weight": "visual.position_grid.weight",
+    **{
+        f"model.visual.{theirs}.{part}": f"visual.{ours}.{part}"
+        for theirs, ours in _MODULES.items()
+        for part in ("weight", "bias")
+    },
+}

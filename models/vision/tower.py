@@ -1,0 +1,230 @@
+"""Qwen3.5's vision tower (Qwen3-VL, arXiv:2511.21631): a transformer over the patches of each image.
+
+A patch is one row of a linear layer. The learned grid of positions is interpolated to the size of each image, and
+attention within an image, which is not causal, rotates one half of each head by the row and the other by the column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from archon.models.attention.meta import AttentionMeta, PackedAttention
+from archon.models.attention.spec import AttentionSpec
+from archon.models.layers.feed_forward import get_activation
+from archon.models.layers.fused import rotate
+from archon.models.layers.rope import Rotation
+from archon.models.vision.images import Grid, patch_coordinates
+from archon.schema.errors import ConfigError
+
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """Sizes of a tower.
+
+    Attributes:
+        depth: number of blocks.
+        dim: features of a patch between blocks.
+        hidden_dim: inner width of the feed-forward networks.
+        channels, temporal_patch_size, patch_size: of a patch's pixels, [channels, frames, rows, columns].
+        merge_size: squares of merge_size by merge_size patches become one row of the decoder.
+        out_dim: features of such a row.
+        n_positions: entries of the learned grid of positions, a square number.
+        initializer_range: standard deviation of fresh matrices.
+
+    Raises ConfigError for values that contradict each other.
+    """
+
+    depth: int = 27
+    dim: int = 1152
+    hidden_dim: int = 4304
+    n_heads: int = 16
+    hidden_act: str = "gelu_pytorch_tanh"
+    channels: int = 3
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    out_dim: int = 3584
+    n_positions: int = 2304
+    rope_theta: float = 10_000.0
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        get_activation(self.hidden_act)
+        if self.dim % (4 * self.n_heads):
+            raise ConfigError(
+                f"the vision tower has hidden_size {self.dim} and num_heads {self.n_heads}; expected heads of "
+                "a multiple of 4 features, whose pairs turn by row and column"
+            )
+        if self.side**2 != self.n_positions:
+            raise ConfigError(f"num_position_embeddings is {self.n_positions}; expected a square number")
+
+    @property
+    def side(self) -> int:
+        """Rows and columns of the learned grid of positions."""
+        return int(self.n_positions**0.5)
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def patch_shape(self) -> tuple[int, int, int, int]:
+        """The shape of a patch's pixels."""
+        return self.channels, self.temporal_patch_size, self.patch_size, self.patch_size
+
+    def build(self, attn_type: str) -> VisionTower:
+        """Returns the tower, whose attention `attn_type` computes."""
+        return VisionTower(self, attn_type)
+
+
+class PatchEmbedding(nn.Module):
+    """A linear layer over the pixels of a patch. Its weight [dim, channels, frames, rows, columns] is, as in
+    checkpoints, that of a convolution whose kernel is as large as its stride."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.dim, *spec.patch_shape))
+        self.bias = nn.Parameter(torch.empty(spec.dim))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Returns [P, dim] for patches [P, F]."""
+        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+class PositionGrid(nn.Module):
+    """Learned positions [side^2, dim], interpolated bilinearly to each image, corner to corner."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.side = spec.side
+        self.weight = nn.Parameter(torch.empty(spec.n_positions, spec.dim))
+
+    def forward(self, coordinates: Tensor, sizes: Tensor) -> Tensor:
+        """Returns [P, dim] for the row and column [2, P] of each patch and its image's numbers of them [2, P]."""
+        places = coordinates.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
+        low = places.floor()
+        share = places - low
+        (row, column), (below, right) = low.long(), (low.long() + 1).clamp(max=self.side - 1)
+        row_share, column_share = share
+        corners = (
+            (row, column, (1 - row_share) * (1 - column_share)),
+            (row, right, (1 - row_share) * column_share),
+            (below, column, row_share * (1 - column_share)),
+            (below, right, row_share * column_share),
+        )
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        parts = [F.embedding(y * self.side + x, self.weight) * factor.to(wide).unsqueeze(1) for y, x, factor in corners]
+        return torch.stack(parts).sum(0).to(self.weight.dtype)
+
+
+class VisionAttention(nn.Module):
+    """Attention of the patches of an image to each other; `wqkv` has the rows of queries, then keys, then values."""
+
+    def __init__(self, layer: int, spec: VisionSpec) -> None:
+        super().__init__()
+        self.layer, self.n_heads = layer, spec.n_heads
+        self.spec = AttentionSpec(spec.head_dim**-0.5, causal=False)
+        self.wqkv = nn.Linear(spec.dim, 3 * spec.dim)
+        self.wo = nn.Linear(spec.dim, spec.dim)
+
+    def forward(self, x: Tensor, rotation: Rotation, attention: AttentionMeta) -> Tensor:
+        """Returns [P, dim] for x [P, dim]."""
+        q, k, v = self.wqkv(x).unflatten(1, (3, self.n_heads, -1)).unbind(1)
+        q, k = (rotate(each, rotation.cos, rotation.sin) for each in (q, k))
+        return self.wo(attention.attend(self.layer, q, k, v, self.spec).flatten(1))
+
+
+class VisionFeedForward(nn.Module):
+    """Two linear layers with an activation between them."""
+
+    def __init__(self, dim: int, hidden_dim: int, out_dim: int, activation: str) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, out_dim)
+        self.activation = get_activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [P, out_dim] for x [P, dim]."""
+        return self.w2(self.activation(self.w1(x)))
+
+
+class VisionBlock(nn.Module):
+    """Attention and a feed-forward network, each of normalized inputs and added to the residual stream."""
+
+    def __init__(self, layer: int, spec: VisionSpec) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(spec.dim, NORM_EPS)
+        self.attention = VisionAttention(layer, spec)
+        self.ffn_norm = nn.LayerNorm(spec.dim, NORM_EPS)
+        self.feed_forward = VisionFeedForward(spec.dim, spec.hidden_dim, spec.dim, spec.hidden_act)
+
+    def forward(self, x: Tensor, rotation: Rotation, attention: AttentionMeta) -> Tensor:
+        """Returns [P, dim] for x [P, dim]."""
+        x = x + self.attention(self.attention_norm(x), rotation, attention)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class PatchMerger(nn.Module):
+    """Makes each square of patches one row of the decoder's residual stream."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.width = spec.dim * spec.merge_size**2
+        self.norm = nn.LayerNorm(spec.dim, NORM_EPS)
+        self.feed_forward = VisionFeedForward(self.width, self.width, spec.out_dim, "gelu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [M, out_dim] for patches x [P, dim] in the order of `PackedImages.patches`."""
+        return self.feed_forward(self.norm(x).view(-1, self.width))
+
+
+class VisionTower(nn.Module):
+    """Turns packed patches into rows of the decoder's residual stream."""
+
+    def __init__(self, spec: VisionSpec, attn_type: str) -> None:
+        super().__init__()
+        self.spec, self.attn_type = spec, attn_type
+        self.patch_embedding = PatchEmbedding(spec)
+        self.position_grid = PositionGrid(spec)
+        self.blocks = nn.ModuleList([VisionBlock(layer, spec) for layer in range(spec.depth)])
+        self.merger = PatchMerger(spec)
+
+    def forward(self, patches: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        """Returns [M, out_dim] for patches [P, F] of images with these sizes; see `PackedImages`."""
+        counts = tuple(height * width for height, width in grids)
+        coordinates = patch_coordinates(grids, self.spec.merge_size).to(patches.device)
+        sizes = torch.tensor(grids).repeat_interleave(torch.tensor(counts), dim=0).t().to(patches.device)
+        x = self.patch_embedding(patches) + self.position_grid(coordinates, sizes)
+        rotation = self._rotation(coordinates, x.dtype)
+        attention = PackedAttention.from_lengths(counts, x.device, self.attn_type)
+        attention.prepare(x)
+        for block in self.blocks:
+            x = block(x, rotation, attention)
+        return self.merger(x)
+
+    @torch.no_grad()
+    def _rotation(self, coordinates: Tensor, dtype: torch.dtype) -> Rotation:
+        """Returns the rotation of patches at coordinates [2, P], in at least float32 whatever the tower computes in."""
+        pairs = torch.arange(0, self.spec.head_dim // 2, 2, dtype=torch.float32, device=coordinates.device)
+        frequencies = 1.0 / (self.spec.rope_theta ** (pairs / (self.spec.head_dim // 2)))
+        wide = torch.promote_types(dtype, torch.float32)
+        angles = coordinates.unsqueeze(-1).to(wide) * frequencies.to(wide)
+        angles = torch.cat((angles[0], angles[1]), dim=-1).unsqueeze(1)
+        return Rotation(angles.cos(), angles.sin())
+
+    def initializers(self, prefix: str) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+        """Yields each parameter's name after `prefix` and the function that initializes it in place."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                fill: Callable[[Tensor], Any] = partial(nn.init.normal_, std=self.spec.initializer_range)
+            else:
+                fill = nn.init.ones_ if name.endswith("norm.weight") else nn.init.zeros_
+            yield f"{prefix}.{name}", fill

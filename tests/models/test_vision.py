@@ -1,0 +1,344 @@
+"""Qwen3.5 with its tower: logits, every gradient and the positions of images equal transformers'; packed as single."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5Model
+
+from archon.check.oracle import randomize_vectors, relative
+from archon.models.attention.meta import PackedAttention
+from archon.models.qwen3_5 import Qwen35Model, Qwen35ModelArgs, Qwen35StateDictAdapter
+from archon.models.qwen3_5_text import Qwen35TextModel, Qwen35TextModelArgs
+from archon.models.vision.images import Grid, PackedImages, multimodal_positions
+from archon.schema.errors import BatchError, ConfigError
+from tests.tolerances import PARITY_FP32, REORDER_FP64
+
+IMAGE, VOCAB = 60, 61
+SEEDS = range(24)
+
+
+def random_fields(seed: int) -> dict[str, Any]:
+    """Fields of a composite `config.json`; each layer's kind, each size and the merge of patches differ."""
+    rng = random.Random(seed)
+    width = rng.choice([24, 32])
+    kv_heads = rng.choice([1, 2])
+    head_dim = rng.choice([16, 24, 40])
+    pairs = int(head_dim * 0.5) // 2
+    row, column = (rng.randint(0, pairs // 3 + 1) for _ in range(2))
+    vision_heads = rng.choice([1, 2, 3])
+    text = {
+        "hidden_size": width,
+        "num_hidden_layers": 2,
+        "layer_types": rng.choice([["full_attention"] * 2, ["linear_attention", "full_attention"]]),
+        "num_attention_heads": kv_heads * rng.choice([1, 2]),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": 28,
+        "vocab_size": VOCAB,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_value_head_dim": 8,
+        "linear_key_head_dim": 8,
+        "rms_norm_eps": 0.1,
+        "initializer_range": 0.08,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": rng.choice([100.0, 1e4]),
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [max(0, pairs - row - column), row, column],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "depth": rng.choice([1, 2]),
+        "hidden_size": vision_heads * rng.choice([8, 12]),
+        "num_heads": vision_heads,
+        "intermediate_size": rng.choice([20, 36]),
+        "hidden_act": rng.choice(["gelu_pytorch_tanh", "gelu", "silu"]),
+        "in_channels": rng.choice([1, 3]),
+        "patch_size": rng.choice([2, 3]),
+        "temporal_patch_size": rng.choice([1, 2]),
+        "spatial_merge_size": rng.choice([1, 2, 3]),
+        "out_hidden_size": width,
+        "num_position_embeddings": rng.choice([4, 9, 25]),
+        "initializer_range": 0.2,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": rng.choice([100.0, 1e4])},
+    }
+    tied = rng.random() < 0.5
+    return {"text_config": text, "vision_config": vision, "image_token_id": IMAGE, "tie_word_embeddings": tied}
+
+
+def build(fields: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Qwen35Model]:
+    """transformers' model with every weight drawn at random, and archon's with the same weights."""
+    torch.manual_seed(seed)
+    config = Qwen3_5Config(**fields)
+    theirs = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").to(dtype)
+    randomize_vectors(theirs)
+    adapter = Qwen35StateDictAdapter(config)
+    ours = Qwen35Model(adapter.args).to(dtype)
+    weights = {name: weight.detach() for name, weight in theirs.named_parameters()}
+    missing, unexpected = ours.load_state_dict(adapter.from_hf(weights), strict=False)
+    assert not unexpected and {*missing} <= {"output.weight"}
+    ours.tie_weights()
+    return theirs, ours
+
+
+@dataclass
+class Document:
+    """Tokens [T] with the placeholders of images, the images' sizes in patches, and their pixels [P, F]."""
+
+    tokens: Tensor
+    grids: list[Grid]
+    patches: Tensor
+
+
+def random_document(rng: random.Random, args: Qwen35ModelArgs, images: int, dtype: torch.dtype) -> Document:
+    """Text and images in any order; as in a chat, tokens that mark its beginning and end are around each image."""
+    merge, tokens, grids = args.vision.merge_size, [rng.randrange(IMAGE) for _ in range(rng.randint(1, 4))], []
+    for _ in range(images):
+        grid = (merge * rng.randint(1, 4), merge * rng.randint(1, 5))
+        grids.append(grid)
+        tokens += [1] + [IMAGE] * (grid[0] * grid[1] // merge**2) + [2]
+        tokens += [rng.randrange(IMAGE) for _ in range(rng.choice([0, 0, 3]))]
+    features = torch.Size(args.vision.patch_shape).numel()
+    count = sum(height * width for height, width in grids)
+    return Document(torch.tensor(tokens), grids, torch.randn(count, features, dtype=dtype))
+
+
+def their_logits(theirs: Any, document: Document) -> Tensor:
+    """transformers' logits [T, V] of one document."""
+    tokens, images = document.tokens.unsqueeze(0), {}
+    if document.grids:
+        images = {
+            "pixel_values": document.patches,
+            "image_grid_thw": torch.tensor([[1, *grid] for grid in document.grids]),
+            "mm_token_type_ids": (tokens == IMAGE).int(),
+        }
+    return theirs(input_ids=tokens, use_cache=False, **images).logits[0]
+
+
+def our_logits(ours: Qwen35Model, documents: list[Document]) -> Tensor:
+    """archon's logits [T, V] of packed documents."""
+    args = ours.args
+    assert isinstance(args, Qwen35ModelArgs)
+    where = args.image_token_id, args.vision.merge_size
+    lengths = torch.tensor([len(document.tokens) for document in documents])
+    tokens = torch.cat([document.tokens for document in documents])
+    positions = torch.cat(
+        [multimodal_positions(document.tokens, document.grids, *where)[0] for document in documents], dim=1
+    )
+    grids = [grid for document in documents for grid in document.grids]
+    images = PackedImages.of(tokens, torch.cat([document.patches for document in documents]), grids, *where)
+    bounds = torch.cat((torch.zeros(1), lengths.cumsum(0))).to(torch.int32)
+    logits = ours(tokens, positions, bounds, int(lengths.max()), images=images if grids else None)
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def random_documents(seed: int, args: Qwen35ModelArgs, dtype: torch.dtype = torch.float32) -> list[Document]:
+    """A document without images, one with one, and one with adjacent images, in any order."""
+    rng = random.Random(seed)
+    return [random_document(rng, args, images, dtype) for images in rng.sample([0, 1, 2], 3)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_logits_and_every_gradient_equal_transformers_one_document_at_a_time(seed: int) -> None:
+    theirs, ours = build(random_fields(seed), seed)
+    documents = random_documents(seed, ours.args)
+    logits, expected = our_logits(ours, documents), torch.cat([their_logits(theirs, each) for each in documents])
+    weight = torch.randn_like(expected)
+    (logits * weight).sum().backward()
+    (expected * weight).sum().backward()
+    differences = {"logits": relative(logits, expected)}
+    wanted = Qwen35StateDictAdapter(theirs.config).from_hf({n: p.grad for n, p in theirs.named_parameters()})
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None and wanted[name].abs().max() > 0, name
+        differences[name] = relative(parameter.grad, wanted[name])
+    assert {name: found for name, found in differences.items() if not found <= PARITY_FP32} == {}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_documents_equal_single_ones(seed: int) -> None:
+    _, ours = build(random_fields(seed), seed, torch.float64)
+    documents = random_documents(seed, ours.args, torch.float64)
+    single = torch.cat([our_logits(ours, [document]) for document in documents])
+    assert relative(our_logits(ours, documents), single) <= REORDER_FP64
+
+
+def test_images_do_not_see_each_other() -> None:
+    _, ours = build(random_fields(0), 0)
+    document = random_document(random.Random(0), ours.args, 2, torch.float32)
+    first = document.grids[0][0] * document.grids[0][1]
+    before = ours.visual(document.patches, tuple(document.grids))
+    document.patches[:first] += 1.0
+    after = ours.visual(document.patches, tuple(document.grids))
+    own = first // ours.visual.spec.merge_size**2
+    assert torch.equal(before[own:], after[own:]) and not torch.equal(before[:own], after[:own])
+
+
+def test_a_batch_of_one_row_is_a_pack() -> None:
+    _, ours = build(random_fields(1), 1)
+    document = random_document(random.Random(1), ours.args, 1, torch.float32)
+    where = IMAGE, ours.visual.spec.merge_size
+    positions, _ = multimodal_positions(document.tokens, document.grids, *where)
+    images = PackedImages.of(document.tokens, document.patches, document.grids, *where)
+    length = len(document.tokens)
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    logits = ours(document.tokens[None], positions[None], bounds, length, images=images)
+    assert torch.equal(logits[0], our_logits(ours, [document]))
+
+
+def test_text_alone_has_the_same_logits_with_positions_of_one_coordinate() -> None:
+    _, ours = build(random_fields(2), 2)
+    document = random_document(random.Random(2), ours.args, 0, torch.float32)
+    length = len(document.tokens)
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    assert torch.equal(ours(document.tokens, torch.arange(length), bounds, length), our_logits(ours, [document]))
+
+
+def test_positions_equal_transformers_on_1000_random_interleavings() -> None:
+    rng = random.Random(0)
+    models: dict[int, Any] = {}
+    with torch.device("meta"):
+        for merge in (1, 2, 3):
+            fields = random_fields(0)
+            models[merge] = Qwen3_5Model(Qwen3_5Config(**fields | {"vision_config": {"spatial_merge_size": merge}}))
+    for _ in range(1000):
+        merge = rng.choice([1, 2, 3])
+        tokens: list[int] = [rng.randrange(IMAGE) for _ in range(rng.choice([0, 1, 7]))]
+        grids = [(merge * rng.randint(1, 9), merge * rng.randint(1, 9)) for _ in range(rng.randint(0, 5))]
+        for height, width in grids:
+            tokens += [IMAGE] * (height * width // merge**2) + [1] * rng.randint(1, 5)
+        if grids and rng.random() < 0.3:  # the document ends with an image
+            tokens = tokens[: len(tokens) - tokens[::-1].index(IMAGE)]
+        tokens = tokens or [1]
+        ids = torch.tensor([tokens])
+        images = torch.tensor([[1, *grid] for grid in grids]) if grids else None
+        expected, deltas = models[merge].get_rope_index(ids, (ids == IMAGE).int(), images)
+        positions, following = multimodal_positions(ids[0], grids, IMAGE, merge)
+        assert torch.equal(positions, expected[:, 0])
+        # Decoding goes on at the number of tokens plus transformers' delta.
+        assert following == len(tokens) + deltas.item() == positions.max() + 1
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_greedy_tokens_after_images_equal_transformers(seed: int) -> None:
+    """transformers decodes from its cache; here each token is appended, at the position after the largest."""
+    theirs, ours = build(random_fields(seed), seed)
+    document = random_document(random.Random(seed), ours.args, 2, torch.float32)
+    where, prompt = (IMAGE, ours.visual.spec.merge_size), len(document.tokens)
+    images = PackedImages.of(document.tokens, document.patches, document.grids, *where)
+    positions, following = multimodal_positions(document.tokens, document.grids, *where)
+    tokens = document.tokens
+    with torch.no_grad():
+        for step in range(6):
+            bounds = torch.tensor([0, len(tokens)], dtype=torch.int32)
+            logits = ours(tokens, positions, bounds, len(tokens), images=images)
+            logits[-1, IMAGE] = -torch.inf
+            tokens = torch.cat((tokens, logits[-1:].argmax(-1)))
+            positions = torch.cat((positions, torch.full((3, 1), following + step)), dim=1)
+        expected = theirs.generate(
+            input_ids=document.tokens[None],
+            attention_mask=torch.ones(1, prompt, dtype=torch.int64),
+            pixel_values=document.patches,
+            image_grid_thw=torch.tensor([[1, *grid] for grid in document.grids]),
+            mm_token_type_ids=(document.tokens[None] == IMAGE).int(),
+            max_new_tokens=6,
+            do_sample=False,
+            suppress_tokens=[IMAGE],
+        )
+    assert tokens.tolist() == expected[0].tolist()
+
+
+def test_adjacent_placeholders_are_divided_by_the_sizes_of_the_images() -> None:
+    """transformers takes a run of placeholders for one image."""
+    positions, following = multimodal_positions(torch.tensor([5, IMAGE, IMAGE, IMAGE, 5]), [(1, 2), (1, 1)], IMAGE, 1)
+    assert positions.tolist() == [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]] and following == 5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grids", "message"),
+    [
+        ([IMAGE, 1], [], "1 placeholder tokens .60. for 0 images that give 0 rows"),
+        ([IMAGE, 1], [(2, 4)], "1 placeholder tokens .60. for 1 images that give 2 rows"),
+        ([IMAGE, 1, IMAGE], [(2, 4)], "the 2 placeholders of an image of 2 x 4 patches do not follow each other"),
+        ([IMAGE, IMAGE], [(2, 3)], "an image has 2 x 3 patches; expected multiples of 2"),
+        ([1], [(0, 2)], "an image has 0 x 2 patches; expected multiples of 2"),
+    ],
+)
+def test_placeholders_that_fit_no_image_are_refused(tokens: list[int], grids: list[Grid], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        multimodal_positions(torch.tensor(tokens), grids, IMAGE, 2)
+
+
+def test_pixels_that_fit_no_image_are_refused() -> None:
+    with pytest.raises(BatchError, match="images of 8 patches in all came with the pixels of 7"):
+        PackedImages.of(torch.tensor([IMAGE] * 2), torch.zeros(7, 12), [(2, 4)], IMAGE, 2)
+
+
+def test_a_composite_checkpoint_is_read_whole_and_exported_bitwise() -> None:
+    theirs, _ = build(random_fields(3), 3)
+    adapter = Qwen35StateDictAdapter(theirs.config)
+    weights = {name: weight.detach() for name, weight in theirs.named_parameters()}
+    back = adapter.to_hf(adapter.from_hf(weights))
+    assert back.keys() == weights.keys() == adapter.hf_shapes().keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in back.items())
+    assert adapter.is_carried("mtp.layers.0.norm.weight") and not adapter.is_carried("model.visual.merger.norm.bias")
+
+
+def test_fresh_weights_are_those_of_transformers_kind() -> None:
+    fields = random_fields(5)
+    fields["vision_config"] |= {"hidden_size": 96, "num_heads": 2, "initializer_range": 0.5}
+    ours = Qwen35Model(Qwen35ModelArgs.from_hf_config(Qwen3_5Config(**fields)))
+    ours.init_weights()
+    assert {name for name, _ in ours.initializers()} >= dict(ours.named_parameters()).keys()
+    tower = dict(ours.visual.named_parameters())
+    for name, weight in tower.items():
+        if weight.dim() > 1:
+            assert 0.4 < weight.std() < 0.6, name
+        else:
+            assert weight.eq(1.0 if name.endswith("norm.weight") else 0.0).all(), name
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "message"),
+    [
+        ("vision_config", {"deepstack_visual_indexes": [1]}, "vision_config.deepstack_visual_indexes.* supports only"),
+        ("vision_config", {"window_size": 8}, "'vision_config.window_size' is 8; archon does not know"),
+        ("vision_config", {"num_position_embeddings": 8}, "num_position_embeddings is 8; expected a square"),
+        ("vision_config", {"num_heads": 5}, "expected heads of a multiple of 4 features"),
+        (
+            "vision_config",
+            {"out_hidden_size": 5},
+            "out_hidden_size of the vision tower is 5; expected .* hidden_size 32",
+        ),
+        ("vision_config", {"rope_parameters": {"rope_type": "yarn"}}, "expected 'axial'"),
+        ("vision_config", {"depth": "two"}, "'depth' is 'two'; expected type int"),
+        ("rope_parameters", {"mrope_interleaved": False}, "'mrope_interleaved' is False; archon supports only true"),
+        ("rope_parameters", {"mrope_section": [1, 2]}, "'mrope_section' is .* expected three numbers"),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "depends on a document's length"),
+    ],
+)
+def test_what_is_not_computed_is_refused(where: str, change: dict[str, Any], message: str) -> None:
+    config = Qwen3_5Config(**random_fields(7)).to_dict()
+    config["text_config"]["hidden_size"] = config["vision_config"]["out_hidden_size"] = 32
+    (config if where == "vision_config" else config["text_config"])[where].update(change)
+    with pytest.raises(ConfigError, match=message):
+        Qwen35ModelArgs.from_hf_config(config)
+
+
+def test_images_for_a_model_of_text_are_refused() -> None:
+    ours = Qwen35TextModel(Qwen35TextModelArgs.from_hf_config(Qwen3_5Config(**random_fields(0))))
+    images = PackedImages(torch.zeros(1, 12), ((1, 1),), torch.zeros(1, dtype=torch.int64))
+    bounds = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(BatchError, match="Qwen35TextModel sees no images"):
+        ours(torch.tensor([1, 2]), torch.arange(2), bounds, 2, images=images)
+    with pytest.raises(ValueError, match=r"positions have shape \(3, 2\), but this model's have one coordinate"):
+        ours.hidden_states(torch.tensor([1, 2]), torch.zeros(3, 2, dtype=torch.int64), PackedAttention(bounds, 2))
