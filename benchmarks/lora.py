@@ -4,7 +4,8 @@ Adapters of rank 16 on all linear layers. One adapter: of a Qwen3 of 26 million 
 tokens), on a base in float32 and in bfloat16, and of SmolLM2-135M-Instruct on 8 of them at half their length. Eight
 adapters of the former, each on a document of its own, of 20 tokens or of 10 on average: in one batch, and one after the
 other. A step is forward, cross-entropy, backward, clipping and AdamW of each adapter. Memory is the peak of a process,
-libraries and weights included. A push is what a generator is sent after a step: the adapter, in place of all weights.
+libraries and weights included. A push is what a generator is sent after a step, in its dtype: the adapter, in place of
+all weights.
 
     python -m benchmarks.lora
     python -m benchmarks.lora --case ragged --quick --profile
@@ -50,7 +51,7 @@ SHORT = (17, 24, 9, 31, 12, 28, 20, 15)
 CASES = {
     "ragged": Case("26M", train_step.RAGGED_LENGTHS, 1024, OF_ONE, MEMORY_OF_ONE),
     "ragged-bfloat16": Case("26M", train_step.RAGGED_LENGTHS, 1024, OF_ONE, MEMORY_OF_ONE, dtype="bfloat16"),
-    "smollm2": Case(REAL, HALVES, 1024, OF_ONE, MEMORY_OF_ONE),
+    "smollm2": Case(REAL, HALVES, 512, OF_ONE, MEMORY_OF_ONE),
     "eight": Case("26M", SHORT, 1024, OF_EIGHT, {}, adapters=8),
     "eight-shorter": Case("26M", tuple(length // 2 for length in SHORT), 1024, OF_EIGHT, {}, adapters=8),
 }
@@ -62,11 +63,15 @@ def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callabl
         return train_step.prepared(in_turn(side, options))
     if side != "archon":
         return train_step.prepare(side, options | {"adapter": options["adapters"][0]})
+    import torch
+
     many = len(options["adapters"]) > 1
     lora: dict[str, Any] = {f"a{index}": {"path": path} for index, path in enumerate(options["adapters"])}
     engine = train_step.archon_engine(options, lora={"adapters": lora} if many else lora["a0"])
     facts, run = train_step.prepared(all_at_once(engine, options) if many else one(engine, options))
-    sizes = (sum(x.nbytes for _, x in tensors) for tensors in (engine.adapter_weights(), engine.base_weights()))
+    width = getattr(torch, options["dtype"]).itemsize  # of the generator, in whose dtype weights are sent
+    weights = engine.adapter_weights(), engine.base_weights()
+    sizes = (width * sum(x.numel() for _, x in tensors) for tensors in weights)
     return facts | dict(zip(("adapter_bytes", "base_bytes"), sizes, strict=True)), run
 
 

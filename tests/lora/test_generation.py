@@ -81,6 +81,7 @@ def test_a_bfloat16_base_is_shared_too(base: str) -> None:
     theirs, ours = dict(generator.model.named_parameters()), dict(engine.base_weights())
     assert all(theirs[name].data_ptr() == tensor.data_ptr() for name, tensor in ours.items())
     generator.update_weights(weights_of(engine), version=1)
+    assert generator.stats.pushed_bytes == sum(2 * tensor.numel() for _, tensor in engine.adapter_weights())
     assert differences(engine, generator).mean() < mismatch_limit("bfloat16", 1.0)
 
 
