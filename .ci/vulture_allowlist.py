@@ -200,6 +200,7 @@ _.update_info_cls
 _.init_transfer_engine
 _.start_weight_update
 _.receive_weights
+_.parse_update_info
 _.finish_weight_update
 _.shutdown
 _.Extension

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from archon.checkpoint.hf_export import buffer_keys
 from archon.data.encoding import encode_prompt
 from archon.engine.engine import ArchonEngine
 from archon.generation import InProcessEngine
 from archon.generation.replica import WeightSource
+from archon.parallel.gather import BUCKET_BYTES
 from archon.remote.dialect import Transport
 from archon.remote.engine import PROBE_TOKENS, RemoteEngine
 from archon.training.batch_sharding import score_sharded
@@ -47,7 +49,7 @@ def in_process(engine: ArchonEngine, tokenizer: Any, **options: Any) -> InProces
 
 @dataclass(frozen=True)
 class PushedWeights:
-    """The weights of an engine in any layout, for `RemoteEngine.update_weights`; both methods are collectives."""
+    """The weights of an engine in any layout, for `RemoteEngine.update_weights`; all methods are collectives."""
 
     engine: ArchonEngine
 
@@ -56,6 +58,12 @@ class PushedWeights:
             self.engine.save(folder, format="peft")
         else:
             self.engine.save(folder, dtype=None if dtype is None else getattr(torch, dtype))
+
+    def tensors(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        engine, target = self.engine, None if dtype is None else getattr(torch, dtype)
+        buffers = buffer_keys(engine.adapter)
+        for name, tensor in engine.hf_weights(target, bucket_bytes=BUCKET_BYTES):
+            yield name, tensor if target is None or name in buffers else tensor.to(target)
 
     def score(self, tokens: list[int]) -> list[float]:
         ids = torch.tensor([tokens])

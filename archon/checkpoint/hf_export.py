@@ -109,7 +109,7 @@ def save_hf(
     source = assets if isinstance(carry, bool) else checkpoint_folder(carry)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
     adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
-    buffers = {key for key in adapter.hf_shapes() if adapter.hf_to_native(key)[0].name in adapter.buffer_shapes}
+    buffers = buffer_keys(adapter)
     target = Path(os.path.realpath(path))
     kill_point("export.begin")
     with write_errors(target):
@@ -192,6 +192,11 @@ def require_zero_biases(moved: Sequence[str], count: int | None = None) -> None:
             "Face checkpoint cannot hold them; save this model in the native format (archon.checkpoint.native), "
             "or train it with router_bias_update_rate = 0"
         )
+
+
+def buffer_keys(adapter: BaseStateDictAdapter) -> set[str]:
+    """Returns the keys of a checkpoint that keep their dtype when its parameters are converted."""
+    return {key for key in adapter.hf_shapes() if adapter.hf_to_native(key)[0].name in adapter.buffer_shapes}
 
 
 def _full_precision_keys(adapter: BaseStateDictAdapter) -> set[str]:

@@ -462,12 +462,13 @@ class ArchonEngine:
         holds them whole."""
         return self._whole.base(bucket_bytes)
 
-    def hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor), gathered one by one, for exports in `dtype`, see `weights`. Raises
-        CheckpointError on every rank where a balancing bias that the family's checkpoints lack is not 0."""
+    def hf_weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, tensor) for exports in `dtype`, see `weights`; by default gathered one by one.
+
+        Raises CheckpointError on every rank where a balancing bias that the family's checkpoints lack is not 0."""
         require_zero_expert_biases(self.model, self.adapter, self.ranks.pp)
         stored = self.adapter.stored_shapes
-        weights = self.weights(bucket_bytes=0, dtype=dtype)
+        weights = self.weights(bucket_bytes, dtype=dtype)
         yield from self.adapter.export((name, x) for name, x in weights if name in stored)
 
     @property

@@ -12,11 +12,12 @@ from archon.schema.config import MAX_SECONDS, StrictModel
 class PushConfig(StrictModel):
     """How weights reach the inference servers, and how long they may take to answer."""
 
-    transport: Literal["auto", "disk", "delta", "lora"] = Field(
+    transport: Literal["auto", "disk", "delta", "lora", "gloo", "nccl"] = Field(
         "auto",
         description="disk: a checkpoint in a folder that trainer and servers share; delta: of it "
         "only the elements that changed, unless they are many, for which servers keep a copy; lora: the adapters "
-        "alone, in PEFT's format; auto: lora where the actor has adapters, else disk",
+        "alone, in PEFT's format; gloo: broadcast to the servers' workers, without a folder; nccl: the same between "
+        "GPUs, which has never been run; auto: lora where the actor has adapters, else disk",
     )
     folder: str | None = Field(
         None, description="the shared folder; null: one in shared memory, where all servers are on this machine"

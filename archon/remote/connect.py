@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from archon.remote.config import PushConfig
-from archon.remote.dialect import Dialect, Transport
+from archon.remote.dialect import STREAMED, Dialect, Transport
 from archon.remote.engine import RemoteEngine, spread_tokens
 from archon.remote.http import Http, ServerError
 from archon.remote.server import RemoteServer
@@ -49,9 +51,11 @@ def connect(
     transport: Transport = config.transport if config.transport != "auto" else "lora" if has_adapters else "disk"
     if transport == "lora" and not has_adapters:
         raise ConfigError("rollout.push.transport is lora, and the actor has no adapters; set actor.lora, or disk")
+    if transport == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("rollout.push.transport is nccl, and this trainer has no GPU; set gloo, or disk")
     for server in servers:
         _require_transport(server, transport)
-    folder, cleanup = _folder(config, urls)
+    folder, cleanup = (Path(), None) if transport in STREAMED else _folder(config, urls)
     eos = getattr(tokenizer, "eos_token_id", None)
     engine = RemoteEngine(
         servers,
@@ -106,6 +110,8 @@ def _require_transport(server: RemoteServer, transport: Transport) -> None:
     fixes = {
         "disk": loads,
         "delta": loads,
+        "gloo": loads,
+        "nccl": loads,
         "lora": "--enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
     }
     raise ConfigError(f"{server.url} takes no weights by {transport}; start it with {fixes[transport]}")

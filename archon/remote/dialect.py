@@ -6,16 +6,19 @@ A dialect maps every field of `GenerationHyperparameters`, or refuses it: server
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from archon.generation.types import GenerationHyperparameters, StopReason
 from archon.remote.http import Http, ServerError
+from archon.remote.weight_stream import Bucket
 from archon.schema.errors import ConfigError
 
 LogprobsMode = Literal["raw", "processed"]
-Transport = Literal["disk", "delta", "lora"]
+Transport = Literal["disk", "delta", "lora", "gloo", "nccl"]
+STREAMED: tuple[Transport, ...] = ("gloo", "nccl")
+"""The transports without a folder: the trainer broadcasts to the server's workers."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,10 @@ class Dialect(ABC):
         `folder` holds a checkpoint or adapters, or the elements that changed since the version `since`.
         """
         raise self._has_no("pushes of weights")
+
+    def receive(self, http: Http, transport: Transport, buckets: Iterable[Bucket], version: int, seconds: float) -> str:
+        """Same as `load`, of weights that are broadcast to the server's workers while they load them."""
+        raise self._has_no(f"pushes by {transport}")
 
     def version(self, http: Http) -> str:
         """Returns the version of the server's weights."""

@@ -6,11 +6,14 @@ import asyncio
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from archon.generation.requests import answer_limit, stop_ids
 from archon.generation.seeds import derive_seed, request_seed
@@ -18,9 +21,11 @@ from archon.generation.types import ModelRequest, ModelResponse, integer_ids
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
 from archon.remote.delta import write_delta
-from archon.remote.dialect import Answer, Sampling, Transport
+from archon.remote.dialect import STREAMED, Answer, Sampling, Transport
+from archon.remote.feed import Feed
 from archon.remote.http import ServerError
 from archon.remote.server import Limits, Push, RemoteServer
+from archon.remote.weight_stream import pack
 from archon.schema.errors import ConfigError, RolloutError
 
 # Measured with SmolLM2-135M: a float32 trainer and vLLM in float32 differ by up to 3e-5. In bfloat16 (transformers'
@@ -49,13 +54,29 @@ class NoServerError(ConfigError):
 
 
 class WeightSource(Protocol):
-    """Weights to push. Both methods are collectives of all ranks."""
+    """Weights to push. All methods are collectives of all ranks."""
 
     def write(self, transport: Transport, folder: Path, dtype: str | None) -> None:
         """Writes a checkpoint, or adapters in PEFT's format, from rank 0."""
 
+    def tensors(self, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, whole tensor) of a checkpoint; every rank must consume all of them."""
+
     def score(self, tokens: list[int]) -> list[float]:
         """Returns the trainer's logprobs of tokens 1 to L − 1 at temperature 1, on every rank."""
+
+
+_Result = tuple[str, float, str | None]
+"""Of a push to one server: the model's name for requests, the largest |Δ logprob|, and why it failed, or None."""
+
+
+@dataclass
+class _Pushed:
+    """The results of all servers, the bytes for one of them, and the seconds until all were written or gathered."""
+
+    results: list[_Result]
+    size: int
+    seconds: float
 
 
 @dataclass
@@ -197,19 +218,12 @@ class RemoteEngine:
         """
         version = self.version + 1 if version is None else version
         started = time.perf_counter()
-        folder = self.folder / f"version-{version}"
         dtypes = {server.dialect.facts.dtype for server in self.servers}
-        meta.write(self.transport, folder, dtypes.pop() if len(dtypes) == 1 else None)
-        delta, since = self._write_delta(folder)
-        written, size = time.perf_counter(), _size(delta or folder) if self._world.is_main else 0
-        probe = list(self.probe)
-        expected = meta.score(probe)
-        push = Push(
-            self.transport, folder, delta, since, version, probe, expected, LIMITS["float32"], self.config.seconds
-        )
-        results = self._world.broadcast_json(lambda: self._push_to_all(push))
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        push = self._stream if self.transport in STREAMED else self._write_and_push
+        pushed = push(meta, version, dtype)
         differences = []
-        for server, (model, difference, failure) in zip(self.servers, results, strict=True):
+        for server, (model, difference, failure) in zip(self.servers, pushed.results, strict=True):
             server.failure = failure
             if failure is None:
                 server.accept(model, version)
@@ -218,12 +232,10 @@ class RemoteEngine:
                 self.stats.lost += 1
                 self.log(f"version {version} did not reach a server, which is left out: {failure}")
         self.version = version
-        if self._world.is_main:
-            _remove_others(self.folder, folder)
         self.push_metrics = {
             "push/difference": max(differences, default=float("nan")),
-            "push/bytes": float(size),
-            "push/write_seconds": written - started,
+            "push/bytes": float(pushed.size),
+            "push/write_seconds": pushed.seconds,
             "push/seconds": time.perf_counter() - started,
             "push/servers": float(len(differences)),
             "servers/lost": float(self.stats.lost),
@@ -235,6 +247,51 @@ class RemoteEngine:
     def state_dict(self) -> dict[str, int]:
         """Returns the state from which a resumed run derives the same seeds for requests without one."""
         return {"version": self.version, "submitted": self._submitted}
+
+    def _write_and_push(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
+        """Writes to the shared folder what the servers then load."""
+        started, folder = time.perf_counter(), self.folder / f"version-{version}"
+        meta.write(self.transport, folder, dtype)
+        delta, since = self._write_delta(folder)
+        seconds, size = time.perf_counter() - started, _size(delta or folder) if self._world.is_main else 0
+        push = self._push(meta, version, folder=folder, delta=delta, since=since)
+        results = self._world.broadcast_json(lambda: self._push_to_all([push] * len(self.servers)))
+        if self._world.is_main:
+            _remove_others(self.folder, folder)
+        return _Pushed(results, size, seconds)
+
+    def _stream(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
+        """Broadcasts to the servers' workers, each server at its own pace, while the next weights are gathered."""
+        push, feeds = self._push(meta, version), [Feed() for _ in self.servers]
+        started, size = time.perf_counter(), 0
+        tensors = meta.tensors(dtype)
+        if not self._world.is_main:
+            for _ in tensors:  # gathering is a collective
+                pass
+            return _Pushed(self._world.broadcast_json(list), size, time.perf_counter() - started)
+        with ThreadPoolExecutor(1) as pool:
+            results = pool.submit(self._push_to_all, [replace(push, buckets=feed) for feed in feeds])
+            end: Exception | None = None
+            try:
+                for bucket in pack(tensors, stream_device(self.transport)):
+                    size += bucket.data.numel()
+                    for feed in feeds:
+                        feed.put(bucket)
+            except Exception as error:
+                end = error
+                raise
+            finally:
+                for feed in feeds:
+                    feed.put(end)
+            seconds = time.perf_counter() - started
+        return _Pushed(self._world.broadcast_json(results.result), size, seconds)
+
+    def _push(self, meta: WeightSource, version: int, **written: Any) -> Push:
+        """Returns what every server is pushed, with the trainer's scores of the probe."""
+        probe = list(self.probe)
+        return Push(
+            self.transport, version, probe, meta.score(probe), LIMITS["float32"], self.config.seconds, **written
+        )
 
     def _write_delta(self, folder: Path) -> tuple[Path | None, int | None]:
         """Returns the folder of what changed since the last push, and its version; None where all is pushed."""
@@ -249,8 +306,8 @@ class RemoteEngine:
             return Limits(self.config.max_difference, self.config.max_difference)
         return LIMITS.get(server.dialect.facts.dtype, LIMITS["float32"])
 
-    def _push_to_all(self, push: Push) -> list[tuple[str, float, str | None]]:
-        def to_one(server: RemoteServer) -> tuple[str, float, str | None]:
+    def _push_to_all(self, pushes: Sequence[Push]) -> list[_Result]:
+        def to_one(server: RemoteServer, push: Push) -> _Result:
             server.pushing = True
             try:
                 difference = server.push(replace(push, limits=self._limits(server)))
@@ -259,10 +316,12 @@ class RemoteEngine:
                 return server.model, 0.0, server.failure
             finally:
                 server.pushing = False
+                if push.buckets is not None:
+                    push.buckets.close()
             return server.model, difference, None
 
         with ThreadPoolExecutor(len(self.servers)) as pool:
-            return list(pool.map(to_one, self.servers))
+            return list(pool.map(to_one, self.servers, pushes))
 
     async def _ask(self, sampling: Sampling, group: object) -> Answer:
         """Returns the answer of the group's server, or of another where it fails."""
@@ -338,6 +397,11 @@ def spread_tokens(vocab_size: int, n: int) -> list[int]:
     step = max(1, vocab_size // n)
     ids = list(range(0, vocab_size, step))[:n]
     return [*ids[::2], *ids[1::2][::-1]]
+
+
+def stream_device(transport: Transport) -> torch.device:
+    """Returns where buckets are broadcast from."""
+    return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")
 
 
 def _rid_of(key: str) -> str:

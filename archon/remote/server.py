@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from archon.remote.dialect import Answer, Dialect, Sampling, Transport
+from archon.remote.feed import Feed
 from archon.remote.http import Http, ServerError
 
 
@@ -23,24 +24,26 @@ class Push:
     """Weights for servers to load, and how the trainer scores them.
 
     Attributes:
-        transport, folder: what was written, and where.
-        delta, since: the folder with the elements that changed since another version, for servers that have that.
         version: of the weights.
         probe: the tokens that servers score.
         expected: the trainer's logprobs of the probe's tokens 1 to L − 1 at temperature 1.
         limits: of |Δ logprob| for a push that succeeded.
         seconds: time-out of each request.
+        folder: where they were written.
+        delta, since: the folder with the elements that changed since another version, for servers that have that.
+        buckets: the weights of one server where they are broadcast instead.
     """
 
     transport: Transport
-    folder: Path
-    delta: Path | None
-    since: int | None
     version: int
     probe: list[int]
     expected: list[float]
     limits: Limits
     seconds: float
+    folder: Path | None = None
+    delta: Path | None = None
+    since: int | None = None
+    buckets: Feed | None = None
 
 
 @dataclass
@@ -103,9 +106,7 @@ class RemoteServer:
         """
         dialect, http = self.dialect, self.http
         dialect.pause(http, abort=True)
-        patched = push.delta is not None and self.failure is None and self.version == push.since
-        folder, since = (push.delta, push.since) if patched else (push.folder, None)
-        model = dialect.load(http, push.transport, str(folder), push.version, push.seconds, since)
+        model = self._load(push)
         if (found := dialect.version(http)) != str(push.version):
             raise ServerError(f"{self.url} has weights of version {found} after a push of version {push.version}")
         dialect.resume(http)
@@ -124,6 +125,14 @@ class RemoteServer:
             raise
         self.accept(model, push.version)
         return largest
+
+    def _load(self, push: Push) -> str:
+        """Gives the server the weights, without verifying them. Returns the model's name for requests."""
+        if push.buckets is not None:
+            return self.dialect.receive(self.http, push.transport, push.buckets, push.version, push.seconds)
+        patched = push.delta is not None and self.failure is None and self.version == push.since
+        folder, since = (push.delta, push.since) if patched else (push.folder, None)
+        return self.dialect.load(self.http, push.transport, str(folder), push.version, push.seconds, since)
 
     def accept(self, model: str, version: int) -> None:
         """Takes the server into the fleet, with weights that it was given and that were verified."""

@@ -6,12 +6,15 @@ The control routes exist only with VLLM_SERVER_DEV_MODE=1, so such a server list
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from archon.generation.types import GenerationHyperparameters, StopReason
 from archon.remote.dialect import Answer, Dialect, LogprobsMode, Sampling, ServerFacts, Transport, finite_logprobs
 from archon.remote.http import CONNECT_SECONDS, Http, RefusedError, ServerError
+from archon.remote.weight_stream import Bucket, Sender
 from archon.schema.errors import ConfigError
 
 RELEASES = ("0.32.",)
@@ -59,7 +62,7 @@ class VLLM(Dialect):
             raise ConfigError(f"{http.url}: --logprobs-mode is {mode}; expected {' or '.join(_MODES)}")
         transports: set[Transport] = set()
         if (config.get("weight_transfer_config") or {}).get("backend") == EXTENSION_BACKEND:
-            transports |= {"disk", "delta"}
+            transports |= {"disk", "delta", "gloo", "nccl"}
         if config.get("lora_config"):
             transports.add("lora")
         facts = ServerFacts(
@@ -185,25 +188,38 @@ class VLLM(Dialect):
     def load(
         self, http: Http, transport: Transport, folder: str, version: int, seconds: float, since: int | None
     ) -> str:
-        model = self.facts.model
-        if transport != "lora":
-            info: dict[str, Any] = {"folder": folder}
-            if transport == "delta":
-                info |= {"version": str(version), "since": None if since is None else str(since)}
-            http.command("/start_weight_update", seconds=seconds)
-            http.command("/update_weights", {"update_info": info}, seconds)
-            http.command("/finish_weight_update", {"weight_version": str(version)}, seconds)
-        else:
+        if transport == "lora":
             adapter = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
             http.command("/v1/load_lora_adapter", adapter, seconds)
             http.command("/update_weight_version", {"new_version": str(version)}, seconds)
-            model = ADAPTER
-        if not self._field(http.post("/reset_prefix_cache", seconds=seconds), "success"):
-            raise ServerError(f"{http.url}: the prefix cache is in use and keeps what the old weights computed")
-        return model
+            return self._forget_cache(http, seconds, ADAPTER)
+        info: dict[str, Any] = {"folder": folder}
+        if transport == "delta":
+            info |= {"version": str(version), "since": None if since is None else str(since)}
+        http.command("/start_weight_update", seconds=seconds)
+        http.command("/update_weights", {"update_info": info}, seconds)
+        http.command("/finish_weight_update", {"weight_version": str(version)}, seconds)
+        return self._forget_cache(http, seconds, self.facts.model)
+
+    def receive(self, http: Http, transport: Transport, buckets: Iterable[Bucket], version: int, seconds: float) -> str:
+        workers = int(self._field(http.get("/get_world_size"), "world_size"))
+        sender = Sender(urlsplit(http.url).hostname or "", workers, transport, seconds)
+        info = {"address": sender.address, "port": sender.port, "workers": workers, "backend": transport}
+        http.command("/start_weight_update", seconds=seconds)
+        with ThreadPoolExecutor(1) as pool:
+            update = {"update_info": info | {"seconds": seconds}}
+            _broadcast(sender, buckets, pool.submit(http.command, "/update_weights", update, seconds), http.url)
+        http.command("/finish_weight_update", {"weight_version": str(version)}, seconds)
+        return self._forget_cache(http, seconds, self.facts.model)
 
     def version(self, http: Http) -> str:
         return str(self._field(http.get("/weight_info", CONNECT_SECONDS), "weight_version"))
+
+    def _forget_cache(self, http: Http, seconds: float, model: str) -> str:
+        """Empties the prefix cache; returns `model`."""
+        if not self._field(http.post("/reset_prefix_cache", seconds=seconds), "success"):
+            raise ServerError(f"{http.url}: the prefix cache is in use and keeps what the old weights computed")
+        return model
 
     def _field(self, body: Any, *path: str | int) -> Any:
         """Returns what is at a path of keys and indices; raises ServerError where there is nothing."""
@@ -213,6 +229,21 @@ class VLLM(Dialect):
             except (KeyError, IndexError, TypeError):
                 raise ServerError(f"{self._url} answered without {'.'.join(map(str, path))}") from None
         return body
+
+
+def _broadcast(sender: Sender, buckets: Iterable[Bucket], loading: Future[None], url: str) -> None:
+    """Sends while the request `loading` runs, whose error says more than that of a connection that it broke."""
+    failure: Exception | None = None
+    try:
+        if sender.connect(loading.done):
+            sender.send(buckets)
+    except (RuntimeError, TimeoutError) as error:
+        failure = error
+    finally:
+        sender.close()
+    loading.result()
+    if failure is not None:
+        raise ServerError(f"{url}: the broadcast of weights failed: {failure}")
 
 
 def _generates(http: Http) -> bool:

@@ -3,7 +3,8 @@
     PYTHONPATH=<archon's folder> vllm serve … --worker-extension-cls archon.serve.vllm_extension.Extension \\
         --weight-transfer-config '{"backend": "archon"}'
 
-The server's own environment imports this file: it needs vLLM, torch and safetensors, nothing of archon's.
+The server's own environment imports this file, and `archon/remote/weight_stream.py`: they need vLLM, torch and
+safetensors, and no package of archon's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,6 +20,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from archon.remote.weight_stream import received
 
 BACKEND = "archon"
 
@@ -41,7 +45,24 @@ class Checkpoint(WeightTransferUpdateInfo):
     since: str | None = None
 
 
-class DiskTransfer(WeightTransferEngine):
+@dataclass
+class Stream(WeightTransferUpdateInfo):
+    """A checkpoint that the trainer broadcasts, see `archon.remote.weight_stream`.
+
+    Attributes:
+        address, port: where the server's workers join, of which there are `workers`.
+        backend: `gloo` or `nccl`.
+        seconds: time-out of every wait.
+    """
+
+    address: str
+    port: int
+    workers: int
+    backend: str
+    seconds: float
+
+
+class Transfer(WeightTransferEngine):
     """Loads checkpoints through vLLM's layerwise reload, which repacks and reshards them as when the server started."""
 
     init_info_cls, update_info_cls = Nothing, Checkpoint
@@ -58,7 +79,26 @@ class DiskTransfer(WeightTransferEngine):
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Checkpoint) -> None:
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Checkpoint | Stream:
+        """Returns which of the two kinds of update this is."""
+        return Stream(**update_dict) if "address" in update_dict else Checkpoint(**update_dict)
+
+    def receive_weights(self, update_info: Checkpoint | Stream) -> None:
+        if isinstance(update_info, Checkpoint):
+            self._load(self._stored(update_info))
+            return
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        s = update_info
+        stream = received(s.address, s.port, rank, s.workers, s.backend, s.seconds, self.device)
+        try:
+            self._load(stream)
+        finally:
+            for _ in stream:  # the trainer and the other workers wait for this one
+                pass
+
+    def _stored(self, update_info: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+        """Returns the tensors of a folder, or of what is kept with the folder's changes."""
         source = tensors(Path(update_info.folder))
         if update_info.since is not None:
             if self._kept is None or self._kept_version != update_info.since:
@@ -68,6 +108,10 @@ class DiskTransfer(WeightTransferEngine):
             self._kept = {name: tensor.clone() for name, tensor in source}
         if update_info.version is not None and self._kept is not None:
             self._kept_version, source = update_info.version, iter(self._kept.items())
+        return source
+
+    def _load(self, source: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Loads a whole checkpoint; raises ValueError where it sets other parameters than an earlier one."""
         loaded = self.model.load_weights(source)
         if loaded is None:
             return
@@ -116,4 +160,4 @@ class Extension:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, DiskTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, Transfer)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from archon.checkpoint.hf_io import load_model
 from archon.generation.inprocess import InProcessEngine
@@ -35,6 +37,9 @@ class Weights:
         folder.parent.mkdir(exist_ok=True)
         folder.symlink_to(self._checkpoint)
 
+    def tensors(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from load_file(self._checkpoint / "model.safetensors").items()
+
     def score(self, tokens: list[int]) -> list[float]:
         return self._engine.prompt_logprobs(tokens)
 
@@ -47,6 +52,9 @@ class AwayFromServer:
 
     def write(self, transport: str, folder: Path, dtype: str | None) -> None:
         self._weights.write(transport, folder, "float32")
+
+    def tensors(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._weights.tensors(dtype)
 
     def score(self, tokens: list[int]) -> list[float]:
         return [score + away for score, away in zip(self._weights.score(tokens), self._offsets, strict=True)]

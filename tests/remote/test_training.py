@@ -162,6 +162,31 @@ def test_two_ranks_push_once_and_train_as_one_process_does(blank: Path, twin: Ma
         assert together["push/difference"] < FIRST_RATIO_FP32 and together["push/servers"] == 1
 
 
+def test_broadcast_weights_are_those_of_a_checkpoint_and_a_server_that_fails_holds_up_no_other(
+    rl_config: MakeConfig, twin: MakeTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("archon.remote.weight_stream.BUCKET_BYTES", 4096)
+    good, bad = twin(), twin()
+    config = rl_config([good.url, bad.url])
+    config.rollout.push = PushConfig(transport="gloo", seconds=30)
+    trainer = RLTrainer(config)
+    with trainer.opened():
+        metrics = trainer.train_step()
+        assert metrics["push/servers"] == 2 and 0 < metrics["push/difference"] < FIRST_RATIO_FP32
+        bad.faults = {"stream"}
+        assert trainer.train_step()["push/servers"] == 1
+        assert re.search("status 500: .*connection reset", str(trainer.generator.servers[1].failure))
+        bad.faults.clear()
+        metrics = trainer.train_step()
+        assert metrics["push/servers"] == 2, "a new group a push: what failed left nothing behind"
+        exported = dict(trainer.engine.hf_weights())
+        for server in (good, bad):
+            served = load_file(server.folder / "model.safetensors")
+            assert served.keys() == exported.keys()
+            assert all(served[name].equal(tensor) for name, tensor in exported.items()), "bit for bit"
+        assert metrics["push/bytes"] >= good.streamed[-1] == sum(tensor.nbytes for tensor in exported.values())
+
+
 def test_what_changed_is_pushed_where_it_is_little_and_the_server_has_the_rest(
     rl_config: MakeConfig, twin: MakeTwin
 ) -> None:

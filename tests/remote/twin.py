@@ -20,11 +20,13 @@ from safetensors.torch import load_file, save_file
 from archon.checkpoint.hf_io import load_model, load_tokenizer
 from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.remote.weight_stream import received
 
 SAMPLING_FIELDS = {"n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"}
 SAMPLING_FIELDS |= {"min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs"}
 SAMPLING_FIELDS |= {"prompt_logprobs", "detokenize", "skip_special_tokens"}
 GENERATE_FIELDS = {"request_id", "token_ids", "sampling_params", "model"}
+STREAM_FIELDS = {"address", "port", "workers", "backend", "seconds"}
 COMPLETION_FIELDS = SAMPLING_FIELDS | {"request_id", "prompt", "model", "return_token_ids"}
 
 
@@ -33,7 +35,8 @@ class VLLMTwin:
 
     Attributes:
         requests: (path, body) of every request so far.
-        patched: of each update, whether only what changed was pushed.
+        patched: of each update through a folder, whether only what changed was pushed.
+        streamed: the bytes of each update that was broadcast.
         faults: names of what goes wrong, such as `stale_head`; tests add and remove them.
     """
 
@@ -46,6 +49,7 @@ class VLLMTwin:
         max_slots = settings.pop("max_slots", 32)
         assert not settings
         self.scale_out = scale_out
+        self.folder = folder
         self.tokenizer = load_tokenizer(folder)
         self._model = load_model(folder)
         self.engine = InProcessEngine.from_model(
@@ -57,6 +61,7 @@ class VLLMTwin:
         self.faults: set[str] = set()
         self.updating = False
         self.patched: list[bool] = []
+        self.streamed: list[int] = []
         self._kept = TemporaryDirectory()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -145,15 +150,20 @@ class VLLMTwin:
     async def _on_reset_prefix_cache(self, body: Any, query: Any) -> Any:
         return {"success": "cache_in_use" not in self.faults}
 
+    async def _on_get_world_size(self, body: Any, query: Any) -> Any:
+        return {"world_size": 1}
+
     async def _on_start_weight_update(self, body: Any, query: Any) -> Any:
         self.updating = True
         return {}
 
     async def _on_update_weights(self, body: Any, query: Any) -> Any:
         info = body["update_info"]
-        assert self.updating and set(info) in ({"folder"}, {"folder", "version", "since"})
+        assert self.updating and set(info) in ({"folder"}, {"folder", "version", "since"}, STREAM_FIELDS)
         if "update" in self.faults:
             return web.json_response({"error": "EngineCore encountered an issue"}, status=500)
+        if "address" in info:
+            return await asyncio.to_thread(self._receive, info)
         folder, since = Path(info["folder"]), info.get("since")
         self.patched.append(since is not None)
         if since is not None:
@@ -168,6 +178,20 @@ class VLLMTwin:
         self.folder = Path(self._kept.name) / f"{len(self.patched)}"
         copytree(folder, self.folder)
         self._model = load_model(folder)
+        return {}
+
+    def _receive(self, info: dict[str, Any]) -> Any:
+        """Loads the weights that the trainer broadcasts, unless it is to fail after the first."""
+        stream = received(**info, rank=1, device=torch.device("cpu"))
+        if "stream" in self.faults:
+            next(stream)
+            return web.json_response({"error": "connection reset"}, status=500)
+        weights = {name: tensor.clone() for name, tensor in stream}
+        self.streamed.append(sum(tensor.nbytes for tensor in weights.values()))
+        folder = Path(self._kept.name) / f"streamed-{len(self.streamed)}"
+        copytree(self.folder, folder)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        self.folder, self._model = folder, load_model(folder)
         return {}
 
     async def _on_finish_weight_update(self, body: Any, query: Any) -> Any:

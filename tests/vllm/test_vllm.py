@@ -16,6 +16,7 @@ from archon.generation.inprocess import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, ModelRequest
 from archon.remote.config import PushConfig
 from archon.remote.connect import connect
+from archon.remote.dialect import Transport
 from archon.remote.engine import NoServerError, RemoteEngine
 from archon.rl import RLTrainer
 from archon.rl.config import RLConfig
@@ -30,7 +31,13 @@ MakeConfig = Callable[..., RLConfig]
 
 # Two implementations of float32 attention and head: measured 5e-5 at most on SmolLM2, 3e-6 on this model.
 LOGPROB = 1e-4
+WEIGHT_BYTES = 1
 FIGURES = ("push/difference", "push/bytes", "push/seconds", "first_logprob_diff", "reward", "seconds/rollout")
+
+
+@pytest.fixture(scope="module")
+def real_server(serve: Callable[..., VLLMServer]) -> VLLMServer:
+    return serve(SMOLLM2.make(SMOLLM2.folder), "--enable-lora", "--max-lora-rank", "8")
 
 
 def ask(engine: RemoteEngine, *requests: ModelRequest) -> list[Any]:
@@ -95,15 +102,20 @@ def test_sampled_answers_have_the_trainers_logprobs_and_their_seeds(
             assert answer.output_logprobs == pytest.approx(scores, abs=LOGPROB)
 
 
-# Adapters first: they are pushed over the base that the server has, which a checkpoint replaces.
-@pytest.mark.parametrize("transport", ["lora", "disk"])
+# Adapters first: they are pushed over the base that the server has, which the others replace.
+@pytest.mark.parametrize("transport", ["lora", "disk", "gloo", "delta"])
 def test_twenty_steps_each_of_whose_pushes_is_verified(
-    rl_config: MakeConfig, server: VLLMServer, checkpoint: Path, transport: str
+    rl_config: MakeConfig, server: VLLMServer, checkpoint: Path, transport: Transport
 ) -> None:
-    actor: dict[str, Any] = {"path": str(checkpoint), "optimizer": {"lr": 1e-3}}
+    # So small a rate that float32 rounds most updates away, as bfloat16 does those of RL's usual rates.
+    rate = {"lora": 3e-3, "delta": 3e-10}.get(transport, 1e-3)
+    actor: dict[str, Any] = {"path": str(checkpoint), "optimizer": {"lr": rate}}
     if transport == "lora":
-        actor |= {"lora": {"rank": 8, "alpha": 16}, "optimizer": {"lr": 3e-3}}
+        actor |= {"lora": {"rank": 8, "alpha": 16}}
     steps = twenty_steps(rl_config(server, actor=actor), transport)
+    if transport == "delta":
+        assert all(step["push/bytes"] < WEIGHT_BYTES / 4 for step in steps)
+        return
     rewards = [step["reward"] for step in steps]
     assert sum(rewards[-5:]) > sum(rewards[:5])
 
@@ -123,21 +135,25 @@ def test_a_few_changed_elements_are_pushed_alone(server: VLLMServer, checkpoint:
     assert remote.prompt_logprobs(remote.probe) != pytest.approx(before, abs=100 * LOGPROB)
 
 
-def test_twenty_steps_of_a_real_model(rl_config: MakeConfig, serve: Callable[..., VLLMServer]) -> None:
-    """SmolLM2-135M-Instruct, float32, tied: 538 MB a push."""
-    folder = SMOLLM2.make(SMOLLM2.folder)
+@pytest.mark.parametrize("transport", ["lora", "disk", "gloo"])
+def test_twenty_steps_of_a_real_model(rl_config: MakeConfig, real_server: VLLMServer, transport: Transport) -> None:
+    """SmolLM2-135M-Instruct, float32, tied: 538 MB a push, and adapters of 2 MB."""
+    actor: dict[str, Any] = {"path": str(SMOLLM2.folder), "optimizer": {"lr": 1e-5}}
+    if transport == "lora":
+        actor |= {"lora": {"rank": 8, "alpha": 16}}
     config = rl_config(
-        serve(folder),
-        actor={"path": str(folder), "optimizer": {"lr": 1e-5}},
-        gconfig={"n_samples": 2, "max_new_tokens": 12},
+        real_server,
+        actor=actor,
+        gconfig={"n_samples": 2, "max_new_tokens": 8},
         reward="tests.vllm.rewards.vowels",
     )
     config.rollout.prompts_per_step, config.rollout.gold_checked = 2, 0
-    twenty_steps(config, "disk")
+    twenty_steps(config, transport)
 
 
-def twenty_steps(config: RLConfig, transport: str) -> list[dict[str, Any]]:
+def twenty_steps(config: RLConfig, transport: Transport) -> list[dict[str, Any]]:
     """Trains, checks every step and every push, and returns the steps' records."""
+    config.rollout.push = PushConfig(transport=transport)
     trainer = RLTrainer(config)
     trainer.train()
     assert trainer.generator.transport == transport

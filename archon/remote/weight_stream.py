@@ -1,0 +1,199 @@
+"""Weights from a trainer to the workers of one server: buckets, broadcast over a process group of their own.
+
+Nothing is pickled. Each bucket is three broadcasts from rank 0: two sizes, a description in JSON, the bytes of its
+tensors; sizes of 0 end the stream. Trainer and workers import this file, which needs torch and nothing else.
+
+A group lives for one push, so that a server that failed or was restarted leaves nothing behind that could hang the
+next. NCCL has not been run: the machines of this project have no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 2**25
+ALIGNMENT = 16
+"""Each tensor of a bucket begins at a multiple of these bytes, so that it can be read in place."""
+POLL_SECONDS = 0.01
+_JOINED = "joined"
+
+Named = tuple[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors: JSON [[name, dtype, shape], …], and their bytes as uint8 [n], one tensor after another."""
+
+    description: bytes
+    data: Tensor
+
+
+def pack(tensors: Iterable[Named], device: torch.device) -> Iterator[Bucket]:
+    """Yields copies of the tensors on `device`, in buckets of at most `BUCKET_BYTES` or one larger tensor."""
+    held: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        if held and size + _padded(tensor.nbytes) > BUCKET_BYTES:
+            yield _packed(held, size, device)
+            held, size = [], 0
+        held.append((name, tensor))
+        size += _padded(tensor.nbytes)
+    if held:
+        yield _packed(held, size, device)
+
+
+def unpack(bucket: Bucket) -> Iterator[Named]:
+    """Yields (name, tensor), which are parts of `bucket.data`."""
+    start = 0
+    for name, dtype_name, shape in json.loads(bucket.description):
+        dtype = getattr(torch, dtype_name)
+        end = start + math.prod(shape) * dtype.itemsize
+        yield name, bucket.data[start:end].view(dtype).view(shape)
+        start = _padded(end)
+
+
+class Sender:
+    """Rank 0. Workers join at `address` and `port`, which listen on no other network.
+
+    Args:
+        host: where the workers are.
+        workers: their number.
+        backend: `gloo`, or `nccl` for buckets on the GPU.
+        seconds: time-out of every wait.
+    """
+
+    def __init__(self, host: str, workers: int, backend: str, seconds: float) -> None:
+        self.address, self.workers = local_address(host), workers
+        self._backend, self._limit = backend, timedelta(seconds=seconds)
+        with socket.create_server((self.address, 0), family=_family(self.address)) as listening:
+            self.port: int = listening.getsockname()[1]
+            descriptor = listening.detach()
+        self._store = dist.TCPStore(
+            self.address,
+            self.port,
+            is_master=True,
+            timeout=self._limit,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+        self._group: _Group | None = None
+
+    def connect(self, is_over: Callable[[], bool]) -> bool:
+        """Waits until all workers have joined. Returns whether they did before `is_over`; raises TimeoutError."""
+        deadline = time.monotonic() + self._limit.total_seconds()
+        while self._store.add(_JOINED, 0) < self.workers:
+            if is_over():
+                return False
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.workers} workers did not join within {self._limit.total_seconds():g} s")
+            time.sleep(POLL_SECONDS)
+        self._group = _Group(self._store, 0, self.workers + 1, self._backend, self.address, self._limit)
+        return True
+
+    def send(self, buckets: Iterable[Bucket]) -> None:
+        """Sends all buckets and the end of the stream. Raises RuntimeError where a worker is gone or too slow."""
+        assert self._group is not None
+        for bucket in buckets:
+            device = bucket.data.device
+            description = torch.frombuffer(bytearray(bucket.description), dtype=torch.uint8)
+            sizes = torch.tensor([description.numel(), bucket.data.numel()])
+            for tensor in (sizes, description, bucket.data):
+                self._group.broadcast(tensor.to(device))
+        self._group.broadcast(torch.zeros(2, dtype=torch.int64, device=_device(self._backend)))
+
+    def close(self) -> None:
+        """Leaves the group; workers that still wait for a bucket fail."""
+        self._group = None
+        del self._store
+
+
+def received(
+    address: str, port: int, rank: int, workers: int, backend: str, seconds: float, device: torch.device
+) -> Iterator[Named]:
+    """Joins the group of a `Sender` as the worker `rank`, which counts from 1. Yields (name, tensor) of the stream.
+
+    The tensors stay valid. A reader that stops before the end keeps the sender and the other workers waiting.
+    """
+    limit = timedelta(seconds=seconds)
+    store = dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+    store.add(_JOINED, 1)
+    group = _Group(store, rank, workers + 1, backend, local_address(address), limit)
+    device = device if backend == "nccl" else torch.device("cpu")
+    while True:
+        sizes = group.broadcast(torch.empty(2, dtype=torch.int64, device=device)).tolist()
+        if not any(sizes):
+            return
+        description, data = (group.broadcast(torch.empty(n, dtype=torch.uint8, device=device)) for n in sizes)
+        yield from unpack(Bucket(description.cpu().numpy().tobytes(), data))
+
+
+def local_address(host: str) -> str:
+    """Returns this machine's address on the way to `host`."""
+    family, kind, _, _, peer = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(peer)  # sends nothing
+        address: str = probe.getsockname()[0]
+    return address
+
+
+class _Group:
+    """A process group apart from the default one, which may be absent or of other processes."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, backend: str, address: str, limit: timedelta) -> None:
+        prefixed = dist.PrefixStore("weights", store)
+        distributed: Any = dist  # a build without CUDA has no NCCL
+        if backend == "nccl":
+            kind = distributed.ProcessGroupNCCL
+            options = kind.Options()
+        else:
+            kind = distributed.ProcessGroupGloo
+            options = kind._Options()
+            options._devices, options._threads = [kind.create_device(hostname=address)], 1
+        options._timeout = limit
+        self._backend: Any = kind(prefixed, rank, size, options)
+        # The group's thread must not be the last to hold a tensor when the group ends: it would wait for the GIL, and
+        # Python for the thread.
+        self._held: Tensor | None = None
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Returns `tensor` with rank 0's values."""
+        self._backend.broadcast([tensor], dist.BroadcastOptions()).wait()
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        self._held = tensor
+        return tensor
+
+
+def _packed(tensors: list[Named], size: int, device: torch.device) -> Bucket:
+    data = torch.empty(size, dtype=torch.uint8, device=device)
+    bucket = Bucket(_description(tensors), data)
+    for (_, target), (_, tensor) in zip(unpack(bucket), tensors, strict=True):
+        target.copy_(tensor.detach())
+    return bucket
+
+
+def _description(tensors: list[Named]) -> bytes:
+    return json.dumps([[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors]).encode()
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _device(backend: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
