@@ -90,13 +90,19 @@ class ControlPlane:
         """Returns on every rank the result of `value`, which only rank `source` calls; it must be JSON."""
         if self.size == 1:
             return value()
-        data = json.dumps(value() if self.rank == source else None).encode()
-        size = torch.tensor(len(data), device=self.device)
+        return json.loads(self.broadcast(lambda: json.dumps(value()).encode(), source))
+
+    def broadcast(self, data: Callable[[], bytes], source: int = 0) -> bytes:
+        """Returns on every rank the bytes of `data`, which only rank `source` calls."""
+        own = data() if self.rank == source else b""
+        if self.size == 1:
+            return own
+        size = torch.tensor(len(own), device=self.device)
         group = self.connect()
         dist.broadcast(size, group=group, group_src=source)
-        content = _tensor(data, int(size), self.device)
+        content = _tensor(own, max(1, int(size)), self.device)
         dist.broadcast(content, group=group, group_src=source)
-        return json.loads(_bytes(content))
+        return _bytes(content[: int(size)])
 
     def gather(self, data: bytes) -> list[bytes]:
         """Returns every rank's bytes, in rank order, on rank 0; an empty list elsewhere."""

@@ -7,17 +7,22 @@ per step and C concurrent episodes,
 
 episodes may be started (AReaL, Fu et al. 2025, arXiv:2505.24298). Failed, rejected and replaced episodes are not
 counted. A step waits for the at most B groups that would be too old for the next step.
+
+With several processes one of them, the controller, keeps the episodes running, so that B, C and the bound are those of
+the run, and prompts are taken in one order, whatever the layout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from archon.rl.algorithms.config import ZeroVarianceGroups
-from archon.rl.episode import Episode
+from archon.rl.episode import HEADER_BYTES, Episode, pack_episodes, unpack_episodes
+from archon.rl.episode_context import EpisodeContext
 from archon.rl.prompts import Prompt
 from archon.rl.rollout import Rollout, RolloutBatch
 
@@ -36,6 +41,35 @@ class InFlight:
     episode: Episode | None = None
     trainable: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+@dataclass
+class Gathered:
+    """What a step trains on: `n_kept` of its episodes, the first ones, out of B groups and those they replaced."""
+
+    episodes: list[Episode]
+    n_kept: int
+    counts: Counter[str]
+
+    def batch(self, rollout: Rollout, step: int) -> RolloutBatch:
+        """Returns the training batch. Raises as `Rollout.raise_if_empty`."""
+        return rollout.batch_of(self.episodes[: self.n_kept], self.episodes, self.counts, step)
+
+    def pack(self) -> bytes:
+        """Serializes it for the other processes, without the prompts' rows, which they have read themselves."""
+        prompts = [episode.prompt.index for episode in self.episodes]
+        header = json.dumps({"prompts": prompts, "kept": self.n_kept, "counts": self.counts}).encode()
+        packed = pack_episodes(dict(enumerate(self.episodes)))
+        return len(header).to_bytes(HEADER_BYTES, "big") + header + packed
+
+    @classmethod
+    def unpack(cls, data: bytes, prompt_at: Callable[[int], Prompt]) -> Gathered:
+        """Returns what `pack` serialized; `prompt_at` returns the prompt of an ordinal."""
+        start = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES], "big")
+        header = json.loads(data[HEADER_BYTES:start])
+        episodes = [Episode(prompt_at(index), EpisodeContext(index)) for index in header["prompts"]]
+        unpack_episodes(data[start:], episodes)
+        return cls(episodes, header["kept"], Counter(header["counts"]))
 
 
 class AsyncRollout:
@@ -93,9 +127,13 @@ class AsyncRollout:
             item.task = asyncio.create_task(self._run(item), name=f"episode {prompt.index}")
 
     async def collect(self, step: int) -> RolloutBatch:
+        """Returns the batch of `gather`; raises `RolloutError` where all of it was rejected."""
+        return (await self.gather()).batch(self._rollout, step)
+
+    async def gather(self) -> Gathered:
         """Returns the next B groups: those that would be too old for the next step, then in the order they ended.
 
-        Raises as `Rollout.run`, and `RolloutError` where a whole batch was rejected.
+        Raises as `Rollout.run`.
         """
         self._version = self._rollout.engine.version
         # From the version, so that a batch without anything to train on does not count.
@@ -110,10 +148,10 @@ class AsyncRollout:
         chosen, self._done = self._done[: self._batch], self._done[self._batch :]
         chosen.sort(key=lambda item: item.prompt.index)
         kept = [item.episode for item in chosen if item.trainable and item.episode]
-        episodes = [item.episode for item in chosen if item.episode] + self._replaced
+        others = [item.episode for item in chosen if not item.trainable and item.episode] + self._replaced
         counts = Counter(prompts=self._batch, resampled=len(self._replaced))
         self._replaced = []
-        return self._rollout.batch_of(kept, episodes, counts, step)
+        return Gathered(kept + others, len(kept), counts)
 
     async def close(self) -> None:
         """Cancels running episodes."""

@@ -304,11 +304,6 @@ class RLConfig(StrictModel):
                 "verify_export compares float32 logits, and actor.dtype is bfloat16, whose rounding is larger than any "
                 "difference allowed; set verify_export=false, or actor.dtype=float32"
             )
-        if self.rollout.max_staleness and parse_layout(self.actor.layout).world_size > 1:
-            raise ValueError(
-                f"rollout.max_staleness is {self.rollout.max_staleness}, and actor.layout {self.actor.layout} has "
-                "several processes; rollouts run ahead on one process only, set rollout.max_staleness=0"
-            )
         check_recomputable(self.gconfig, self.gconfig.temperature)
         self._servers_agree()
         self.resolve()

@@ -23,7 +23,8 @@ from archon.rl.prompts import Prompt
 from archon.rl.rewards.result import RewardRaised
 from archon.schema.errors import RolloutError, UserError
 
-_HEADER_BYTES = 8
+HEADER_BYTES = 8
+"""Of the length of what precedes the tensors."""
 
 
 @dataclass
@@ -99,6 +100,7 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
             {
                 "place": place,
                 "empty": episode.trajectories is None,
+                "filtered": episode.filtered,
                 "lists": lists,
                 "drops": context.drops,
                 "numbers": context.numbers,
@@ -113,20 +115,21 @@ def pack_episodes(episodes: Mapping[int, Episode]) -> bytes:
             f"a workflow's result cannot go from one process to the others: {error}; return tensors, or lists of "
             "what JSON can hold"
         ) from None
-    return len(text).to_bytes(_HEADER_BYTES, "big") + text + save(tensors)
+    return len(text).to_bytes(HEADER_BYTES, "big") + text + save(tensors)
 
 
 def unpack_episodes(data: bytes, episodes: Sequence[Episode]) -> None:
     """Fills `episodes`, which have the same prompts, with the results that another process packed."""
-    start = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "big")
+    start = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES], "big")
     tensors = load(data[start:])
-    for item in json.loads(data[_HEADER_BYTES:start]):
+    for item in json.loads(data[HEADER_BYTES:start]):
         episode = episodes[item["place"]]
         context = episode.context
         if not item["empty"]:
             prefix = f"{item['place']}."
             own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             episode.trajectories = own | item["lists"]
+        episode.filtered = item["filtered"]
         context.drops = Counter(item["drops"])
         context.numbers.update(item["numbers"])
         context.first_errors = {kind: RemoteError(*error) for kind, error in item["first_errors"].items()}

@@ -45,10 +45,14 @@ class PromptStream:
         """The number of prompts taken so far, which is the ordinal of the next one."""
         return self._loader.epoch * len(self._loader.rows) + self._loader.cursor
 
+    def at(self, ordinal: int) -> Prompt:
+        """Returns the prompt of an ordinal, whether it was taken or not."""
+        return Prompt(ordinal, self._loader.row_at(ordinal))
+
     def take(self, n: int) -> list[Prompt]:
         """Returns the next n prompts."""
         repeated, self._untrained = self._untrained[:n], self._untrained[n:]
-        prompts = [Prompt(ordinal, self._loader.row_at(ordinal)) for ordinal in repeated]
+        prompts = [self.at(ordinal) for ordinal in repeated]
         if n > len(repeated):
             first, self._loader.batch_size = self.taken, n - len(repeated)
             prompts += [Prompt(first + offset, row) for offset, row in enumerate(self._loader.next_batch())]

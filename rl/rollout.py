@@ -96,6 +96,7 @@ class Rollout:
         accept: called with the tensors of each group for training; those it returns False for are replaced, as
             zero-variance groups are by `resample`. Every process calls it for all groups: it must be deterministic.
         agent_sampling: decides on those of agents' requests instead, except in an evaluation.
+        world: the processes that share the episodes of `run`; by default all of the run.
         log: called with dropped samples and failed episodes, one line per step and kind.
     """
 
@@ -109,6 +110,7 @@ class Rollout:
         check: Callable[[GenerationHyperparameters], None] | None = None,
         accept: Callable[[dict[str, Any]], bool] | None = None,
         agent_sampling: SamplingPolicy | None = None,
+        world: ControlPlane | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         self.engine = engine
@@ -120,6 +122,7 @@ class Rollout:
         self._seed = seed
         self._check, self._agent_sampling = check, agent_sampling
         self._accept = accept
+        self._world = world
         self._log = log
         self._succeeded = False
         self._failures = 0
@@ -173,7 +176,7 @@ class Rollout:
         first failure, once `FAILURES_AT_START` episodes failed before any succeeded.
         """
         episodes = [self._new_episode(prompt, step, is_eval) for prompt in prompts]
-        world = ControlPlane.patient("rollouts")
+        world = self._world or ControlPlane.patient("rollouts")
         own = range(world.rank, len(prompts), world.size)
         tasks = [asyncio.create_task(self._run_episode(episodes[place])) for place in own]
         try:

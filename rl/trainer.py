@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +25,9 @@ from archon.parallel.layout import parse_layout
 from archon.remote.connect import connect
 from archon.remote.engine import RemoteEngine
 from archon.rl.agent_sampling import SamplingPolicy
-from archon.rl.asynchronous import AsyncRollout
+from archon.rl.asynchronous import AsyncRollout, Gathered
 from archon.rl.config import RLConfig
+from archon.rl.controller import Controller
 from archon.rl.demonstrations import Demonstrations
 from archon.rl.evaluation import evaluate, evaluation_workflows, sampled_gconfig
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
@@ -75,7 +77,7 @@ class RLTrainer(BaseTrainer):
             raise ConfigError(f"mode is {config.mode}, and {type(self).__name__} is of {self.mode}; call make_trainer")
         super().__init__(config, runner)
         self._zero_variance = ZeroVarianceMonitor()
-        self.async_rollout: AsyncRollout | None = None
+        self.async_rollout: AsyncRollout | None = None  # of which the controller's alone runs
         self._raw = False  # whether rows hold those of their source
         self._overlap_seconds = 0.0  # of this step: generation during the trainer's computations
 
@@ -117,6 +119,11 @@ class RLTrainer(BaseTrainer):
 
     def after_step(self) -> dict[str, float]:
         self._cursor = self.prompts.state_dict(self.async_rollout.untrained if self.async_rollout else ())
+        if self.async_rollout is not None:
+            cursor = self._cursor
+            self._cursor = ControlPlane.of_run().broadcast_json(lambda: cursor)
+            if not self.controller.is_main:
+                self.prompts.load_state_dict(self._cursor)
         if self.demonstrations is not None:
             self._demonstrations_cursor = self.demonstrations.state_dict()
         return {}
@@ -146,7 +153,7 @@ class RLTrainer(BaseTrainer):
             if batch.is_on_policy(self.generator.version):
                 check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
             with timed(seconds, "push"):
-                metrics |= self._push()
+                metrics |= self._push_beside_episodes()
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         elif batch.dropped:
             self._dump(batch.dropped, metrics)
@@ -155,6 +162,11 @@ class RLTrainer(BaseTrainer):
             metrics["rollout/overlap"] = self._overlap_seconds / generated if generated else 0.0
         metrics["skipped_update"] = float(not batch)
         return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
+
+    def _push_beside_episodes(self) -> dict[str, float]:
+        """Pushes to servers in a thread where the rollout is asynchronous, so that tools and rewards go on; unfinished
+        answers wait for the push."""
+        return self._beside_episodes(self._push) if isinstance(self.generator, RemoteEngine) else self._push()
 
     def _push(self) -> dict[str, float]:
         """Gives the generator the new weights. Returns the metrics of the push."""
@@ -177,7 +189,8 @@ class RLTrainer(BaseTrainer):
     def rollout_batch(self) -> RolloutBatch:
         """Returns the next batch of trajectories."""
         if self.async_rollout is not None:
-            return self._await(self.async_rollout.collect(self.step))
+            unpack = partial(Gathered.unpack, prompt_at=self.prompts.at)
+            return self.controller.run(self.async_rollout.gather, Gathered.pack, unpack).batch(self.rollout, self.step)
         rollout = self.config.rollout
         return self._await(
             self.rollout.collect(
@@ -194,8 +207,8 @@ class RLTrainer(BaseTrainer):
         metrics: dict[str, float] = {}
         for prefix, rollout in self.evaluations.items():
             well_formed = self.config.evaluation.well_formed
-            work = evaluate(rollout, self.held_out, tokenizer=self.tokenizer, well_formed=well_formed)
-            measured = self._await(work)
+            work = partial(evaluate, rollout, self.held_out, tokenizer=self.tokenizer, well_formed=well_formed)
+            measured = self.controller.run_json(work) if self._controls_evaluation else self._await(work())
             metrics |= {f"eval/{prefix}{name}": value for name, value in measured.items()}
         return metrics
 
@@ -354,6 +367,9 @@ class RLTrainer(BaseTrainer):
     ) -> None:
         config = self.config
         self.generator = self._open_generator()
+        self.controller = Controller(self._loop, self.runner)
+        # In process every rank has a generator, which answers its share of an evaluation.
+        self._controls_evaluation = config.rollout.max_staleness > 0 and isinstance(self.generator, RemoteEngine)
         temperature = config.gconfig.temperature
         self.rollout = Rollout(
             self.generator,
@@ -376,8 +392,10 @@ class RLTrainer(BaseTrainer):
                 max_resamples=config.rollout.max_resamples,
             )
         workflows = evaluation_workflows(config, trained, evaluated) if self.held_out else {}
+        world = ControlPlane() if self._controls_evaluation else None
         self.evaluations = {
-            prefix: Rollout(self.generator, item, seed=config.seed, log=self._log) for prefix, item in workflows.items()
+            prefix: Rollout(self.generator, item, seed=config.seed, world=world, log=self._log)
+            for prefix, item in workflows.items()
         }
 
     def _open_generator(self) -> InProcessEngine | RemoteEngine:
@@ -418,13 +436,16 @@ class RLTrainer(BaseTrainer):
         return run_until_stopped(self._loop, work, self.runner)
 
     def _compute(self, work: Callable[[], Result]) -> Result:
-        """Returns the result of `work`, which runs in a thread where the rollout is asynchronous."""
-        if self.async_rollout is None:
-            return work()
+        """Returns the result of `work`, which runs in a thread beside episodes, and counts their overlap."""
         before = self.generator.stats.seconds
-        result = self._loop.run_until_complete(asyncio.to_thread(work))
+        result = self._beside_episodes(work)
         self._overlap_seconds += self.generator.stats.seconds - before
         return result
+
+    def _beside_episodes(self, work: Callable[[], Result]) -> Result:
+        if self.async_rollout is None or not self.controller.is_main:
+            return work()
+        return self._loop.run_until_complete(asyncio.to_thread(work))
 
     def _log(self, message: str) -> None:
         (self.runner.log if self.runner else print)(message)

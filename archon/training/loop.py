@@ -89,7 +89,7 @@ class BaseTrainer:
 
     def _save_at_exit(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Save, also after an error or Ctrl-C; but not after an error of one of several processes, as all must save."""
-        if kind is None or ControlPlane.of_run().size == 1:
+        if kind in (None, StoppedError) or ControlPlane.of_run().size == 1:
             self.save()
 
     @property

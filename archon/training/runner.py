@@ -98,7 +98,7 @@ class RunDirectory:
 
 
 class StoppedError(Exception):
-    """SIGINT or SIGTERM interrupted a rollout or an evaluation."""
+    """SIGINT or SIGTERM interrupted a rollout or an evaluation; all processes raise it together."""
 
 
 class StopSignal:
@@ -227,7 +227,7 @@ class Runner:
             self._signals.on_first = None
 
     def request_stop(self, number: int) -> None:
-        """Act as if the signal had been received; called when a nested run has received it."""
+        """Act as if the signal had been received; called when a nested run, or another process, has received it."""
         self._signals.received = signal.Signals(number)
 
     @property

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from archon.generation import InProcessEngine
 from archon.generation.types import GenerationHyperparameters, InferenceEngine
@@ -289,14 +288,6 @@ def test_a_resumed_run_that_runs_ahead_trains_each_prompt_exactly_once(rl_config
     trained = sorted(group for _, group in groups)
     assert len(trained) == len(set(trained)) == 7 * 6
     assert set(range(2 * 6)) <= set(trained)
-
-
-def test_several_processes_are_refused(rl_config: MakeConfig) -> None:
-    with pytest.raises((ValidationError, ValueError), match=r"rollout.max_staleness is 1, and actor.layout d2"):
-        rl_config(
-            actor={"path": "x", "layout": "d2", "optimizer": {"lr": 1e-3}},
-            rollout={"prompts_per_step": 6, "max_staleness": 1},
-        )
 
 
 def test_tokens_sampled_beside_an_update_are_of_the_weights_they_name(rl_config: MakeConfig, tokenizer: Any) -> None:

@@ -1,0 +1,74 @@
+"""One process runs the episodes, and all train on them.
+
+Process 0 is the controller: its event loop keeps the episodes running while a thread of it computes with the other
+processes. The others wait for its results in turns of half a second, so that a signal to any of them is seen, and no
+collective waits for as long as a rollout takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from archon.parallel.control_plane import ControlPlane
+from archon.training.loop import run_until_stopped
+from archon.training.runner import Runner, StoppedError
+
+Result = TypeVar("Result")
+Work = Callable[[], Coroutine[Any, Any, Result]]
+
+TURN_SECONDS = 0.5
+DONE = 1000
+"""Above the number of every signal: a result that is there already is not thrown away."""
+
+
+@dataclass
+class Controller:
+    """Work on process 0's event loop whose results all processes get. Every method is a collective."""
+
+    loop: asyncio.AbstractEventLoop
+    runner: Runner | None = None
+
+    def __post_init__(self) -> None:
+        self._world = ControlPlane.patient("rollouts")
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process runs the episodes. Not a collective."""
+        return self._world.is_main
+
+    def run(self, work: Work[Result], pack: Callable[[Result], bytes], unpack: Callable[[bytes], Result]) -> Result:
+        """Returns the result of `work`, which process 0 alone runs; the others get it by `pack` and `unpack`.
+
+        Raises StoppedError, on all, once a signal asks any process to stop.
+        """
+        if self._world.size == 1:
+            return run_until_stopped(self.loop, work(), self.runner)
+        task = self.loop.create_task(work()) if self.is_main else None
+        try:
+            while (state := self._turn(task)) != DONE:
+                if state and self.runner is not None:
+                    self.runner.request_stop(state)
+                    raise StoppedError
+        finally:
+            if task is not None and not task.done():
+                task.cancel()
+                self.loop.run_until_complete(asyncio.wait({task}))
+        data = self._world.broadcast(lambda: pack(task.result()) if task else b"")
+        return task.result() if task else unpack(data)
+
+    def run_json(self, work: Work[Result]) -> Result:
+        """Returns the result of `work` as `run` does, where JSON can hold it."""
+        return self.run(work, lambda result: json.dumps(result).encode(), json.loads)
+
+    def _turn(self, task: asyncio.Task[Any] | None) -> int:
+        """Waits a turn, and returns `DONE`, the number of a signal, or 0: the same on all processes."""
+        if task is not None:
+            self.loop.run_until_complete(asyncio.wait({task}, timeout=TURN_SECONDS))
+            if task.done():
+                task.result()  # its error ends this process, and with it the others
+                return self._world.all_reduce_max(DONE)
+        return self._world.all_reduce_max(self.runner.stop_number if self.runner else 0)
