@@ -153,7 +153,7 @@ class RLTrainer(BaseTrainer):
             if batch.is_on_policy(self.generator.version):
                 check_mismatch(metrics["first_logprob_diff"], self._mismatch_limit(batch))
             with timed(seconds, "push"):
-                metrics |= self._push_beside_episodes()
+                metrics |= self._push_during_episodes()
             metrics["samples_per_second"] = metrics["samples"] / sum(seconds.values())
         elif batch.dropped:
             self._dump(batch.dropped, metrics)
@@ -163,10 +163,10 @@ class RLTrainer(BaseTrainer):
         metrics["skipped_update"] = float(not batch)
         return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
 
-    def _push_beside_episodes(self) -> dict[str, float]:
+    def _push_during_episodes(self) -> dict[str, float]:
         """Pushes to servers in a thread where the rollout is asynchronous, so that tools and rewards go on; unfinished
         answers wait for the push."""
-        return self._beside_episodes(self._push) if isinstance(self.generator, RemoteEngine) else self._push()
+        return self._during_episodes(self._push) if isinstance(self.generator, RemoteEngine) else self._push()
 
     def _push(self) -> dict[str, float]:
         """Gives the generator the new weights. Returns the metrics of the push."""
@@ -436,13 +436,13 @@ class RLTrainer(BaseTrainer):
         return run_until_stopped(self._loop, work, self.runner)
 
     def _compute(self, work: Callable[[], Result]) -> Result:
-        """Returns the result of `work`, which runs in a thread beside episodes, and counts their overlap."""
+        """Returns the result of `work`, which runs in a thread next to episodes, and counts their overlap."""
         before = self.generator.stats.seconds
-        result = self._beside_episodes(work)
+        result = self._during_episodes(work)
         self._overlap_seconds += self.generator.stats.seconds - before
         return result
 
-    def _beside_episodes(self, work: Callable[[], Result]) -> Result:
+    def _during_episodes(self, work: Callable[[], Result]) -> Result:
         if self.async_rollout is None or not self.controller.is_main:
             return work()
         return self._loop.run_until_complete(asyncio.to_thread(work))
