@@ -23,6 +23,28 @@ MAX_ROTARY_DIM = 2**16
 MIN_FACTOR = 1e-30
 
 
+@dataclass(frozen=True)
+class ImageFormat:
+    """What a model that sees takes as an image.
+
+    Attributes:
+        token: the placeholder of a merged patch among the tokens.
+        merge_size: squares of merge_size by merge_size patches become one row of the decoder.
+        channels, temporal_patch_size, patch_size: of a patch's pixels.
+    """
+
+    token: int
+    merge_size: int
+    channels: int
+    temporal_patch_size: int
+    patch_size: int
+
+    @property
+    def features(self) -> int:
+        """Numbers of a patch."""
+        return self.channels * self.temporal_patch_size * self.patch_size**2
+
+
 @dataclass
 class BaseModelArgs:
     """Sizes and switches of a decoder. Lengths are in tokens.
@@ -246,6 +268,11 @@ class BaseModelArgs:
             needs_ulysses=f"a {min(scans)} layer has a state in place of keys" if scans else None,
         )
 
+    @property
+    def image_format(self) -> ImageFormat | None:
+        """What an image is to this model; None for a model of text."""
+        return None
+
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
         """Returns the arguments of a transformers config object or a parsed `config.json`, with either RoPE style.
@@ -263,7 +290,8 @@ class BaseModelArgs:
                 close = difflib.get_close_matches(name, names, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{hint}")
-        args = read_config(hf_config, cls.hf_fields, cls.model_types, cls.hf_windows, cls.hf_ropes, cls.hf_must_be)
+        types = cls.model_types | {*cls.composite_types.values()}
+        args = read_config(hf_config, cls.hf_fields, types, cls.hf_windows, cls.hf_ropes, cls.hf_must_be)
         if "sliding_window" in kwargs:
             # It applies to the layers that have a window in the config, or to all layers if none has.
             windows, window = args["layer_windows"], kwargs["sliding_window"]

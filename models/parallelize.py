@@ -24,6 +24,7 @@ DENSE_TP_PLAN: dict[str, Treatment] = {
     "embedding": "split_rows",
     "head": "split_rows",
     "value_head": "replicate",
+    "tower": "replicate",
 }
 # Expert parallelism shards the experts.
 MOE_TP_PLAN: dict[str, Treatment] = DENSE_TP_PLAN | {"router": "replicate"}

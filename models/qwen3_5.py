@@ -1,8 +1,4 @@
-"""Qwen3.5 whole: the decoder of `qwen3_5_text.py`, and a tower whose rows replace the placeholders of images.
-
-It is not in `FAMILIES` yet: checkpoints of this type are read as text, and their towers carried, until pixels are
-processed and laid out over ranks; see "A model that sees" in README.md.
-"""
+"""Qwen3.5 whole: the decoder of `qwen3_5_text.py`, and a tower whose rows replace the placeholders of images."""
 
 from __future__ import annotations
 
@@ -12,12 +8,15 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from archon.models.args import ImageFormat
 from archon.models.base import BaseArchonModel, BaseModelArgs
 from archon.models.delta_net_args import QWEN3_5_HF_MAP, CompositeStateDictAdapter
 from archon.models.hf_checks import reject_field
 from archon.models.hf_config import Field, as_dict, read_field
 from archon.models.layers.rope import RopeSpec
+from archon.models.parallelize import DENSE_TP_PLAN, make_parallelize_fn
 from archon.models.qwen3_5_text import Qwen35TextModelArgs
+from archon.models.spec import family_spec
 from archon.models.vision.config import read_vision_config
 from archon.models.vision.images import PackedImages
 from archon.models.vision.names import VISION_HF_MAP
@@ -39,6 +38,8 @@ class Qwen35ModelArgs(Qwen35TextModelArgs):
     image_token_id: int = 248056
     mrope_section: tuple[int, int, int] = (11, 11, 10)
 
+    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5"})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vision.out_dim != self.dim:
@@ -51,6 +52,14 @@ class Qwen35ModelArgs(Qwen35TextModelArgs):
                 f"RoPE of type {self.rope_scaling.kind!r} depends on a document's length, which is not defined by the "
                 "positions of images; expected another type"
             )
+
+    @property
+    def image_format(self) -> ImageFormat:
+        """See `BaseModelArgs.image_format`."""
+        tower = self.vision
+        return ImageFormat(
+            self.image_token_id, tower.merge_size, tower.channels, tower.temporal_patch_size, tower.patch_size
+        )
 
     def rope(self, layer: int) -> RopeSpec | None:
         """See `BaseModelArgs.rope`."""
@@ -105,7 +114,9 @@ class Qwen35Model(BaseArchonModel):
         hidden = self.tok_embeddings(tokens)
         if images is None:
             return hidden
-        return hidden.index_copy(0, images.rows, self.visual(images.patches, images.grids).to(hidden.dtype))
+        merged = self.visual(images.patches, images.grids).to(hidden.dtype)
+        merged = merged if images.merged is None else merged.index_select(0, images.merged)
+        return hidden.index_copy(0, images.rows, merged)
 
     def initializers(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
         """See `BaseArchonModel.initializers`."""
@@ -125,3 +136,8 @@ class Qwen35StateDictAdapter(CompositeStateDictAdapter):
     ) -> None:
         super().__init__(hf_config, hf_assets_path, is_critic=is_critic, init_score=init_score)
         self.from_hf_map = {**self.from_hf_map, **VISION_HF_MAP}  # type: ignore[misc]
+
+
+parallelize_qwen3_5 = make_parallelize_fn(DENSE_TP_PLAN)
+
+SPEC = family_spec("qwen3_5", Qwen35StateDictAdapter, parallelize_qwen3_5)

@@ -25,7 +25,7 @@ from archon.models.spec import family_spec
 class Qwen35TextModelArgs(DeltaNetModelArgs):
     """See `DeltaNetModelArgs`."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_text", "qwen3_5"})
+    model_types: ClassVar[frozenset[str]] = frozenset({"qwen3_5_text"})
     composite_types: ClassVar[dict[str, str]] = {"qwen3_5": "qwen3_5_text"}
     hf_ropes: ClassVar[RopePolicy] = QWEN3_5_ROPES
     hf_fields: ClassVar[dict[str, Field]] = delta_net_fields(num_key_value_heads=4) | mtp_fields()

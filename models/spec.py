@@ -50,6 +50,9 @@ FAMILIES = (
     "smollm3",
 )
 
+# Families that see: each a decoder of `FAMILIES`, whose contracts it has, and a tower.
+SEEING_FAMILIES = ("qwen3_5",)
+
 # Model types that archon does not compute: the reason, and the family that comes nearest.
 UNSUPPORTED: dict[str, tuple[str, str]] = {
     "deepseek_v32": ("a learned indexer chooses the tokens that its attention sees", "deepseek_v3"),
@@ -137,7 +140,8 @@ class _Registry:
             if not self._discovered:
                 self._discovered = True  # first, since a plugin may register a family while it is imported
                 try:
-                    self.add(importlib.import_module(f"archon.models.{family}").SPEC for family in FAMILIES)
+                    names = (*FAMILIES, *SEEING_FAMILIES)
+                    self.add(importlib.import_module(f"archon.models.{family}").SPEC for family in names)
                     self._add_plugins()
                 except BaseException:
                     self._discovered = False
@@ -196,8 +200,10 @@ def register_model_spec(spec: ModelSpec) -> None:
     _REGISTRY.add([spec])
 
 
-def get_model_spec(model_type: str) -> ModelSpec:
+def get_model_spec(model_type: str, *, text_only: bool = False) -> ModelSpec:
     """Returns the spec of a Hugging Face `model_type`.
+
+    With `text_only` that of a model that sees is its decoder's, which reads the same checkpoints and carries the tower.
 
     Raises UnknownModelError, which lists the supported ones, the reason for a model type in `UNSUPPORTED`, and the
     plugins that could not be loaded; also for what is no string.
@@ -214,7 +220,14 @@ def get_model_spec(model_type: str) -> ModelSpec:
             f"(other packages add families by the entry-point group {ENTRY_POINT_GROUP!r})"
             + "".join(f"; {failure}" for failure in _REGISTRY.failures)
         )
-    return specs[model_type]
+    spec = specs[model_type]
+    return specs[spec.model_args_class.composite_types.get(model_type, model_type)] if text_only else spec
+
+
+def is_text_of(args: BaseModelArgs, model_type: str) -> bool:
+    """Returns whether these are the arguments of the decoder alone of a model that sees, of this `model_type`."""
+    text, whole = (get_model_spec(model_type, text_only=only).model_args_class for only in (True, False))
+    return text is not whole and type(args) is text
 
 
 def is_supported_model(model_type: str) -> bool:

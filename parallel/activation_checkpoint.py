@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -34,7 +35,7 @@ SAC_IGNORED_OPS.update(
 
 
 def apply_activation_checkpointing(
-    layers: nn.ModuleDict, config: ActivationCheckpointConfig, attention_ops: frozenset[str] = frozenset()
+    layers: Sequence[nn.Module], config: ActivationCheckpointConfig, attention_ops: frozenset[str] = frozenset()
 ) -> None:
     """Make the blocks of `layers` recompute as `config` says; module and parameter names stay the same.
 
@@ -47,7 +48,7 @@ def apply_activation_checkpointing(
         return
     every = config.selective if config.mode == "selective" and isinstance(config.selective, int) else 1
     saved = _SAVED_PRODUCTS | attention_ops if config.mode == "selective" and config.selective == "op" else None
-    for position, block in enumerate(layers.values(), start=1):
+    for position, block in enumerate(layers, start=1):
         if position % every == 0:
             block_class: Any = type(block)
             block.__class__ = _checkpointed_class(block_class, saved)

@@ -111,7 +111,7 @@ class SequenceShare:
         rows = order.shape[0] // cp.size
         own = order[cp.rank * rows : (cp.rank + 1) * rows]
         share = rows // tp.size
-        self._own = own
+        self._own, self._held = own, own[tp.rank * share :][:share]
         self.index = own.to(device)
         self.inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0])).to(device)
         valid_mask = own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
@@ -133,8 +133,19 @@ class SequenceShare:
         selected[rows] = True
         return selected[self._own].nonzero().squeeze(1)
 
+    def held_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the indices, among the tokens that this rank holds between layers, of those that `rows` [M] indexes
+        in the pack, and which of `rows` these are; int64, all on the CPU."""
+        number = torch.full((self.tokens + self.plan.padding,), -1)
+        number[rows] = torch.arange(len(rows))
+        found = number[self._held]
+        places = (found >= 0).nonzero().squeeze(1)
+        return places, found[places]
+
     def positions(self, positions: Tensor) -> Tensor:
-        """Same as `take`, with padding as one more document."""
+        """Same as `take`, of positions [T] or [3, T], with padding as one more document."""
+        if positions.dim() == 2:
+            return torch.stack([self.positions(axis) for axis in positions])
         if self.plan.padding:
             extra = torch.arange(self.plan.padding, dtype=positions.dtype, device=positions.device)
             positions = torch.cat((positions, extra))

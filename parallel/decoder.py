@@ -72,7 +72,10 @@ def parallelize_decoder(
     if has_experts and (dims.ep_enabled or dims.etp_enabled):
         apply_expert_parallel(model, *(dims.get_mesh(d) if getattr(dims, d) > 1 else None for d in ("ep", "etp")))
     # Context parallelism splits the batch, not the model; see `archon.parallel.context`.
-    apply_activation_checkpointing(decoder.layers, ac, decoder.attention_ops)
+    apply_activation_checkpointing(list(decoder.layers.values()), ac, decoder.attention_ops)
+    tower = getattr(decoder, "visual", None)
+    if tower is not None:
+        apply_activation_checkpointing(list(tower.blocks), ac, decoder.attention_ops)
     if compiled:
         apply_compile(decoder.layers, memory_budget=budget)
     decoder.tie_weights()
@@ -93,6 +96,7 @@ def parallelize_decoder(
             expert_mesh=dims.expert_fsdp_mesh if has_experts else None,
             cpu_offload=cpu_offload,
             keep_gathered=dims.pp_enabled,
+            tower=tower,
         )
     decoder.tie_weights()
     logger.info("parallelized: compute %s, masters %s, compile %s", param_dtype, built_dtypes, compiled)

@@ -29,8 +29,9 @@ def apply_fsdp(
     expert_mesh: DeviceMesh | None = None,
     cpu_offload: bool = False,
     keep_gathered: bool = False,
+    tower: nn.Module | None = None,
 ) -> None:
-    """Shard each block, then the rest (embedding, final norm, head) with the root.
+    """Shard each block, the vision tower as one unit, then the rest (embedding, final norm, head) with the root.
 
     Parameters stay in the dtype they were built in, the master weights; each block is cast to `param_dtype` when it
     runs, and gradients are accumulated and reduced in `reduce_dtype`. `default` frees a block's gathered weights after
@@ -68,6 +69,8 @@ def apply_fsdp(
             wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
             fully_shard(module, mesh=mesh, reshard_after_forward=free_block, **options | {"mp_policy": wide})
         fully_shard(block, mesh=mesh, reshard_after_forward=free_block, **options)
+    if tower is not None:
+        fully_shard(tower, mesh=mesh, reshard_after_forward=free_block, **options)
     fully_shard(model, mesh=mesh, reshard_after_forward=free_root, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -100,6 +100,8 @@ def prune(model: Any, plan: StagePlan, stage: int) -> None:
             del model.layers[name]
     if stage > 0:
         model.tok_embeddings = None
+        if getattr(model, "visual", None) is not None:  # its rows are embeddings
+            model.visual = None
     if stage < plan.n_stages - 1:
         model.norm = model.output = model.score = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,6 +40,13 @@ class Ranks:
         if self.dp.size == 1:
             return number
         return int(all_reduce(torch.tensor(number, device=device), self.dp, "max"))
+
+    def all_reduce_any(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """Returns of each flag whether it is set on any of the data-parallel ranks, which have equally many."""
+        if self.dp.size == 1:
+            return list(flags)
+        found = all_reduce(torch.tensor(flags, dtype=torch.int32, device=device), self.dp, "max")
+        return [bool(flag) for flag in found.tolist()]
 
     def require_on_all(self, prepare: Callable[[], Result], device: torch.device) -> Result:
         """Returns this rank's `prepare()`, once it has succeeded on every data-parallel rank.

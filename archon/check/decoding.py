@@ -109,4 +109,4 @@ def check_decoding(
 def _fields(model_type: str) -> frozenset[str]:
     from archon.models import get_model_spec
 
-    return frozenset(get_model_spec(model_type).model_args_class.hf_fields)
+    return frozenset(get_model_spec(model_type, text_only=True).model_args_class.hf_fields)

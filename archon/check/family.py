@@ -71,7 +71,7 @@ def load_families(target: str, reference: str | None = None) -> list[CheckedFami
     Raises UnknownModelError where nothing of this name defines a family.
     """
     if is_supported_model(target):
-        spec, model_types = get_model_spec(target), [target]
+        spec, model_types = get_model_spec(target, text_only=True), [target]
     else:
         spec = _load_spec(target)
         if not all(is_supported_model(name) and get_model_spec(name) is spec for name in spec.supported_model_types):

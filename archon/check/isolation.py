@@ -90,7 +90,7 @@ def check_forks(seed: int, model_type: str) -> int:
     Raises ContractError where an answer depends on what the other one sampled: by one bit of a log-probability, or with
     experts by more than rounding; and where it is not that of a prompt of its own.
     """
-    known = get_model_spec(model_type).model_args_class.hf_fields
+    known = get_model_spec(model_type, text_only=True).model_args_class.hf_fields
     model = _fresh(seed, model_type, rope_kind="default", **{k: v for k, v in FIXED.items() if k in known})
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(model.args.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()

@@ -120,7 +120,7 @@ def build_pair(
     torch.manual_seed(seed)
     reference = hf_model(config, attn_implementation=attention).to(dtype)
     randomize_vectors(reference)
-    spec = get_model_spec(model_type or config.model_type)
+    spec = get_model_spec(model_type or config.model_type, text_only=True)
     adapter = spec.state_dict_adapter_class(own_config(config, model_type))
     model = spec.model_class(adapter.args).to(dtype)
     missing, unexpected = model.load_state_dict(adapter.from_hf(checkpoint_tensors(reference)), strict=False)

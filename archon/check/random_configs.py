@@ -247,7 +247,7 @@ def draw_fields(seed: int, model_type: str, *, rope_kind: str | None = None, **f
         rope_kind: this one instead, or the family's first where it does not have it.
         fixed: fields that are not drawn.
     """
-    args = get_model_spec(model_type).model_args_class
+    args = get_model_spec(model_type, text_only=True).model_args_class
     text_type = args.composite_types.get(model_type, model_type)
     names = frozenset({*args.hf_fields, *args.hf_windows.fields, "rope_parameters"})
     draws: dict[str, Draw] = {name: draw for name, draw in DRAWS.items() if name in names}

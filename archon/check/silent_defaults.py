@@ -47,7 +47,7 @@ OTHER_VALUES: dict[type, Any] = {
 
 def hub_style(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config as published before transformers 5: theta at the top level, scaling with `type` or null."""
-    policy = get_model_spec(config["model_type"]).model_args_class.hf_ropes
+    policy = get_model_spec(config["model_type"], text_only=True).model_args_class.hf_ropes
     if is_composite(config["model_type"]):
         text = config["text_config"]
         return config | {"text_config": hub_style(text | {"model_type": text["model_type"]})}
@@ -102,7 +102,7 @@ def outcome(name: str, config: dict[str, Any], reference: str, removed: bool) ->
     Raises ContractError where the outputs differ, or the field is rejected without its name.
     """
     model_type = config["model_type"]
-    spec = get_model_spec(model_type)
+    spec = get_model_spec(model_type, text_only=True)
     try:
         args = spec.model_args_class.from_hf_config(config)
     except ConfigError as error:
@@ -170,7 +170,7 @@ def unread_fields(model_type: str) -> list[str]:
     """
     from archon.check.random_configs import draw_fields
 
-    args_class = get_model_spec(model_type).model_args_class
+    args_class = get_model_spec(model_type, text_only=True).model_args_class
     config = {"model_type": model_type} | draw_fields(SEED, model_type)
     args, lines = args_class.from_hf_config(config), []
     for name, field in args_class.hf_fields.items():

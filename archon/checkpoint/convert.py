@@ -33,6 +33,7 @@ from archon.checkpoint.safetensors_file import LazyTensor, Region, fail, full_re
 from archon.checkpoint.state_tree import Shard
 from archon.models import get_model_spec
 from archon.models.quantization import FIELD as QUANTIZATION_FIELD
+from archon.models.spec import is_text_of
 from archon.models.state_dict import BaseStateDictAdapter, NativeTarget
 from archon.schema.errors import CheckpointError, ConfigError
 
@@ -109,7 +110,8 @@ def convert(
             weights = _with_adapter(weights, read_adapters(adapter, weights.adapter, base, named), dtype)
         if to == "hf":
             tensors = ((key, stored.read()) for key, stored in weights.tensors.items())
-            save_hf(destination, tensors, weights.hf_config, like=weights.assets, dtype=dtype)
+            text_only = is_text_of(weights.adapter.args, weights.hf_config["model_type"])
+            save_hf(destination, tensors, weights.hf_config, like=weights.assets, dtype=dtype, text_only=text_only)
         elif to == "native":
             _write_folder(destination, lambda staged: write_state(staged, weights))
         elif to == "dcp":
@@ -181,8 +183,10 @@ def open_weights(
     return _open_native(folder, assets) if format == "native" else _open_megatron(folder, assets, drop_padding)
 
 
-def _adapter(hf_config: dict[str, Any], assets: Path, *, is_critic: bool = False) -> BaseStateDictAdapter:
-    spec = get_model_spec(hf_config["model_type"])
+def _adapter(
+    hf_config: dict[str, Any], assets: Path, *, is_critic: bool = False, text_only: bool = False
+) -> BaseStateDictAdapter:
+    spec = get_model_spec(hf_config["model_type"], text_only=text_only)
     return spec.state_dict_adapter_class(hf_config, str(assets), is_critic=is_critic)
 
 
@@ -214,7 +218,9 @@ def _open_native(folder: Path, assets: Path) -> Iterator[OpenWeights]:
     saved = read_manifest(found)["fingerprint"] or {}
     if "adapters" in saved:
         fail(found, "it holds adapters alone; archon export writes them in PEFT's format, or merged into their base")
-    adapter = _adapter(hf_config, assets, is_critic=bool(saved.get("is_critic")))
+    text = get_model_spec(hf_config["model_type"], text_only=True).model_args_class
+    text_only = saved.get("family") == text.__name__
+    adapter = _adapter(hf_config, assets, is_critic=bool(saved.get("is_critic")), text_only=text_only)
     args = adapter.args
     if saved.get("balance_by_bias"):  # a Hugging Face config has no field for it
         args = replace(args, balance_by_bias=True)

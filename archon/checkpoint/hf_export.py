@@ -73,6 +73,7 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     carry: bool | str | os.PathLike[str] = True,
+    text_only: bool = False,
 ) -> None:
     """Write a checkpoint that transformers can load: weights, index, config, generation config and tokenizer.
 
@@ -91,6 +92,7 @@ def save_hf(
             named here, bitwise and in their own dtype; False leaves them out, for a model that was not loaded from a
             checkpoint. Quantized ones become weights of the export's dtype, as all others did when they were loaded:
             without a `quantization_config` no reader would apply their scales.
+        text_only: the weights are the decoder's of a model that sees; its tower is carried.
 
     Everything is written and synced in a hidden folder next to `path`, which one rename (or exchange, where there is an
     earlier export) makes visible: a kill at any moment leaves either the earlier export or the new one.
@@ -108,7 +110,7 @@ def save_hf(
     assets = None if like is None else checkpoint_folder(like)
     source = assets if isinstance(carry, bool) else checkpoint_folder(carry)
     config = dict(hf_config) if hf_config is not None else read_hf_config(like or "")
-    adapter = get_model_spec(config["model_type"]).state_dict_adapter_class(config)
+    adapter = get_model_spec(config["model_type"], text_only=text_only).state_dict_adapter_class(config)
     buffers = buffer_keys(adapter)
     target = Path(os.path.realpath(path))
     kill_point("export.begin")
@@ -121,7 +123,8 @@ def save_hf(
             shards = _ShardWriter(folder, max_shard_bytes)
             with _carry_source(target, adapter if carry else None, source) as carried:
                 written = _write_weights(weights, shards, dtype, buffers)
-                _check_names_and_shapes(target, config, {name: shape for name, (shape, _) in written.items()})
+                shapes = {name: shape for name, (shape, _) in written.items()}
+                _check_names_and_shapes(target, config, shapes, text_only=text_only)
                 # The config names the dtype of the parameters; a router's bias and decays may be wider. Of several
                 # dtypes it names the widest, which can represent all of them exactly.
                 wider = buffers | _full_precision_keys(adapter)
@@ -147,6 +150,7 @@ def save_hf_distributed(
     like: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
     carry: bool | str | os.PathLike[str] = True,
+    text_only: bool = False,
 ) -> None:
     """Call `save_hf` on rank 0 with `weights`, an iterator that gathers tensors from all ranks. A collective.
 
@@ -157,7 +161,7 @@ def save_hf_distributed(
     def export() -> None:
         try:
             if ranks.rank == 0:
-                save_hf(path, weights, like=like, dtype=dtype, carry=carry)
+                save_hf(path, weights, like=like, dtype=dtype, carry=carry, text_only=text_only)
         finally:
             for _ in weights:  # gathering is a collective, so every rank must finish it, also after an error
                 pass
@@ -301,9 +305,11 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _check_names_and_shapes(target: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_names_and_shapes(
+    target: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], *, text_only: bool
+) -> None:
     """Raise CheckpointError unless the names and shapes written are exactly those of the config's model."""
-    spec = get_model_spec(config["model_type"])
+    spec = get_model_spec(config["model_type"], text_only=text_only)
     expected = spec.state_dict_adapter_class(config, is_critic="score.weight" in shapes).hf_shapes()
     for name in [*expected, *shapes]:
         if expected.get(name) != shapes.get(name):

@@ -35,6 +35,7 @@ from archon.models import get_model_spec
 from archon.models.base import BaseArchonModel
 from archon.models.hf_config import as_dict
 from archon.models.lora import add_adapters, is_adapter
+from archon.models.spec import is_text_of
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.gather import whole_tensors
 from archon.schema.errors import CheckpointError, ConfigError, TokenizerError
@@ -48,6 +49,7 @@ def load_model(
     init_score: bool = False,
     attn_type: str = "auto",
     lora: str | os.PathLike[str] | None = None,
+    text_only: bool = False,
 ) -> BaseArchonModel:
     """Returns the model of a checkpoint folder, with its weights, as a plain unsharded module on `device`.
 
@@ -61,6 +63,7 @@ def load_model(
         attn_type: the attention backend, `auto` or a registered name.
         lora: the folder of an adapter in PEFT's format, which the model's layers add to their products; the weights
             are then frozen, and the adapter is as wide as they are.
+        text_only: of a model that sees, load the decoder alone; an export carries the tower.
 
     Raises CheckpointError, ConfigError or UnknownModelError for a folder that archon cannot load exactly.
     """
@@ -79,7 +82,7 @@ def load_model(
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0][:200]
         raise ConfigError(f"device {str(device)!r} cannot be used here: {reason}") from None
-    spec = get_model_spec(hf_config["model_type"])
+    spec = get_model_spec(hf_config["model_type"], text_only=text_only)
     args = spec.model_args_class.from_hf_config(hf_config, is_critic=is_critic, attn_type=attn_type)
     adapter = spec.state_dict_adapter_class(hf_config, assets, is_critic=is_critic, init_score=init_score)
     sizes = {} if lora is None else read_sizes(lora, adapter)
@@ -177,7 +180,8 @@ def save_model(
             "with archon export --merge, or load the model without them"
         )
     hf_config = read_hf_config(like)
-    spec = get_model_spec(hf_config["model_type"])
+    text_only = is_text_of(model.args, hf_config["model_type"])
+    spec = get_model_spec(hf_config["model_type"], text_only=text_only)
     saved_args = asdict(model.args)
     if "balance_by_bias" in saved_args:
         saved_args["balance_by_bias"] = False  # biases of 0 change nothing
@@ -193,7 +197,8 @@ def save_model(
     adapter = spec.state_dict_adapter_class(hf_config, str(like), is_critic=model.args.is_critic)
     require_zero_expert_biases(model, adapter)
     weights = adapter.export(whole_tensors(loadable_tensors(model, adapter).items()))
-    save_hf(path, weights, hf_config, like=like, dtype=dtype, max_shard_bytes=max_shard_bytes, carry=carry)
+    limits: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    save_hf(path, weights, hf_config, like=like, carry=carry, text_only=text_only, **limits)
 
 
 def config_dtype(hf_config: dict[str, Any]) -> torch.dtype:

@@ -6,6 +6,8 @@ trained; `advantages[b, t]` is the advantage of having chosen token t). Packing 
 the model's output at t is. The last position of a document predicts nothing: its label is -100 and its fields are 0.
 Unpacking shifts results to the right again. The shift is done per document and before any split, so that no later step
 can pair a document's end with the next one's start.
+
+`images` of a padded batch are those of each row, a list of `Picture`s in the order of their placeholders.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ import torch
 from torch import Tensor
 
 from archon.models.adapter_rows import NO_ADAPTER
+from archon.models.args import ImageFormat
 from archon.models.attention.prefix import SharedPrefixes
 from archon.models.head import IGNORE_INDEX
+from archon.models.vision.images import PackedImages, Picture, multimodal_positions, require_pictures
 from archon.schema.errors import BatchError
 
+IMAGES = "images"
 _DERIVED_FIELDS = frozenset({"tokens", "positions", "position_ids", "labels", "cu_seqlens", "max_seqlen"})
 
 
@@ -54,6 +59,14 @@ class PackedBatch:
     """That of each token that the model computes, in its order: int64 on the CPU."""
     rows: tuple[Tensor, Tensor] | None = None
     """The results of `labeled_rows` without and with `only_trained`; None until the batch leaves the CPU."""
+    images: tuple[tuple[Picture, ...], ...] | None = None
+    """The pictures of each document; None in a batch of text. Positions are then [3, T]: time, row and column."""
+    image_format: ImageFormat | None = None
+    """What an image is to the model; None for a model of text."""
+    packed_images: PackedImages | None = None
+    """The result of `model_images`, on the CPU; None until the batch leaves it."""
+    runs_tower: bool = False
+    """Whether any rank's micro-batch of this round has images, so that all must run the tower."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -92,9 +105,55 @@ class PackedBatch:
             return labeled, labeled
         return labeled, labeled[self.in_model_order(self["loss_mask"])[labeled] != 0]
 
+    def with_images(self, image_format: ImageFormat | None) -> PackedBatch:
+        """Returns the batch, which is on the CPU, for a model that takes such images, with the positions of both.
+
+        Raises BatchError for images where the model sees none, for pictures of another model, and for a document whose
+        placeholders are not those of its pictures.
+        """
+        if self.images is None:
+            return replace(self, image_format=image_format)
+        if image_format is None:
+            if any(self.images):
+                raise BatchError("the batch has images, and this model sees none; expected a batch of text")
+            return replace(self, images=None)
+        positions = []
+        for document, (tokens, pictures) in enumerate(zip(self.tokens.split(self.lengths), self.images, strict=True)):
+            require_pictures(pictures, image_format)
+            sizes = [picture.size for picture in pictures]
+            try:
+                found, _ = multimodal_positions(tokens, sizes, image_format.token, image_format.merge_size)
+            except BatchError as error:
+                raise BatchError(f"document {document} of the batch: {error}") from None
+            positions.append(found)
+        return replace(self, positions=torch.cat(positions, dim=1), image_format=image_format)
+
+    def without_images(self) -> PackedBatch:
+        """Returns the batch with its placeholders as text, for a forward that scores nothing."""
+        positions = self.positions if self.positions.dim() == 1 else self.positions[0]
+        return replace(self, images=None, packed_images=None, positions=positions)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a document has an image."""
+        return self.images is not None and any(self.images)
+
+    def model_images(self) -> PackedImages | None:
+        """Returns the images of all documents in the model's order, on the CPU; None without one."""
+        if self.packed_images is not None or self.images is None or not any(self.images):
+            return self.packed_images
+        assert self.image_format is not None
+        documents = range(self.n_documents) if self.order is None else self.order.documents
+        pictures = [picture for document in documents for picture in self.images[document]]
+        return PackedImages.of_pictures(self.in_model_order(self.tokens), pictures, self.image_format)
+
     def in_model_order(self, x: Tensor) -> Tensor:
         """Returns a per-token tensor [T, ...] of this pack in the model's order."""
         return x if self.order is None else x.index_select(0, self.order.rows)
+
+    def model_positions(self) -> Tensor:
+        """Returns the positions, [T] or [3, T], in the model's order."""
+        return self.positions if self.order is None else self.positions.index_select(-1, self.order.rows)
 
     def in_pack_order(self, x: Tensor) -> Tensor:
         """Undo `in_model_order`, with gradient."""
@@ -113,6 +172,7 @@ class PackedBatch:
             shared=None if self.shared is None else self.shared.to(device),
             order=None if self.order is None else self.order.to(device),
             rows=self.rows or (self._find_rows() if self.tokens.device.type == "cpu" else None),
+            packed_images=self.model_images(),
         )
 
     def sorted_for_model(self) -> PackedBatch:
@@ -158,11 +218,12 @@ class PackedBatch:
 
 @dataclass(frozen=True, eq=False)
 class TokenReorder:
-    """Another order of a pack's documents: `lengths` and `cu_seqlens`, int32 [B + 1], in it.
+    """Another order of a pack's documents: `documents`, their `lengths` and `cu_seqlens`, int32 [B + 1], in it.
 
     `rows` int64 [T] permutes the pack's tokens into this order, `inverse` int64 [T] back.
     """
 
+    documents: tuple[int, ...]
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     rows: Tensor
@@ -186,12 +247,12 @@ class TokenReorder:
         bounds = torch.nn.functional.pad(sorted_lengths.cumsum(0), (1, 0))
         shift = (given.cumsum(0) - given)[order] - bounds[:-1]
         rows = torch.arange(int(bounds[-1])) + torch.repeat_interleave(shift, sorted_lengths)
-        return cls(tuple(sorted_lengths.tolist()), bounds.int(), rows, torch.argsort(rows))
+        return cls(tuple(order.tolist()), tuple(sorted_lengths.tolist()), bounds.int(), rows, torch.argsort(rows))
 
     def to(self, device: torch.device) -> TokenReorder:
         """Returns the order with its tensors on `device`."""
         tensors = (to_device_async(x, device) for x in (self.cu_seqlens, self.rows, self.inverse))
-        return TokenReorder(self.lengths, *tensors)
+        return TokenReorder(self.documents, self.lengths, *tensors)
 
 
 def to_device_async(x: Tensor, device: torch.device) -> Tensor:
@@ -201,12 +262,14 @@ def to_device_async(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device)
 
 
-def pack(batch: Mapping[str, Tensor]) -> PackedBatch:
+def pack(batch: Mapping[str, Any]) -> PackedBatch:
     """Packs all documents of a padded batch, in their order, and shifts per-token fields.
 
     `batch` holds `input_ids` int [B, S], `attention_mask` bool or 0/1 [B, S] (padding on either side, never inside)
-    and any other tensors of shape [B, S, ...] (per token) or [B] (per document). Tensors are moved to the CPU, where
-    the engine keeps a batch until a micro-batch runs. Raises BatchError naming the wrong field or row.
+    and any other tensors of shape [B, S, ...] (per token) or [B] (per document), and may hold `images`, of each row a
+    list of `Picture`s. Tensors are moved to the CPU, where the engine keeps a batch until a micro-batch runs.
+
+    Raises BatchError naming the wrong field or row.
     """
     input_ids, mask = (_required(batch, name).cpu() for name in ("input_ids", "attention_mask"))
     if input_ids.ndim != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
@@ -231,7 +294,7 @@ def pack(batch: Mapping[str, Tensor]) -> PackedBatch:
     fields: dict[str, Tensor] = {}
     per_document: set[str] = set()
     for name, value in batch.items():
-        if name in ("input_ids", "attention_mask"):
+        if name in ("input_ids", "attention_mask", IMAGES):
             continue
         if name in _DERIVED_FIELDS:
             raise BatchError(
@@ -258,7 +321,22 @@ def pack(batch: Mapping[str, Tensor]) -> PackedBatch:
         fields=fields,
         per_document=frozenset(per_document),
         source=source,
+        images=_images_of_rows(batch[IMAGES], len(lengths)) if IMAGES in batch else None,
     )
+
+
+def _images_of_rows(images: Any, count: int) -> tuple[tuple[Picture, ...], ...]:
+    """Returns the pictures of each row. Raises BatchError unless there is a list of them for each."""
+    rows = list(images) if isinstance(images, list | tuple) else None
+    if rows is None or any(not isinstance(row, list | tuple) for row in rows):
+        raise BatchError(f"images is a {type(images).__name__}; expected of each of {count} rows a list of pictures")
+    if len(rows) != count:
+        raise BatchError(f"images has {len(rows)} lists of pictures; expected one for each of {count} rows")
+    for row, pictures in enumerate(rows):
+        wrong = [type(each).__name__ for each in pictures if not isinstance(each, Picture)]
+        if wrong:
+            raise BatchError(f"images of row {row} has a {wrong[0]}; expected pictures, see archon.data.pictures")
+    return tuple(tuple(row) for row in rows)
 
 
 def split(packed: PackedBatch, max_tokens: int) -> list[PackedBatch]:
@@ -316,9 +394,11 @@ def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> Packe
     lengths = [packed.lengths[d] for d in documents]
     index = torch.cat([torch.arange(starts[d], starts[d] + packed.lengths[d]) for d in documents])
     chosen = torch.tensor(documents)
+    images = None if packed.images is None else tuple(packed.images[d] for d in documents)
+    positions = packed.positions[..., index]
     return PackedBatch(
         tokens=packed.tokens[index],
-        positions=packed.positions[index],
+        positions=positions if positions.dim() == 1 or any(images or ()) else positions[0],
         labels=packed.labels[index],
         cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         max_seqlen=max(lengths),
@@ -327,6 +407,8 @@ def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> Packe
         per_document=packed.per_document,
         source=index,
         adapters=None if packed.adapters is None else tuple(packed.adapters[d] for d in documents),
+        images=images,
+        image_format=packed.image_format,
     )
 
 

@@ -59,6 +59,8 @@ class Build:
         """Returns the model with all layers, unparallelized, on the meta device: weights frozen if it has adapters."""
         with torch.device("meta"):
             model = self.spec.model_class(self.args).to(self.masters)
+            if self.args.image_format is not None and self.config.vision == "frozen":
+                model.visual.requires_grad_(False)
             for named, sizes in self.adapters.items():
                 add_adapters(model, sizes, torch.promote_types(self.compute, torch.float32), named)
         return model
@@ -164,11 +166,20 @@ def check_balancing(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) 
         )
 
 
+def check_vision(config: EngineConfig, spec: ModelSpec, args: BaseModelArgs) -> None:
+    """Raise ConfigError for a tower that is to be trained and does not exist."""
+    if config.vision == "trained" and args.image_format is None:
+        raise ConfigError(
+            f"vision = 'trained' trains the tower of a model that sees, and family {spec.name} has none; leave it out"
+        )
+
+
 def check_stages(layout: ResolvedLayout, adapters: Mapping[str, AdapterSize]) -> None:
     """Raise LayoutError for a pipeline's stage without an adapter, which would have nothing to train."""
     if not adapters or layout.stages is None:
         return
-    adapted = {int(name.split(".")[1]) for name in adapters}  # layers.3.attention.wq.weight
+    # layers.3.attention.wq.weight; a tower's matrices are on the first stage
+    adapted = {0 if name.startswith("visual.") else int(name.split(".")[1]) for name in adapters}
     for stage, (first, after) in enumerate(layout.stages.layers):
         if not adapted & {*range(first, after)}:
             raise LayoutError(
@@ -191,7 +202,7 @@ def require_exportable(config: EngineConfig, name: str) -> None:
         name: the section of the run's configuration that holds `config`.
     """
     hf_config = read_hf_config(config.path)
-    spec = get_model_spec(hf_config["model_type"])
+    spec = get_model_spec(hf_config["model_type"], text_only=config.vision == "off")
     adapter = spec.state_dict_adapter_class(hf_config, str(config.path), is_critic=config.is_critic)
     for shape in adapter_shapes(config).values():
         require_writable(adapter, lora_sizes(adapter, shape), shape.export_experts)

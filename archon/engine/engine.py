@@ -30,6 +30,7 @@ from archon.engine.build import (
     balancing,
     check_balancing,
     check_stages,
+    check_vision,
     delta_rule,
     lora_sizes,
     resolve_device,
@@ -152,7 +153,7 @@ class ArchonEngine:
         config = self.config
         self.device = resolve_device(config.device)
         hf_config = read_hf_config(config.path)
-        spec = get_model_spec(hf_config["model_type"])
+        spec = get_model_spec(hf_config["model_type"], text_only=config.vision == "off")
         args = spec.model_args_class.from_hf_config(
             hf_config,
             is_critic=config.is_critic,
@@ -161,6 +162,7 @@ class ArchonEngine:
             **delta_rule(config, spec),
         )
         check_balancing(config, spec, args)
+        check_vision(config, spec, args)
         self.layout = resolve_layout(
             config, args.sizes, self.device.type, supports_gathered=supports_gathered(config.attn_type)
         )
@@ -543,7 +545,10 @@ class ArchonEngine:
                 "with format='peft', and merge one by archon export"
             )
         carry = False if self._loaded_from is None else self._loaded_from
-        save_hf_distributed(path, self.hf_weights(dtype), like=self.config.path, dtype=dtype, carry=carry)
+        text_only = self.config.vision == "off"
+        save_hf_distributed(
+            path, self.hf_weights(dtype), like=self.config.path, dtype=dtype, carry=carry, text_only=text_only
+        )
 
     def _save_adapters(self, path: str | os.PathLike[str], named: str | None) -> None:
         if self.config.is_critic:
@@ -701,6 +706,7 @@ class ArchonEngine:
                 share_prefixes=self._share_prefixes,
                 sort=self._sort_documents,
                 n_adapters=len(self.adapters) or None,
+                image_format=self.args.image_format,
             )
 
         # If only one rank refused its batch, the others would wait in a collective, or mix two batches if its caller

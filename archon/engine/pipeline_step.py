@@ -115,11 +115,11 @@ class PipelineRunner:
         trains = through == self.pipeline.backward
         count = self.model.plan.micro_batches(count) if trains else count
         min_tokens = max(self.tokens.rows(mb.lengths) for mb in parts)
-        batches = [mb.to(self.device) for mb in parts]
+        first = next(iter(self.stages.values()))
+        batches = [mb.to(self.device) for mb in first.with_towers(parts, count)]
 
         def run(stage: int, index: int, hidden: Tensor | None) -> Tensor:
-            idle = index >= len(batches)
-            mb = batches[0 if idle else index]
+            idle, mb = index >= len(parts), batches[index]
             runner = replace(self.stages[stage], input=hidden, min_tokens=min_tokens)
             with phase("forward"):
                 if stage < self.last_stage:

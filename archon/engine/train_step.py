@@ -15,12 +15,14 @@ from archon.engine.batch import PackedBatch, pack, split, to_device_async
 from archon.engine.loss import LossFn, LossWeightFn, Metrics, WeightedTokenLoss
 from archon.engine.router_balance import RouterLoad
 from archon.models.adapter_rows import NO_ADAPTER, AdapterRows
+from archon.models.args import ImageFormat
 from archon.models.attention.context_parallel import ContextParallelAttention, GatheredAttention, UlyssesAttention
 from archon.models.attention.meta import AttentionMeta, PackedAttention, PrefixAttention
 from archon.models.attention.prefix import shared_prefixes
 from archon.models.base import BaseArchonModel
 from archon.models.head import IGNORE_INDEX, TokenScores, WeightedLoss
 from archon.models.layers.moe import load_balancing_loss
+from archon.models.vision.images import PackedImages
 from archon.parallel.comm import all_reduce, all_reduce_replicated
 from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, zigzag_plan
 from archon.parallel.fsdp import reshard, set_gradient_reduction
@@ -29,7 +31,7 @@ from archon.parallel.ranks import Ranks
 from archon.schema.config import ContextParallelKind
 from archon.schema.errors import BatchError, ConfigError
 
-Batch = Mapping[str, Tensor] | PackedBatch
+Batch = Mapping[str, Any] | PackedBatch
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,14 @@ def micro_batches(
     share_prefixes: bool = False,
     sort: bool = False,
     n_adapters: int | None = None,
+    image_format: ImageFormat | None = None,
 ) -> tuple[PackedBatch, list[PackedBatch]]:
     """Returns the whole batch as one pack, and its micro-batches, at least one.
 
     `share_prefixes` searches each for common prefixes; `sort` has the model compute the documents of those without by
     length, and keeps their order in the pack. `n_adapters` is the number of the model's adapters if it has several:
-    documents then say which they have, and share prefixes only with those of the same. Raises BatchError for a batch
+    documents then say which they have, and share prefixes only with those of the same. `image_format` is what an image
+    is to the model; micro-batches with images share no prefixes. Raises BatchError for a batch
     without a document, or with a token or label outside the vocabulary.
     """
     packed = batch.to(torch.device("cpu")) if isinstance(batch, PackedBatch) else pack(batch)
@@ -153,12 +157,17 @@ def micro_batches(
             )
     if n_adapters is not None:
         packed = packed.with_adapters(n_adapters)
+    packed = packed.with_images(image_format)
     parts = split(packed, max_tokens)
     if share_prefixes:
-        parts = [replace(mb, shared=shared_prefixes(_distinct(mb, vocab_size), mb.lengths)) for mb in parts]
+        parts = [mb if mb.has_images else _with_shared_prefixes(mb, vocab_size) for mb in parts]
     if sort:
         parts = [mb.sorted_for_model() for mb in parts]
     return packed, parts if n_adapters is None else [mb.with_adapter_ids() for mb in parts]
+
+
+def _with_shared_prefixes(mb: PackedBatch, vocab_size: int) -> PackedBatch:
+    return replace(mb, shared=shared_prefixes(_distinct(mb, vocab_size), mb.lengths))
 
 
 def _distinct(mb: PackedBatch, vocab_size: int) -> Tensor:
@@ -302,7 +311,7 @@ class MicroBatchRunner:
     ) -> tuple[Tensor | TokenScores | WeightedLoss, SequenceShare | None]:
         """Runs the model on this rank's share of the tokens. Returns its output and the share, None for all tokens."""
         documents = mb.order or mb
-        tokens, positions = mb.in_model_order(mb.tokens), mb.in_model_order(mb.positions)
+        tokens, positions = mb.in_model_order(mb.tokens), mb.model_positions()
         attention: AttentionMeta
         share = None
         if self.ranks.cp.size * self.ranks.tp.size > 1 or self.min_tokens:
@@ -317,7 +326,7 @@ class MicroBatchRunner:
                 head["temperature"] = share.take(head["temperature"], 1.0)
         elif mb.shared is not None:
             attention = PrefixAttention(mb.shared, self.tokens.attn_type)
-            tokens, positions = (x.index_select(0, mb.shared.rows) for x in (tokens, positions))
+            tokens, positions = tokens[mb.shared.rows], positions[..., mb.shared.rows]
         else:
             attention = PackedAttention(documents.cu_seqlens, mb.max_seqlen, self.tokens.attn_type, documents.lengths)
         if mb.adapter_ids is not None:
@@ -325,8 +334,33 @@ class MicroBatchRunner:
             ids = mb.adapter_ids if share is None else share.take_on_cpu(mb.adapter_ids, NO_ADAPTER)
             attention.adapters = AdapterRows.of(self.adapters, ids, self.device, tp=self.ranks.tp)
         head["label_rows"] = None if rows is None else to_device_async(rows, self.device)
-        head |= {"labels": labels, "loss_weights": loss_weights}
+        head |= {"labels": labels, "loss_weights": loss_weights, "images": self._images(mb, share)}
         return self.model(tokens, positions, documents.cu_seqlens, mb.max_seqlen, attention, **head), share
+
+    def _images(self, mb: PackedBatch, share: SequenceShare | None) -> PackedImages | None:
+        """Returns the images of this rank's tokens on the device; None on a stage without embeddings, and where no rank
+        has an image. Where only others have, the tower runs on nothing."""
+        if self.input is not None:
+            return None
+        images = mb.model_images()
+        if images is None:
+            if not mb.runs_tower:
+                return None
+            assert mb.image_format is not None
+            return PackedImages.none_of(mb.image_format, self.device)
+        if share is not None:
+            images = images.on_share(*share.held_rows(images.rows))
+        return images.to(self.device)
+
+    def with_towers(self, parts: Sequence[PackedBatch], rounds: int) -> list[PackedBatch]:
+        """Returns `rounds` micro-batches: this rank's, and then idle ones without images. Each knows whether a rank has
+        an image in its round, on which the data-parallel ranks agree here, once for a batch."""
+        idle = [parts[0].without_images()] * (rounds - len(parts))
+        batches = [*parts, *idle]
+        if parts[0].image_format is None:
+            return batches
+        found = self.ranks.all_reduce_any([mb.has_images for mb in batches], self.device)
+        return [replace(mb, runs_tower=runs) for mb, runs in zip(batches, found, strict=True)]
 
     def loss(self, mb: PackedBatch, loss: BatchLoss, sums: MetricSums, *, fuse: bool = True) -> Tensor:
         """Returns the term of a micro-batch on the device in the batch's loss, with gradient; adds it and the metrics
@@ -405,11 +439,12 @@ class MicroBatchRunner:
         """
         sums = MetricSums.of(loss, self.device)
         rounds = self.ranks.all_reduce_max(len(parts), self.device)
-        for index in range(rounds):
+        batches = self.with_towers(parts, rounds)
+        for index, mb in enumerate(batches):
             set_gradient_reduction(self.model, reduce_every or index == rounds - 1)
             if index < len(parts):
                 with phase("forward"):
-                    value = self.loss(parts[index].to(self.device), loss, sums)
+                    value = self.loss(mb.to(self.device), loss, sums)
                 if not value.requires_grad:
                     raise ConfigError(f"{_name(loss.fn)} returned a loss without gradient; was it detached?")
                 self.load.add()
@@ -420,7 +455,7 @@ class MicroBatchRunner:
                     value = value + self.router_aux_loss_coef * share * aux
             else:  # another rank has more micro-batches, and its collectives need this one
                 with phase("forward"):
-                    value = self.idle(parts[0].to(self.device))
+                    value = self.idle(mb.to(self.device))
             with phase("backward"):
                 value.backward()
             self.model.router_stats = []  # it would keep the graph until the next forward
@@ -441,8 +476,8 @@ class MicroBatchRunner:
     def evaluate(self, parts: Sequence[PackedBatch], loss: BatchLoss) -> MetricSums:
         """Returns the sums of this rank's micro-batches, without gradient."""
         sums = MetricSums.of(loss, self.device)
-        with self._forwards_only(parts):
-            for mb in parts:
+        with self._forwards_only(parts) as own:
+            for mb in own:
                 self.loss(mb.to(self.device), loss, sums)
         return sums
 
@@ -452,8 +487,8 @@ class MicroBatchRunner:
     ) -> list[list[Tensor]]:
         """Returns logprobs [T] and, with `entropy`, entropies [T] of each micro-batch's tokens, or of those that
         `loss_mask` marks; of a critic, values."""
-        with self._forwards_only(parts):
-            return [self.score(mb.to(self.device), temperature, entropy, only_trained) for mb in parts]
+        with self._forwards_only(parts) as own:
+            return [self.score(mb.to(self.device), temperature, entropy, only_trained) for mb in own]
 
     def score(self, mb: PackedBatch, temperature: float, entropy: bool, only_trained: bool) -> list[Tensor]:
         """Same as `scores`, for one micro-batch that is on the device."""
@@ -465,17 +500,17 @@ class MicroBatchRunner:
         return [scores.logprobs] if scores.entropy is None else [scores.logprobs, scores.entropy]
 
     @contextmanager
-    def _forwards_only(self, parts: Sequence[PackedBatch]) -> Iterator[None]:
-        """After forwards of `parts` without backward, run idle ones until every rank has run as many, and free the
-        gathered weights.
+    def _forwards_only(self, parts: Sequence[PackedBatch]) -> Iterator[Sequence[PackedBatch]]:
+        """Yields `parts` for forwards without backward; then runs idle ones until every rank has run as many, and frees
+        the gathered weights.
 
         The ranks exchange their numbers before the first forward: later, some would still be gathering weights.
         """
-        rounds = self.ranks.all_reduce_max(len(parts), self.device)
+        batches = self.with_towers(parts, self.ranks.all_reduce_max(len(parts), self.device))
         try:
-            yield
-            for _ in range(rounds - len(parts)):
-                self.idle(parts[0].to(self.device))
+            yield batches[: len(parts)]
+            for mb in batches[len(parts) :]:
+                self.idle(mb.to(self.device))
         finally:
             reshard(self.model)
 

@@ -298,6 +298,11 @@ class EngineConfig(StrictModel):
         "float32", description="compute dtype; masters and optimizer state are float32 at least"
     )
     layout: str = Field("d1", description="parallel layout, e.g. d4p2t2c1e1")
+    vision: Literal["frozen", "trained", "off"] = Field(
+        "frozen",
+        description="the tower of a model that sees: frozen, trained with the other weights, or off: the checkpoint is "
+        "read as text, and exports carry its tower bit for bit",
+    )
     lora: LoRAConfig | None = Field(None, description="train adapters on frozen weights in place of all weights")
     context_parallel: Literal["auto"] | ContextParallelKind = Field(
         "auto",
@@ -372,6 +377,15 @@ class EngineConfig(StrictModel):
             raise ValueError(
                 f"router_bias_update_rate = {self.router_bias_update_rate:g} moves biases of the base, which lora "
                 "freezes; set it to 0, or lora to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_vision(self) -> EngineConfig:
+        if self.vision == "trained" and self.lora is not None:
+            raise ValueError(
+                "vision = 'trained' trains the tower's weights, and lora freezes all of them; name modules of the "
+                "tower in lora.targets, or set lora to null"
             )
         return self
 

@@ -34,6 +34,10 @@ class BatchError(UserError):
     """A training batch whose fields are missing or misshapen, or a document that fits no micro-batch."""
 
 
+class PictureError(UserError):
+    """A picture that cannot be used, or that a prompt has no place for; names it and why."""
+
+
 class DatasetError(UserError):
     """A dataset that is missing, empty or malformed; names the file and the line."""
 

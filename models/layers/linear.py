@@ -15,8 +15,8 @@ from archon.parallel.comm import Group, local, reduce_scatter
 
 # column: output features are sharded; row: input features are sharded; latent: compresses each token for all heads;
 # head_norm: a norm over one head's features, whose input is sharded by heads; heads_norm: a norm over the features of
-# all heads, sharded by heads; heads: one row per head. A module has one role, of its weight and bias, and declares the
-# roles of further parameters in `parameter_roles`.
+# all heads, sharded by heads; heads: one row per head; tower: of a vision tower, whole on every rank. A module has one
+# role, of its weight and bias, and declares the roles of further parameters in `parameter_roles`.
 Role = Literal[
     "column",
     "row",
@@ -30,6 +30,7 @@ Role = Literal[
     "embedding",
     "head",
     "value_head",
+    "tower",
 ]
 
 

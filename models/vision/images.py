@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from archon.models.args import ImageFormat
 from archon.schema.errors import BatchError
 
 Grid = tuple[int, int]
 """An image's size in patches: rows and columns, both multiples of the tower's `merge_size`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """One image as a model takes it, on the CPU; a trajectory carries it next to its tokens.
+
+    Attributes:
+        pixel_values: float32 [P, F], the pixels of each patch, in the order of `PackedImages.patches`.
+        grid: frames, rows and columns in patches, as transformers' `image_grid_thw`; one frame, and P in all.
+    """
+
+    pixel_values: Tensor
+    grid: tuple[int, int, int]
+
+    def __post_init__(self) -> None:
+        frames, height, width = self.grid
+        if frames != 1:
+            raise BatchError(f"a picture's grid is {self.grid}; expected one frame, since videos are not supported")
+        if self.pixel_values.ndim != 2 or len(self.pixel_values) != height * width:
+            raise BatchError(
+                f"a picture of {height} x {width} patches came with pixels {tuple(self.pixel_values.shape)}; expected "
+                f"[{height * width}, features]"
+            )
+
+    @property
+    def size(self) -> Grid:
+        """Rows and columns in patches."""
+        return self.grid[1], self.grid[2]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of pixels and size: pictures with the same one are the same to a model."""
+        pixels = self.pixel_values.contiguous()
+        data = hashlib.sha256(f"{self.grid} {pixels.dtype}".encode())
+        data.update(pixels.flatten().view(torch.uint8).numpy().tobytes())
+        return data.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -23,11 +62,13 @@ class PackedImages:
             image's squares of `merge_size` by `merge_size` patches row by row, and in a square its patches row by row.
         grids: the size of each image; P is the sum of rows times columns.
         rows: int64 [M], the token that each merged patch replaces.
+        merged: int64 [M], which merged patches these are, where a rank has but some of the tokens; None for all.
     """
 
     patches: Tensor
     grids: tuple[Grid, ...]
     rows: Tensor
+    merged: Tensor | None = None
 
     @classmethod
     def of(
@@ -42,6 +83,39 @@ class PackedImages:
         if len(patches) != pixels:
             raise BatchError(f"images of {pixels} patches in all came with the pixels of {len(patches)}")
         return cls(patches, tuple(grids), rows)
+
+    @classmethod
+    def of_pictures(cls, tokens: Tensor, pictures: Sequence[Picture], image: ImageFormat) -> PackedImages:
+        """Returns `of` for pictures, in the order of their placeholders."""
+        patches = torch.cat([picture.pixel_values for picture in pictures])
+        return cls.of(tokens, patches, [picture.size for picture in pictures], image.token, image.merge_size)
+
+    @classmethod
+    def none_of(cls, image: ImageFormat, device: torch.device) -> PackedImages:
+        """Returns one square of zeros that replaces no token: for a rank whose part in a tower's collectives other
+        ranks need. Gradients of the tower are then 0."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        patches = torch.zeros(image.merge_size**2, image.features, device=device)
+        return cls(patches, ((image.merge_size, image.merge_size),), nothing, nothing)
+
+    def on_share(self, rows: Tensor, merged: Tensor) -> PackedImages:
+        """Returns the images for a rank that holds these of the merged patches, at these of its own tokens."""
+        return replace(self, rows=rows, merged=merged)
+
+    def to(self, device: torch.device) -> PackedImages:
+        """Returns the images on `device`."""
+        merged = None if self.merged is None else self.merged.to(device)
+        return replace(self, patches=self.patches.to(device), rows=self.rows.to(device), merged=merged)
+
+
+def require_pictures(pictures: Sequence[Picture], image: ImageFormat) -> None:
+    """Raise BatchError for pictures whose patches are not of this model's size."""
+    for picture in pictures:
+        if picture.pixel_values.shape[1] != image.features:
+            raise BatchError(
+                f"a picture's patches have {picture.pixel_values.shape[1]} numbers, and this model's have "
+                f"{image.features}; was it made for another model?"
+            )
 
 
 def _placeholders(tokens: Tensor, grids: Sequence[Grid], image_token: int, merge_size: int) -> Tensor:

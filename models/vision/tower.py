@@ -19,8 +19,10 @@ from archon.models.attention.meta import AttentionMeta, PackedAttention
 from archon.models.attention.spec import AttentionSpec
 from archon.models.layers.feed_forward import get_activation
 from archon.models.layers.fused import rotate
+from archon.models.layers.linear import Linear, Role
 from archon.models.layers.rope import Rotation
 from archon.models.vision.images import Grid, patch_coordinates
+from archon.parallel.comm import local
 from archon.schema.errors import ConfigError
 
 NORM_EPS = 1e-6
@@ -90,6 +92,8 @@ class PatchEmbedding(nn.Module):
     """A linear layer over the pixels of a patch. Its weight [dim, channels, frames, rows, columns] is, as in
     checkpoints, that of a convolution whose kernel is as large as its stride."""
 
+    role: Role = "tower"
+
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.dim, *spec.patch_shape))
@@ -97,11 +101,14 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Returns [P, dim] for patches [P, F]."""
-        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        weight = local(self.weight)
+        return F.linear(patches.to(weight.dtype), weight.flatten(1), local(self.bias))
 
 
 class PositionGrid(nn.Module):
     """Learned positions [side^2, dim], interpolated bilinearly to each image, corner to corner."""
+
+    role: Role = "tower"
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -121,9 +128,25 @@ class PositionGrid(nn.Module):
             (below, column, row_share * (1 - column_share)),
             (below, right, row_share * column_share),
         )
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        parts = [F.embedding(y * self.side + x, self.weight) * factor.to(wide).unsqueeze(1) for y, x, factor in corners]
-        return torch.stack(parts).sum(0).to(self.weight.dtype)
+        weight = local(self.weight)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        parts = [F.embedding(y * self.side + x, weight) * factor.to(wide).unsqueeze(1) for y, x, factor in corners]
+        return torch.stack(parts).sum(0).to(weight.dtype)
+
+
+class TowerNorm(nn.LayerNorm):
+    """A layer norm that every rank of tensor parallelism holds whole."""
+
+    role: Role = "tower"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [P, dim] for x [P, dim]."""
+        return F.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
+
+
+def tower_linear(in_features: int, out_features: int) -> Linear:
+    """Returns a linear layer with a bias that every rank of tensor parallelism holds whole."""
+    return Linear(in_features, out_features, bias=True, role="tower")
 
 
 class VisionAttention(nn.Module):
@@ -133,8 +156,8 @@ class VisionAttention(nn.Module):
         super().__init__()
         self.layer, self.n_heads = layer, spec.n_heads
         self.spec = AttentionSpec(spec.head_dim**-0.5, causal=False)
-        self.wqkv = nn.Linear(spec.dim, 3 * spec.dim)
-        self.wo = nn.Linear(spec.dim, spec.dim)
+        self.wqkv = tower_linear(spec.dim, 3 * spec.dim)
+        self.wo = tower_linear(spec.dim, spec.dim)
 
     def forward(self, x: Tensor, rotation: Rotation, attention: AttentionMeta) -> Tensor:
         """Returns [P, dim] for x [P, dim]."""
@@ -148,7 +171,7 @@ class VisionFeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, out_dim: int, activation: str) -> None:
         super().__init__()
-        self.w1, self.w2 = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, out_dim)
+        self.w1, self.w2 = tower_linear(dim, hidden_dim), tower_linear(hidden_dim, out_dim)
         self.activation = get_activation(activation)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,9 +184,9 @@ class VisionBlock(nn.Module):
 
     def __init__(self, layer: int, spec: VisionSpec) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(spec.dim, NORM_EPS)
+        self.attention_norm = TowerNorm(spec.dim, NORM_EPS)
         self.attention = VisionAttention(layer, spec)
-        self.ffn_norm = nn.LayerNorm(spec.dim, NORM_EPS)
+        self.ffn_norm = TowerNorm(spec.dim, NORM_EPS)
         self.feed_forward = VisionFeedForward(spec.dim, spec.hidden_dim, spec.dim, spec.hidden_act)
 
     def forward(self, x: Tensor, rotation: Rotation, attention: AttentionMeta) -> Tensor:
@@ -178,7 +201,7 @@ class PatchMerger(nn.Module):
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
         self.width = spec.dim * spec.merge_size**2
-        self.norm = nn.LayerNorm(spec.dim, NORM_EPS)
+        self.norm = TowerNorm(spec.dim, NORM_EPS)
         self.feed_forward = VisionFeedForward(self.width, self.width, spec.out_dim, "gelu")
 
     def forward(self, x: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def test_what_one_process_cannot_do_is_refused_before_the_model_is_touched() -> 
 
 def test_every_nth_block_recomputes_and_stays_the_class_it_was() -> None:
     layers = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(5)})
-    apply_activation_checkpointing(layers, ActivationCheckpointConfig(mode="selective", selective=2))
+    apply_activation_checkpointing([*layers.values()], ActivationCheckpointConfig(mode="selective", selective=2))
     assert [type(block).__name__ for block in layers.values()] == ["Linear", "CheckpointedLinear"] * 2 + ["Linear"]
     assert all(isinstance(block, nn.Linear) for block in layers.values())
     assert len({type(block) for block in layers.values()}) == 2

@@ -1,0 +1,132 @@
+"""Batches with pictures through the engine: as the model computes one document at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archon.engine.engine import ArchonEngine
+from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models.qwen3_5 import Qwen35Model
+from archon.models.vision.images import PackedImages, Picture, multimodal_positions
+from archon.schema.config import EngineConfig
+from archon.schema.errors import BatchError, ConfigError
+from tests.models.seeing import TEXT, picture_rows, write_seeing
+from tests.tolerances import REORDER_FP64
+
+COUNTS = [0, 2, 1, 0, 1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen35Model]:
+    folder = tmp_path_factory.mktemp("seeing")
+    return folder / "weights", write_seeing(folder)
+
+
+def engine_of(path: Path, **options: Any) -> ArchonEngine:
+    options = {"dtype": "float64", "device": "cpu", "max_tokens_per_mb": 48, "compile": False} | options
+    engine = ArchonEngine(EngineConfig(path=str(path), **options))
+    engine.initialize(10)
+    return engine
+
+
+def rows_one_at_a_time(model: Qwen35Model, batch: dict[str, Any]) -> list[Tensor]:
+    """The log-probabilities of each row's tokens after the first."""
+    image, found = model.args.image_format, []
+    for ids, mask, pictures in zip(batch["input_ids"], batch["attention_mask"], batch["images"], strict=True):
+        tokens = ids[mask != 0]
+        sizes = [picture.size for picture in pictures]
+        positions, _ = multimodal_positions(tokens, sizes, image.token, image.merge_size)
+        images = PackedImages.of_pictures(tokens, pictures, image) if pictures else None
+        bounds = torch.tensor([0, len(tokens)], dtype=torch.int32)
+        logits = model(tokens, positions, bounds, len(tokens), images=images)
+        found.append(logits[:-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1))
+    return found
+
+
+def test_logprobs_and_gradients_are_those_of_one_row_at_a_time(checkpoint: tuple[Path, Qwen35Model]) -> None:
+    path, model = checkpoint
+    engine = engine_of(path, vision="trained")
+    batch = picture_rows(COUNTS, model.args.image_format)
+    rows = rows_one_at_a_time(model, batch)
+    logprobs = engine.forward_batch(batch)
+    for row, wanted in zip(logprobs, rows, strict=True):
+        assert (row[1 : len(wanted) + 1] - wanted).abs().max() <= REORDER_FP64 * wanted.abs().max()
+    masks = [m[1 : len(r) + 1] for m, r in zip(batch["loss_mask"], rows, strict=True)]
+    loss = -sum((row * mask).sum() for row, mask in zip(rows, masks, strict=True)) / batch["loss_mask"][:, 1:].sum()
+    loss.backward()
+    grads, metrics = engine.gradients(batch, CrossEntropyLoss(), loss_token_count)
+    assert metrics["micro_batches"] > 1
+    wanted_grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    assert grads.keys() == wanted_grads.keys() and sum(name.startswith("visual.") for name in grads) > 20
+    for name, grad in grads.items():
+        wanted = wanted_grads[name]
+        assert (grad - wanted).abs().max() <= 1e-10 * wanted.abs().max(), name
+
+
+def test_a_tower_is_frozen_unless_it_is_to_be_trained(checkpoint: tuple[Path, Qwen35Model]) -> None:
+    path, model = checkpoint
+    batch = picture_rows(COUNTS, model.args.image_format)
+    engine = engine_of(path)
+    before = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
+    engine.train_batch(batch, CrossEntropyLoss(), loss_token_count)
+    moved = {name for name, p in engine.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and not any(name.startswith("visual.") for name in moved)
+    engine.save(path.parent / "trained")
+    frozen = engine_of(path.parent / "trained").model.visual.state_dict()
+    assert all(torch.equal(frozen[name.removeprefix("visual.")], before[name]) for name in before if "visual." in name)
+
+
+def test_recomputed_gradients_are_the_same(checkpoint: tuple[Path, Qwen35Model]) -> None:
+    path, model = checkpoint
+    batch = picture_rows([1, 0, 2], model.args.image_format)
+    found = []
+    for mode in ("none", "full"):
+        engine = engine_of(path, vision="trained", activation_checkpoint={"mode": mode})
+        found.append(engine.gradients(batch, CrossEntropyLoss(), loss_token_count)[0])
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+
+
+def test_text_only_carries_the_tower_bit_for_bit(checkpoint: tuple[Path, Qwen35Model]) -> None:
+    path, model = checkpoint
+    engine = engine_of(path, vision="off", dtype="float32")
+    text = {k: v for k, v in picture_rows([0, 0], model.args.image_format).items() if k != "images"}
+    engine.train_batch(text, CrossEntropyLoss(), loss_token_count)
+    engine.save(path.parent / "text")
+    before, after = (engine_of(folder, dtype="float32").model for folder in (path, path.parent / "text"))
+    towers = [dict(m.visual.named_parameters()) for m in (before, after)]
+    assert all(torch.equal(towers[0][name], towers[1][name]) for name in towers[0])
+    assert not torch.equal(before.layers["0"].feed_forward.w1.weight, after.layers["0"].feed_forward.w1.weight)
+    with pytest.raises(BatchError, match="the batch has images, and this model sees none"):
+        engine.forward_batch(picture_rows([1], model.args.image_format))
+
+
+def test_batches_whose_pictures_do_not_fit_are_refused(checkpoint: tuple[Path, Qwen35Model]) -> None:
+    path, model = checkpoint
+    engine, image = engine_of(path), model.args.image_format
+    batch = picture_rows([1, 2], image)
+    small = Picture(torch.zeros(4, 5), (1, 2, 2))
+    for images, message in [
+        ([batch["images"][0], []], "document 1 of the batch: .* placeholder tokens .* for 0 images"),
+        ([batch["images"][0]], "images has 1 lists of pictures; expected one for each of 2 rows"),
+        ([[7], []], "images of row 0 has a int; expected pictures"),
+        (torch.zeros(2), "images is a Tensor; expected of each of 2 rows"),
+        ([[small], []], "patches have 5 numbers, and this model's have 96"),
+    ]:
+        with pytest.raises(BatchError, match=message):
+            engine.forward_batch(batch | {"images": images})
+
+
+def test_a_tower_that_does_not_exist_is_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TEXT | {"model_type": "qwen3_5_text"}))
+    with pytest.raises(ConfigError, match=r"vision = 'trained' .* family qwen3_5_text has none"):
+        engine_of(tmp_path, vision="trained", init_from_scratch=True)
+    with pytest.raises(ConfigError, match="lora freezes all of them"):
+        EngineConfig(path=str(tmp_path), vision="trained", lora={"rank": 2})

@@ -1,0 +1,105 @@
+"""A small checkpoint of a model that sees, and batches with pictures for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+
+from archon.check.oracle import randomize_vectors
+from archon.checkpoint.hf_io import save_model
+from archon.models.args import ImageFormat
+from archon.models.qwen3_5 import Qwen35Model, Qwen35ModelArgs
+from archon.models.vision.images import Picture
+
+IMAGE, VOCAB = 60, 61
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 28,
+    "vocab_size": VOCAB,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 8,
+    "rms_norm_eps": 0.1,
+    "initializer_range": 0.08,
+    "max_position_embeddings": 512,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 20,
+    "in_channels": 3,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 9,
+    "initializer_range": 0.2,
+}
+FIELDS: dict[str, Any] = {"text_config": TEXT, "vision_config": VISION, "image_token_id": IMAGE}
+
+
+def seeing_config(**text: Any) -> dict[str, Any]:
+    """A composite `config.json` that transformers writes, with some fields of the decoder changed."""
+    return json.loads(Qwen3_5Config(**FIELDS | {"text_config": TEXT | text}).to_json_string(use_diff=False))
+
+
+def write_seeing(folder: Path, seed: int = 0, **text: Any) -> Qwen35Model:
+    """Writes a checkpoint in float32. Returns its model, in float64."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = seeing_config(**text)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = Qwen35Model(Qwen35ModelArgs.from_hf_config(config))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.init_weights()
+        randomize_vectors(model)
+    model.init_buffers("cpu")
+    save_model(model, folder / "weights", like=folder, carry=False)
+    return model.double()
+
+
+def random_picture(rng: random.Random, image: ImageFormat) -> Picture:
+    """A picture of random pixels and size."""
+    height, width = (image.merge_size * rng.randint(1, 3) for _ in range(2))
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    return Picture(torch.randn(height * width, image.features, generator=generator), (1, height, width))
+
+
+def picture_rows(counts: Sequence[int], image: ImageFormat, seed: int = 0) -> dict[str, Any]:
+    """A padded batch whose rows have these numbers of pictures, next to text of odd lengths."""
+    rng = random.Random(seed)
+    rows, images = list[list[int]](), list[list[Picture]]()
+    for count in counts:
+        tokens, own = [rng.randrange(IMAGE) for _ in range(rng.randint(2, 9))], list[Picture]()
+        for _ in range(count):
+            own.append(random_picture(rng, image))
+            height, width = own[-1].size
+            tokens += [1, *[image.token] * (height * width // image.merge_size**2), 2]
+            tokens += [rng.randrange(IMAGE) for _ in range(rng.choice([0, 3]))]
+        rows.append(tokens + [rng.randrange(IMAGE) for _ in range(4)])
+        images.append(own)
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    loss_mask = mask * (ids != image.token)
+    return {"input_ids": ids, "attention_mask": mask, "loss_mask": loss_mask, "images": images}
