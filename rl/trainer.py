@@ -80,6 +80,7 @@ class RLTrainer(BaseTrainer):
         self.async_rollout: AsyncRollout | None = None  # of which the controller's alone runs
         self._raw = False  # whether rows hold those of their source
         self._overlap_seconds = 0.0  # of this step: generation during the trainer's computations
+        self._waited_seconds = 0.0  # of this step: unfinished answers that waited for a push
 
     def train(
         self,
@@ -131,7 +132,7 @@ class RLTrainer(BaseTrainer):
     def train_step(self) -> dict[str, float]:
         """Generates and scores a batch, updates the policy on it, and pushes the weights to the generator."""
         seconds: dict[str, float] = {}
-        generating, self._overlap_seconds = self.generator.stats.seconds, 0.0
+        generating, self._overlap_seconds, self._waited_seconds = self.generator.stats.seconds, 0.0, 0.0
         with timed(seconds, "rollout"):
             batch = self.rollout_batch()
         metrics = batch_metrics(batch, self.engine.version)
@@ -158,15 +159,20 @@ class RLTrainer(BaseTrainer):
         elif batch.dropped:
             self._dump(batch.dropped, metrics)
         if self.async_rollout is not None:
-            generated = self.generator.stats.seconds - generating
+            generated = self.generator.stats.seconds - generating - self._waited_seconds
             metrics["rollout/overlap"] = self._overlap_seconds / generated if generated else 0.0
         metrics["skipped_update"] = float(not batch)
         return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
 
     def _push_during_episodes(self) -> dict[str, float]:
         """Pushes to servers in a thread where the rollout is asynchronous, so that tools and rewards go on; unfinished
-        answers wait for the push."""
-        return self._during_episodes(self._push) if isinstance(self.generator, RemoteEngine) else self._push()
+        answers wait for the push, which is no time of generation."""
+        if not isinstance(self.generator, RemoteEngine):
+            return self._push()
+        before = self.generator.stats.seconds
+        metrics = self._during_episodes(self._push)
+        self._waited_seconds += self.generator.stats.seconds - before
+        return metrics
 
     def _push(self) -> dict[str, float]:
         """Gives the generator the new weights. Returns the metrics of the push."""

@@ -24,7 +24,7 @@ from archon.remote.delta import write_delta
 from archon.remote.dialect import STREAMED, Answer, Sampling, Transport
 from archon.remote.feed import Feed
 from archon.remote.http import ServerError
-from archon.remote.server import Limits, Push, RemoteServer
+from archon.remote.server import POLL_SECONDS, Limits, Push, RemoteServer
 from archon.remote.weight_stream import pack
 from archon.schema.errors import ConfigError, RolloutError
 
@@ -46,7 +46,6 @@ it is further behind.
 """
 REMEMBERED_GROUPS = 4096
 PROBE_TOKENS = 256
-POLL_SECONDS = 0.05
 
 
 class NoServerError(ConfigError):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from archon.remote.dialect import Answer, Dialect, Sampling, Transport
 from archon.remote.feed import Feed
 from archon.remote.http import Http, ServerError
+
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,12 @@ class RemoteServer:
         return self.http.url
 
     async def generate(self, sampling: Sampling, seconds: float) -> Answer:
-        """Returns the server's answer. Raises ServerError unless every token is of weights that were pushed to it."""
+        """Returns the server's answer. Raises ServerError unless every token is of weights that were pushed to it.
+
+        An answer that comes during a push waits for its end, as it may be of weights that are not verified yet. One
+        that names no versions, and came over the end of a push, may be of the weights of before or after it: it is
+        returned without tokens, as interrupted.
+        """
         path, body = self.dialect.request(sampling)
         self.running += 1
         given = self.version
@@ -81,10 +89,12 @@ class RemoteServer:
             answer = self.dialect.answer(await self.http.answer(path, body, seconds))
         finally:
             self.running -= 1
+        while self.pushing:  # noqa: ASYNC110 - another thread pushes
+            await asyncio.sleep(POLL_SECONDS)
         if not answer.versions:
-            # A push ends what a server is answering, so that any other answer is of the weights of now.
-            named = given if answer.stop_reason == "abort" else self.version
-            answer.versions = [(str(named), 0, len(answer.tokens))]
+            if answer.stop_reason != "abort" and self.version != given:
+                return Answer([], [], "abort")
+            answer.versions = [(str(given), 0, len(answer.tokens))]
         for name, *_ in answer.versions:
             if name not in self.verified or given is None or int(name) < given:
                 raise ServerError(

@@ -14,6 +14,7 @@ from archon.rl import RLTrainer, RLVRWorkflow
 from archon.rl.config import RLConfig
 from archon.rl.episode_context import workflow_context
 from archon.rl.rollout import RolloutBatch
+from archon.schema.errors import ConfigError
 
 BATCH, N_SAMPLES = 4, 2
 FIRST_PROMPT_OF_STEP_3 = 2 * BATCH
@@ -83,6 +84,30 @@ class WaitsInStep3(RLVRWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         if workflow_context.get().task_id >= FIRST_PROMPT_OF_STEP_3:
             await asyncio.sleep(3600)
+        return await super().arun_episode(engine, data)
+
+
+class LosesARankInStep3(WaitsInStep3):
+    """As it begins to wait, the process of the other rank is killed."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        if workflow_context.get().task_id == FIRST_PROMPT_OF_STEP_3:
+            os.kill(other_rank(), signal.SIGKILL)
+        return await super().arun_episode(engine, data)
+
+
+def other_rank() -> int:
+    """The process of the other of two ranks under torchrun."""
+    siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+    return next(int(pid) for pid in siblings if int(pid) != os.getpid())
+
+
+class FailsInStep3(RLVRWorkflow):
+    """Is configured in a way that no episode can have."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        if workflow_context.get().task_id >= FIRST_PROMPT_OF_STEP_3:
+            raise ConfigError("this can never be asked")
         return await super().arun_episode(engine, data)
 
 

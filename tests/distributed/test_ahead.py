@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from archon.check.rank_pool import Pool
 from archon.parallel.layout import parse_layout
 from archon.training.metrics import read_jsonl
 from tests.distributed.ahead import BATCH, N_SAMPLES, run_config, train
 from tests.distributed.runs import make_inputs
+from tests.distributed.test_failing import GRACE_SECONDS, torchrun
 from tests.remote.twin import VLLMTwin
 from tests.rl.conftest import fresh_checkpoint
 
@@ -115,3 +118,26 @@ def test_in_process_the_controllers_generator_answers_while_all_train(
     assert len(trained(folder)) == len(set(trained(folder))) == STEPS * BATCH
     assert 0 < max(seen[0]["ages"]) <= 2
     assert_shares(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        ("LosesARankInStep3", r"archon: rank 0.* rank 1 \(process \d+\) died"),
+        ("FailsInStep3", "archon: this can never be asked"),
+    ],
+)
+def test_what_ends_one_rank_ends_all_within_seconds_with_one_error(
+    workflow: str, message: str, folder: Path, servers: list[VLLMTwin]
+) -> None:
+    """Also while the others wait for a batch that never comes."""
+    changes = {"workflow": f"tests.distributed.ahead.{workflow}"}
+    config = run_config(folder, "d2", 2, [server.url for server in servers], **changes)
+    (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    code, output, ended = torchrun("archon", "rl", "--config", str(folder / "run.yaml"))
+    assert code == 1
+    assert len(re.findall(message, output)) == 1, output
+    assert output.count("\narchon: ") == 1, output
+    last = read_jsonl(folder / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == 2 and ended - last["time"] < GRACE_SECONDS

@@ -258,6 +258,38 @@ def test_an_answer_that_a_push_interrupts_goes_on_with_the_new_weights(
     )
 
 
+async def answered_during_a_push(engine: RemoteEngine, weights: Weights) -> Any:
+    """The answer to a request that is sent just before version 1 is pushed in a thread."""
+    asked = asyncio.create_task(engine.agenerate(request()))
+    await asyncio.sleep(0.2)
+    await asyncio.to_thread(engine.update_weights, weights, version=1)
+    return await asked
+
+
+async def test_an_answer_of_weights_that_are_being_verified_waits_for_that(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
+) -> None:
+    """It is begun while the server is paused, and complete before the push is."""
+    server = twin()
+    engine = connected(server)
+    server.faults, server.score_seconds = {"until_paused"}, 0.6
+    response = await answered_during_a_push(engine, weights)
+    assert set(response.output_versions) == {1} and engine.stats.lost == 0
+    assert sum("seed" in body["sampling_params"] for body in server.generated()) == 1, "it is not asked again"
+
+
+async def test_an_answer_without_versions_that_a_push_overtook_is_asked_again(
+    connected: Callable[..., RemoteEngine], twin: MakeTwin, weights: Weights
+) -> None:
+    """Nobody can say of which weights it is."""
+    server = twin(scale_out=False)
+    engine = connected(server)
+    server.line_seconds = 1.0
+    response = await answered_during_a_push(engine, weights)
+    assert set(response.output_versions) == {1} and engine.stats.resumed == 1
+    assert len(response.output_tokens) == len(response.output_versions) <= 8
+
+
 def test_aborted_answers_end_with_their_tokens(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:
     server = twin()
     engine = connected(server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,31 @@ def test_asynchronous_answers_go_on_over_pushes_and_are_never_too_old(rl_config:
             assert metrics["staleness_max"] <= 2 and metrics["push/servers"] == 1
         assert trainer.generator.stats.resumed > 0, "answers that a push interrupted"
         assert trainer.generator.stats.lost == 0 and 0 < metrics["rollout/overlap"] <= 1
+
+
+def test_answers_are_sampled_while_the_policy_is_trained(rl_config: MakeConfig, twin: MakeTwin) -> None:
+    """Both take equally long: with two versions ahead hardly any of the generation is waited for."""
+    seconds, server = 0.3, twin()
+    config = rl_config([server.url])
+    config.rollout.max_staleness = 2
+    trainer = RLTrainer(config)
+    with trainer.opened():
+        server.answer_seconds, update = seconds, trainer.update.train
+
+        def as_long(batch: Any, step: int) -> dict[str, float]:
+            started = time.monotonic()
+            metrics = update(batch, step)
+            time.sleep(max(0.0, seconds - (time.monotonic() - started)))
+            return metrics
+
+        trainer.update.train = as_long  # type: ignore[method-assign]
+        shares = []
+        for _ in range(7):
+            shares.append(trainer.train_step()["rollout/overlap"])
+            trainer.step += 1
+    # The first answers have no training to be sampled in.
+    assert sum(shares[2:]) / 5 >= 0.8, shares
+    assert max(shares) <= 1
 
 
 @pytest.mark.slow

@@ -38,6 +38,9 @@ class VLLMTwin:
         patched: of each update through a folder, whether only what changed was pushed.
         streamed: the bytes of each update that was broadcast.
         faults: names of what goes wrong, such as `stale_head`; tests add and remove them.
+        answer_seconds: before an answer is begun.
+        line_seconds: after an answer is complete, until it is sent.
+        score_seconds: before tokens are scored.
     """
 
     def __init__(self, folder: Path, *, scale_out: bool = True, **settings: Any) -> None:
@@ -47,6 +50,7 @@ class VLLMTwin:
         self.lora = settings.pop("lora", False)
         self.dtype = settings.pop("dtype", "float32")
         max_slots = settings.pop("max_slots", 32)
+        self._keeps_requests = settings.pop("keeps_requests", True)
         assert not settings
         self.scale_out = scale_out
         self.folder = folder
@@ -59,6 +63,7 @@ class VLLMTwin:
         self.weight_version = "default"
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.faults: set[str] = set()
+        self.answer_seconds = self.line_seconds = self.score_seconds = 0.0
         self.updating = False
         self.patched: list[bool] = []
         self.streamed: list[int] = []
@@ -103,7 +108,8 @@ class VLLMTwin:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else {}
         path = f"/{request.match_info['path']}"
-        self.requests.append((path, body))
+        if self._keeps_requests:
+            self.requests.append((path, body))
         if "down" in self.faults:
             return web.json_response({"error": "the engine is dead"}, status=503)
         control = getattr(self, "_on" + path.replace("/", "_"), None)
@@ -216,6 +222,7 @@ class VLLMTwin:
         assert set(body) <= GENERATE_FIELDS and set(body["sampling_params"]) <= SAMPLING_FIELDS
         params = body["sampling_params"]
         if "prompt_logprobs" in params:
+            await asyncio.sleep(self.score_seconds)
             return {"prompt_logprobs": self._scores(body["token_ids"])}
         if "seed" not in params:  # of the connection
             return {"choices": [{}]}
@@ -265,5 +272,10 @@ class VLLMTwin:
             ignore_eos=True,
             seed=params["seed"],
         )
+        await asyncio.sleep(self.answer_seconds)
+        while "until_paused" in self.faults and self._may_sample.is_set():
+            await asyncio.sleep(0.01)
         await self._may_sample.wait()
-        return await self.engine.agenerate(ModelRequest(prompt, gconfig, rid=rid))
+        response = await self.engine.agenerate(ModelRequest(prompt, gconfig, rid=rid))
+        await asyncio.sleep(self.line_seconds)
+        return response

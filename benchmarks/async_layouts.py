@@ -1,0 +1,153 @@
+"""The arithmetic recipe with rollouts on two servers that run ahead of the training, in several layouts: does each
+learn what the synchronous run learns, with no token too old and no prompt twice?
+
+    python -m benchmarks.async_layouts --record benchmarks/records/async_layouts.jsonl
+    python -m benchmarks.async_layouts --record trial.jsonl --within 1 d2:2 -- total_steps=4 evaluation.max_prompts=20
+
+A case is LAYOUT:STALENESS. First come the synchronous run in one process, without servers, and the control, which runs
+ahead with its rewards shuffled over the batch; all begin with the same warmed-up checkpoint. A line of the record is
+one run: held-out reward of sampled answers before and after, the largest staleness of a trained token, whether any
+prompt was trained twice or lost, and whether it did what is expected: it ends within 0.02 of the synchronous run, or
+better; the control within 0.1 of where it began, or below. The command ends with 1 where one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from archon.parallel.layout import parse_layout
+from archon.training.metrics import read_jsonl
+from benchmarks.harness import ROOT, BenchmarkError, say
+from benchmarks.rl_layouts import BOOTSTRAP, RECIPE
+from benchmarks.rollout_servers import serving, url_of
+
+WITHIN, FLAT = 0.02, 0.1
+SERVERS = 2
+PROMPTS_PER_STEP = 32
+CASES = ("d2:2", "t2:2", "p2:2", "d2t2:2", "d2:0", "d2:8")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: its layout, how far it runs ahead, whether servers answer, and whether its rewards say nothing."""
+
+    layout: str
+    staleness: int
+    servers: bool = True
+    control: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        layout, _, staleness = text.partition(":")
+        return cls(layout, int(staleness))
+
+    @property
+    def name(self) -> str:
+        where = "servers" if self.servers else "in process"
+        return f"{self.layout}:{self.staleness} {where}{', control' if self.control else ''}"
+
+
+SYNCHRONOUS = Case("d1", 0, servers=False)
+CONTROL = Case("d1", 2, control=True)
+
+
+def train(case: Case, start: Path, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Runs the recipe from the checkpoint `start` and says what it came to."""
+    run_dir, processes = folder / case.name.replace(" ", "-").replace(",", ""), parse_layout(case.layout).world_size
+    changes = [
+        *(f"run_dir={run_dir}", f"actor.path={start}", "bootstrap=null", "verify_export=false"),
+        *(f"actor.layout={case.layout}", f"rollout.max_staleness={case.staleness}"),
+        *(f"rollout.prompts_per_step={PROMPTS_PER_STEP}", f"rollout.dump_groups={PROMPTS_PER_STEP}"),
+        f"control.shuffle_rewards={str(case.control).lower()}",
+    ]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    started = time.monotonic()
+    with serving(start, SERVERS if case.servers else 0) as servers:
+        if servers:
+            changes += [f"rollout.servers=[{','.join(map(url_of, servers))}]", "generator=null"]
+        command = [*(launch if processes > 1 else []), "-m", "archon", "rl", "--config", str(RECIPE)]
+        code = subprocess.run(
+            [sys.executable, *command, *changes, *overrides],
+            env={"OMP_NUM_THREADS": "1"} | os.environ,
+            cwd=ROOT,
+            check=False,
+        ).returncode
+    found: dict[str, Any] = {"case": case.name, "code": code, "seconds": round(time.monotonic() - started, 1)}
+    return found if code else found | outcome(run_dir)
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """Returns what the records of a finished run say."""
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    steps = [row for row in rows if row["step"]]
+    rewards = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    dumped = {(row["step"], row["group"]) for row in read_jsonl(run_dir / "trajectories.jsonl")}
+    # A step without anything to train on dumps the groups that it dropped.
+    trained = sum(row.get("groups", row["rollout/episodes"]) for row in steps)
+    uneven = sum(row["rollout/zero_variance_groups"] for row in steps if "groups" in row)
+    taken = len(steps) * PROMPTS_PER_STEP
+    return {
+        "steps": len(steps),
+        "reward_before": rewards[0],
+        "reward_after": rewards[-1],
+        "staleness_max": max(row.get("staleness_max", 0.0) for row in steps),
+        "overlap": round(sum(row.get("rollout/overlap", 0.0) for row in steps) / len(steps), 3),
+        "each_once": len({group for _, group in dumped}) == len(dumped) == trained and trained + uneven == taken,
+    }
+
+
+def is_as_expected(case: Case, found: dict[str, Any], synchronous: float, within: float) -> bool:
+    """Returns whether a run did what it should; `synchronous` is the reward that the synchronous run ended with."""
+    if found["code"] or not found["each_once"] or found["staleness_max"] > case.staleness:
+        return False
+    if case.control:
+        return bool(found["reward_after"] <= found["reward_before"] + FLAT)
+    return bool(found["reward_after"] >= synchronous - within)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=f"default: {' '.join(CASES)}")
+    parser.add_argument("--record", type=Path, required=True, help="JSON lines, overwritten")
+    parser.add_argument("--within", type=float, default=WITHIN, help="of the synchronous run's reward")
+    parser.add_argument("--start", type=Path, help="the warmed-up checkpoint; default: one is made")
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, overrides = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    missed = []
+    with tempfile.TemporaryDirectory() as name, options.record.open("w") as record:
+        folder = Path(name)
+        start = options.start.absolute() if options.start else warmed_up(folder / "start")
+        synchronous = 0.0
+        for case in (SYNCHRONOUS, CONTROL, *map(Case.parse, options.cases)):
+            found = train(case, start, folder, overrides)
+            if case == SYNCHRONOUS:
+                synchronous = found.get("reward_after", float("nan"))
+            found["as_expected"] = is_as_expected(case, found, synchronous, options.within)
+            record.write(json.dumps(found) + "\n")
+            record.flush()
+            say(f"{case.name}: {found}")
+            missed += [] if found["as_expected"] else [case.name]
+    sys.exit(1 if missed else 0)
+
+
+def warmed_up(path: Path) -> Path:
+    """Returns `path`, where the recipe's first checkpoint was made."""
+    command = [sys.executable, "-m", "archon", "bootstrap", "--config", str(BOOTSTRAP), f"path={path}"]
+    code = subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, cwd=ROOT, check=False).returncode
+    if code:
+        raise BenchmarkError(f"archon bootstrap ended with {code}")
+    return path
+
+
+if __name__ == "__main__":
+    main()
