@@ -273,7 +273,7 @@ class VLLMTwin:
             seed=params["seed"],
         )
         await asyncio.sleep(self.answer_seconds)
-        while "until_paused" in self.faults and self._may_sample.is_set():
+        while "until_paused" in self.faults and self._may_sample.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await self._may_sample.wait()
         response = await self.engine.agenerate(ModelRequest(prompt, gconfig, rid=rid))
