@@ -1,6 +1,6 @@
 """Takes every measurement, one after the other, and writes the README from the records.
 
-python -m benchmarks              # about 80 minutes on 2 cores
+python -m benchmarks              # about two hours on 2 cores
 python -m benchmarks --quick      # small sizes, no records: does everything still run?
 python -m benchmarks --only load generate
 """
@@ -15,7 +15,7 @@ import time
 from benchmarks import readme
 from benchmarks.harness import ROOT, say
 
-ORDER = ("train_step", "lora", "generate", "head_memory", "load", "speed", "time_to_reward")
+ORDER = ("train_step", "lora", "generate", "head_memory", "load", "speed", "time_to_reward", "growth")
 
 
 def main() -> int:

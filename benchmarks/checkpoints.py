@@ -3,6 +3,7 @@ load, and adapters by PEFT."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,16 @@ def shape(name: str) -> dict[str, Any]:
 
 
 def make_checkpoint(
-    folder: Path, name: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0, shards: int = 1
+    folder: Path,
+    name: str,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    seed: int = 0,
+    shards: int = 1,
 ) -> Path:
-    """Write the model `name` of `SHAPES` with random weights into `folder` and return it.
+    """Write the model `name` of `SHAPES` with random weights into `folder` and return it; `fields` replace its own.
 
     Embeddings are normal(0, 0.02) as before pre-training. Norms are spread around 1, and the matrices of the layers are
     large enough for the layers to matter: with 0.02 throughout, a tied model repeats its last token for ever.
@@ -85,7 +93,7 @@ def make_checkpoint(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**shape(name))
+    config = AutoConfig.for_model(**shape(name) | dict(fields or {}))
     config.dtype = dtype
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))

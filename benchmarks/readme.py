@@ -15,6 +15,7 @@ from pathlib import Path
 from archon.bench import read_record
 from archon.bench.origin import Spread
 from archon.bench.table import table as sweep_table
+from benchmarks.pictures import figures
 from benchmarks.record import FOLDER, Ratio, Record, read_records
 from benchmarks.runs import run_tables
 
@@ -32,8 +33,8 @@ TITLES = {
 }
 # Many small cases of one kind: a line each.
 COMPACT = {"speed"}
-INTRODUCTION = f"""# Benchmarks
-
+TITLE = "# Benchmarks"
+INTRODUCTION = f"""
 Made by `python -m benchmarks.readme` from the files in `records/`; a test fails when the two differ.
 
 Every comparison is a ratio measured in one run on one machine. Each side lives in a process of its own; before anything
@@ -46,8 +47,9 @@ Absolute times of a CPU say little elsewhere; an aim is what the project set its
 ```
 pip install -e '.[bench]'
 pip install --no-deps torchtitan==0.3.0    # its pins are older than transformers 5 needs
-python -m benchmarks                       # everything (about 80 minutes on 2 cores), or one of:
+python -m benchmarks                       # everything (about two hours on 2 cores), or one of:
 {chr(10).join(f"python -m benchmarks.{name}" for name in TITLES)}
+python -m benchmarks.growth                # a step's cost as tokens, context, vocabulary, experts, ranks grow
 python -m benchmarks.peers                 # a training step alongside every peer: the even batches alone
 ```
 """
@@ -156,7 +158,8 @@ def summary(records: Sequence[Record]) -> str:
 
 def readme(records: Sequence[Record]) -> str:
     """Returns the whole of benchmarks/README.md."""
-    parts = [INTRODUCTION.rstrip(), "## Summary", summary(records)]
+    seen = [f"![{figure.what}]({figure.path.parent.name}/{figure.path.name})" for figure in figures(records)]
+    parts = [TITLE, *seen, INTRODUCTION.strip(), "## Summary", summary(records)]
     for name, title in TITLES.items():
         of_this = [record for record in records if record.benchmark == name]
         if of_this:
@@ -203,6 +206,11 @@ def main() -> int:
             stale.append(path)
             if not arguments.check:
                 path.write_text(text, encoding="utf-8")
+    for figure in figures(records):
+        if not figure.is_current:
+            stale.append(figure.path)
+            if not arguments.check:
+                figure.draw()
     if arguments.check and stale:
         print(f"out of date: {', '.join(map(str, stale))}; run python -m benchmarks.readme", file=sys.stderr)
         return 1

@@ -9,6 +9,8 @@ import pytest
 from archon.bench.origin import spread
 from archon.schema.errors import ConfigError
 from benchmarks import harness, readme
+from benchmarks.growth import AXES
+from benchmarks.pictures import Figure, figures, paint_growth
 from benchmarks.record import Record, read_records
 
 
@@ -43,6 +45,36 @@ def test_every_record_is_whole():
 def test_the_readmes_say_what_the_records_say():
     for path, text in readme.wanted(read_records()).items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run python -m benchmarks.readme"
+
+
+def test_the_figures_are_drawn_from_the_records():
+    for figure in figures(read_records()):
+        assert figure.is_current, f"{figure.path}: run python -m benchmarks.readme"
+
+
+def test_a_figure_of_other_records_is_not_current(tmp_path):
+    (ratios,) = [figure for figure in figures([a_record()], tmp_path) if figure.path.stem == "ratios"]
+    assert not ratios.is_current
+    ratios.draw()
+    assert ratios.is_current and "train_step, even: peer" in ratios.path.read_text(encoding="utf-8")
+    faster = a_record()
+    faster.ratios["archon / peer"] = harness.ratio([2000.0], [900.0], ">= 1.05")
+    assert not figures([faster], tmp_path)[0].is_current
+
+
+def test_growth_is_drawn_for_every_axis(tmp_path):
+    speeds = {"tokens_per_second": 10.0, "min": 9.0, "max": 12.0, "peak_bytes": 2e9}
+    lines = [
+        {"axis": axis, "value": value, "side": side} | ({"missing": "why"} if side == "torchtitan" else speeds)
+        for axis in AXES
+        for value in AXES[axis].values
+        for side in ("archon", "torchtitan")
+    ]
+    figure = Figure(tmp_path / "growth.svg", "growth", lines, paint_growth)
+    figure.draw()
+    text = figure.path.read_text(encoding="utf-8")
+    assert all(f"<!-- {axis.label} -->" in text for axis in AXES.values())
+    assert "<!-- archon -->" in text and "<!-- torchtitan -->" not in text
 
 
 def test_a_record_comes_back_from_its_file(tmp_path, monkeypatch):
