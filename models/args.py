@@ -227,6 +227,12 @@ class BaseModelArgs:
         return tuple(replace(spec, feed_forward=spec.feed_forward.balanced()) for spec in layers)
 
     @property
+    def expert_layers(self) -> dict[int, int]:
+        """The place of each layer with experts among those layers."""
+        sparse = [layer for layer, spec in enumerate(self.layer_specs) if spec.feed_forward.n_experts]
+        return {layer: place for place, layer in enumerate(sparse)}
+
+    @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotations of the layers."""
         mixers = (spec.mixer for spec in self.layer_specs)

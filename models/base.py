@@ -43,11 +43,12 @@ class TransformerBlock(nn.Module):
         self.ffn_post_norm = spec.norm.build(dim) if after else None
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta
+        self, x: Tensor, rotation: Rotation | None, attention: AttentionMeta, given: Tensor | None = None
     ) -> Tensor | tuple[Tensor, RouterStats]:
         """Returns [T, dim] for x [T, dim]; with experts also the router's statistics.
 
-        They are returned, not stored, so that recomputation does not count them twice.
+        `given` [T, k] are experts chosen before; an argument, so that recomputation uses them too. The statistics are
+        returned, not stored, so that recomputation does not count them twice.
         """
         mixed = getattr(self, self.mixer_name)(_normed(self.attention_norm, x), rotation, attention)
         x = self._add(x, _normed(self.attention_post_norm, mixed))
@@ -55,7 +56,7 @@ class TransformerBlock(nn.Module):
             out = self.feed_forward(_normed(self.ffn_norm, x), attention.adapters)
             return self._add(x, _normed(self.ffn_post_norm, out))
         assert self.moe is not None
-        out, stats = self.moe(_normed(self.ffn_norm, x), attention.valid_mask, attention.adapters)
+        out, stats = self.moe(_normed(self.ffn_norm, x), attention.valid_mask, attention.adapters, given)
         return self._add(x, _normed(self.ffn_post_norm, out)), stats
 
     def _add(self, x: Tensor, out: Tensor) -> Tensor:
@@ -89,6 +90,7 @@ class BaseArchonModel(nn.Module):
         self.rope_of_layer = [
             None if spec.mixer.rope is None else args.ropes.index(spec.mixer.rope) for spec in self.layer_specs
         ]
+        self.expert_layers = args.expert_layers
         self.layers = nn.ModuleDict({str(layer): self.build_block(layer) for layer in range(args.n_layers)})
         self.norm: RMSNorm | None = args.norm.build(args.dim)
         self.router_stats: list[RouterStats] = []
@@ -135,6 +137,7 @@ class BaseArchonModel(nn.Module):
         loss_weights: Tensor | None = None,
         label_rows: Tensor | None = None,
         images: PackedImages | None = None,
+        routed_experts: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
         """Run packed documents through the model.
 
@@ -148,6 +151,9 @@ class BaseArchonModel(nn.Module):
             labels, temperature, entropy, loss_weights, label_rows: see `LMHead.forward`, where the last two are
                 `weights` and `rows`; labels and weights are shaped as tokens.
             images: those of the documents, in a model that sees them.
+            routed_experts: integers [N, L, k] or [1, N, L, k], the experts that each of the N tokens between layers
+                (see `AttentionMeta.valid_mask`) used before in each of the model's L layers with experts, and uses
+                again; negative where the routers choose now. Each stage of a pipeline is given those of all layers.
 
         Returns:
             What `LMHead.forward` returns, the values [T] of a critic, or the hidden states [T, dim] of a stage without
@@ -161,8 +167,12 @@ class BaseArchonModel(nn.Module):
             tokens, positions = tokens.squeeze(0), positions.squeeze(0)
             labels = None if labels is None else labels.squeeze(0)
             loss_weights = None if loss_weights is None else loss_weights.squeeze(0)
+            routed_experts = None if routed_experts is None else routed_experts.squeeze(0)
         attention = tree_attn_meta or PackedAttention(cu_seqlens, max_seqlen, self.args.attn_type)
-        out: Any = self.hidden_states(tokens, positions, attention, images)
+        # A family's own method need not know of what its batches do not have.
+        further: dict[str, Any] = {"images": images, "routed_experts": routed_experts}
+        further = {name: value for name, value in further.items() if value is not None}
+        out: Any = self.hidden_states(tokens, positions, attention, **further)
         if self.score is not None:
             weight = self.score.weight  # wider than the computation where adapters are trained
             values = self.score(out.to(weight.dtype)).squeeze(-1)
@@ -187,7 +197,12 @@ class BaseArchonModel(nn.Module):
         return self.tok_embeddings(tokens)
 
     def hidden_states(
-        self, tokens: Tensor, positions: Tensor, attention: AttentionMeta, images: PackedImages | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: AttentionMeta,
+        images: PackedImages | None = None,
+        routed_experts: Tensor | None = None,
     ) -> Tensor:
         """Returns hidden states for tokens [T] or a stage's hidden states [T, dim], after the final norm if it has one.
 
@@ -204,7 +219,9 @@ class BaseArchonModel(nn.Module):
         self.router_stats = []
         for layer, block in self.layers.items():
             rope = self.rope_of_layer[int(layer)]
-            hidden = block(hidden, None if rope is None else rotations[rope], attention)
+            place = None if routed_experts is None else self.expert_layers.get(int(layer))
+            given = None if routed_experts is None or place is None else routed_experts[:, place]
+            hidden = block(hidden, None if rope is None else rotations[rope], attention, given)
             if isinstance(hidden, tuple):
                 hidden, stats = hidden
                 self.router_stats.append(stats)

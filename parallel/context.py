@@ -112,6 +112,7 @@ class SequenceShare:
         own = order[cp.rank * rows : (cp.rank + 1) * rows]
         share = rows // tp.size
         self._own, self._held = own, own[tp.rank * share :][:share]
+        self._between = slice(tp.rank * share, (tp.rank + 1) * share)
         self.index = own.to(device)
         self.inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0])).to(device)
         valid_mask = own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
@@ -122,6 +123,10 @@ class SequenceShare:
         if self.plan.padding:
             x = torch.cat((x, x.new_full((self.plan.padding, *x.shape[1:]), fill)))
         return x.index_select(0, self.index)
+
+    def take_between_layers(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Same as `take`, of the tokens that this rank holds between layers: [T / cp / tp, ...]."""
+        return self.take(x, fill)[self._between]
 
     def take_on_cpu(self, x: Tensor, fill: int) -> Tensor:
         """Same as `take`, of a tensor [T] on the CPU and to it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from archon.data import RowLoader
 from archon.data.registry import load_rows
 from archon.rl.config import DemonstrationsConfig
-from archon.rl.trajectories import concat_padded_tensors
+from archon.rl.trajectories import concat_padded_tensors, join_groups
 
 
 class Demonstrations:
@@ -67,4 +67,4 @@ def with_demonstrations(
             added[name] = torch.full(rows["input_ids"].shape, value, dtype=batch[name].dtype)
     both = [{**batch, "demonstrations": torch.zeros_like(batch["loss_mask"])}]
     both.append({**added, "demonstrations": rows["loss_mask"]})
-    return concat_padded_tensors(both)
+    return join_groups(both)

@@ -406,6 +406,7 @@ class RLTrainer(BaseTrainer):
 
     def _open_generator(self) -> InProcessEngine | RemoteEngine:
         config = self.config
+        settings = config.generator or GeneratorConfig()
         if config.rollout.servers is not None:
             generator = connect(
                 config.rollout.servers,
@@ -425,8 +426,7 @@ class RLTrainer(BaseTrainer):
                 f"|Δ logprob| up to {pushed['push/difference']:.1e}"
             )
             return generator
-        settings = config.generator or GeneratorConfig()
-        return in_process(
+        generator = in_process(
             self.engine,
             self.tokenizer,
             cache_bytes=None if settings.memory_gib is None else int(settings.memory_gib * 2**30),
@@ -435,8 +435,11 @@ class RLTrainer(BaseTrainer):
             dtype=getattr(torch, config.actor.dtype),
             # Asynchronous rollout needs a copy, since training updates the weights during sampling.
             weights="snapshot" if config.rollout.max_staleness else "auto",
-            **settings.model_dump(exclude={"memory_gib"}),
+            **settings.model_dump(exclude={"memory_gib", "record_experts"}),
         )
+        if settings.record_experts:
+            generator.record_experts()
+        return generator
 
     def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
         return run_until_stopped(self._loop, work, self.runner)

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from archon.generation.expert_record import padded
 from archon.generation.record import TokenRecord, UnusableAnswerError
 from archon.generation.types import ModelResponse
+from archon.models.routed_experts import FIELD, unknown
 from archon.rl.episode_context import EpisodeContext
 from archon.schema.errors import RolloutError
 
@@ -36,8 +38,8 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
     """Concatenates dictionaries of batch-first fields along the batch, padding per-token fields on the right.
 
     A field is per-token where its second dimension equals that of its `attention_mask`. Padding is `pad_value`, but 0
-    in `attention_mask` and −1 in `versions` and `turn_ids`. Lists (images) are concatenated. Raises `RolloutError`
-    naming the first dictionary that lacks a key of another.
+    in `attention_mask`, −1 in `versions` and `turn_ids`, and what is unknown in `routed_experts`. Lists (images) are
+    concatenated. Raises `RolloutError` naming the first dictionary that lacks a key of another.
     """
     if not trajectories:
         raise RolloutError("concat_padded_tensors: got no dictionaries, expected at least one")
@@ -63,6 +65,8 @@ def concat_padded_tensors(trajectories: Sequence[Mapping[str, Any]], pad_value: 
                 )
         if all(v.ndim >= 2 and v.shape[1] == length for v, length in zip(values, lengths, strict=True)):
             fill = 0 if key == "attention_mask" else _PAD_VALUES.get(key, pad_value)
+            if key == FIELD:
+                fill = unknown(values[0].dtype)
             values = [_pad_right(value, max(lengths), fill) for value in values]
         shapes = [tuple(value.shape[1:]) for value in values]
         if len(set(shapes)) > 1:
@@ -111,9 +115,20 @@ def validate_trajectory(trajectory: Mapping[str, Any], source: str = "trajectory
             raise RolloutError(f"{source}: {key!r} of shape {expected} is {value[where].item()} at {where}")
         # Float64 numbers of a float64 run are kept.
         checked[key] = value.detach().to(torch.promote_types(value.dtype, dtype) if dtype.is_floating_point else dtype)
+    if (experts := checked.get(FIELD)) is not None:
+        _check_experts(experts, shape, source)
     if bool((checked["loss_mask"].bool() & ~checked["attention_mask"]).any()):
         raise RolloutError(f"{source}: 'loss_mask' of shape {shape} is 1 where 'attention_mask' is 0")
     return checked
+
+
+def _check_experts(experts: Any, shape: tuple[int, ...], source: str) -> None:
+    kinds = (torch.uint8, torch.uint16)
+    if not isinstance(experts, Tensor) or experts.dtype not in kinds or tuple(experts.shape[:2]) != shape:
+        given = f"{experts.dtype} {tuple(experts.shape)}" if isinstance(experts, Tensor) else type(experts).__name__
+        raise RolloutError(
+            f"{source}: {FIELD!r} is {given}, expected uint8 or uint16 numbers {shape} by layers by experts of a token"
+        )
 
 
 def trajectory_tensors(
@@ -129,7 +144,8 @@ def trajectory_tensors(
         trajectory_ids: G integers, equal for parts of one trajectory; None: each is a trajectory.
 
     Returns:
-        The documented keys of a trajectory, and `truncated` bool [G], whether the engine stopped at a length limit.
+        The documented keys of a trajectory, `truncated` bool [G], whether the engine stopped at a length limit, and
+        `routed_experts` [G, S, L, k] of an engine that records them.
     """
     records = [answer if isinstance(answer, TokenRecord) else TokenRecord.of_answer(answer) for answer in answers]
     size = max(len(record.input_ids) for record in records)
@@ -141,8 +157,10 @@ def trajectory_tensors(
         columns[name] = torch.from_numpy(np.array(rows, dtype=dtype))  # NumPy reads lists in half the time
     if trajectory_ids is not None:
         columns["trajectory_ids"] = torch.tensor(trajectory_ids)
+    experts = padded([record.routed_experts for record in records], size)
     return {
         **columns,
+        **({} if experts is None else {FIELD: experts}),
         "attention_mask": torch.arange(size) < size - torch.tensor(missing).unsqueeze(1),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
         "truncated": torch.tensor([record.truncated for record in records]),
@@ -151,9 +169,12 @@ def trajectory_tensors(
 
 def join_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns groups of trajectories as `concat_padded_tensors`; one without the column `temperatures` that another has
-    gets its zeros, the run's own temperature."""
+    gets its zeros, the run's own temperature, and one without `routed_experts` gets unknown ones."""
     if any("temperatures" in group for group in groups):
         groups = [{"temperatures": torch.zeros(group["logprobs"].shape), **group} for group in groups]
+    if (recorded := next((group[FIELD] for group in groups if FIELD in group), None)) is not None:
+        sizes, fill = recorded.shape[2:], unknown(recorded.dtype)
+        groups = [{FIELD: recorded.new_full((*group["input_ids"].shape, *sizes), fill), **group} for group in groups]
     return concat_padded_tensors(groups)
 
 

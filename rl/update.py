@@ -11,6 +11,7 @@ from torch import Tensor
 from archon.engine.engine import ArchonEngine
 from archon.engine.reference import Reference
 from archon.generation.seeds import derive_seed
+from archon.models.routed_experts import FIELD
 from archon.rl.algorithms.advantages import ADVANTAGES, AdvantageInputs, overlong_penalty
 from archon.rl.algorithms.config import AlgorithmConfig
 from archon.rl.algorithms.corrections import CORRECTIONS
@@ -26,6 +27,7 @@ from archon.training.batch_sharding import score_sharded, shard_batch
 Batch = dict[str, Tensor]
 TRAINED_FIELDS = ("input_ids", "attention_mask", "loss_mask", "logprobs")
 OPTIONAL_FIELDS = ("temperatures",)
+"""Of the tokens that every model scores; `routed_experts` are the policy's alone."""
 
 
 @dataclass(eq=False)
@@ -35,7 +37,8 @@ class PolicyUpdate:
     With several processes each has the whole batch, and scores and trains its share of the documents.
 
     Attributes:
-        engine: the policy.
+        engine: the policy. Its tokens use the experts in `routed_experts`, where a batch has them; those of the other
+            models choose for themselves.
         reference: scores the same tokens for the KL term; needed where `kl.coef` is positive.
         algorithm: the objective.
         temperature: of the rollout, at which all logprobs here are computed, but where a batch has `temperatures`.
@@ -78,7 +81,7 @@ class PolicyUpdate:
             The tokens with `advantages` [B, S] and the objective's other columns, in the order of `trajectories`.
         """
         config, metrics = self.algorithm, dict[str, float]()
-        batch = _trained_fields(trajectories)
+        batch = _trained_fields(trajectories, (FIELD,))
         mask = batch["loss_mask"]
         if self.reference is not None:
             batch["ref_logprobs"] = self._logprobs(self.reference, batch)
@@ -149,7 +152,8 @@ class PolicyUpdate:
             metrics = self.engine.train_batch(own, self._objective, self._objective.units, self.temperature)
             self.engine.step_lr_scheduler()
             if self.critic is not None:
-                critic_metrics = self.critic.train_batch(own, self._value_objective, self._value_objective.units)
+                valued = {name: value for name, value in own.items() if name != FIELD}
+                critic_metrics = self.critic.train_batch(valued, self._value_objective, self._value_objective.units)
                 self.critic.step_lr_scheduler()
                 metrics |= {name: critic_metrics[name] for name in ("value_loss", "value", "value_clip_fraction")}
                 metrics |= {f"critic_{name}": critic_metrics[name] for name in ("grad_norm", "lr", "skipped")}
@@ -210,11 +214,17 @@ class PolicyUpdate:
         def score(documents: Batch) -> Tensor:
             return engine.forward_batch(documents, self.temperature, only_trained=True)
 
-        return self._scored(engine, batch, score)
+        return self._scored(engine, batch, score, (FIELD,) if engine is self.engine else ())
 
-    def _scored(self, engine: Reference, batch: Mapping[str, Tensor], score: Callable[[Batch], Tensor]) -> Tensor:
-        """Returns `score` of every document, [B, S]."""
-        documents = _trained_fields(batch)
+    def _scored(
+        self,
+        engine: Reference,
+        batch: Mapping[str, Tensor],
+        score: Callable[[Batch], Tensor],
+        also: tuple[str, ...] = (),
+    ) -> Tensor:
+        """Returns `score` of every document, [B, S]; it is given the fields in `also` that the batch has."""
+        documents = _trained_fields(batch, also)
         return score_sharded(score, documents, engine.ranks.dp, engine.device)
 
     def _minibatches(self, batch: Mapping[str, Tensor], step: int) -> Iterator[Batch]:
@@ -228,8 +238,8 @@ class PolicyUpdate:
                 yield {name: value[rows.sort().values] for name, value in batch.items()}
 
 
-def _trained_fields(batch: Mapping[str, Tensor]) -> Batch:
-    optional = [name for name in OPTIONAL_FIELDS if name in batch]
+def _trained_fields(batch: Mapping[str, Tensor], also: tuple[str, ...]) -> Batch:
+    optional = [name for name in (*OPTIONAL_FIELDS, *also) if name in batch]
     return {name: batch[name] for name in (*TRAINED_FIELDS, *optional)}
 
 

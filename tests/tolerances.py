@@ -32,6 +32,9 @@ BF16_COMPUTE = 5e-2
 # First-step importance ratio minus 1, tiny float32 model at temperature 1: the generator's cached attention and the
 # trainer's packed one order their sums differently; measured 1.5e-6 at most over 4,000 tokens.
 FIRST_RATIO_FP32 = 1e-5
+# |ratio - 1| of a token's first step in float64 with its experts replayed, where generator and trainer have router
+# weights that differ by 1e-9.
+FIRST_RATIO_FP64 = 1e-6
 # Loss and gradients in float64 when the same trajectories are padded, packed, ordered or split otherwise.
 INVARIANCE_FP64 = 1e-10
 

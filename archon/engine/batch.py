@@ -5,7 +5,8 @@ trained; `advantages[b, t]` is the advantage of having chosen token t). Packing 
 `input_ids` one to the left inside its document, so that in a `PackedBatch` index t is about predicting token t + 1, as
 the model's output at t is. The last position of a document predicts nothing: its label is -100 and its fields are 0.
 Unpacking shifts results to the right again. The shift is done per document and before any split, so that no later step
-can pair a document's end with the next one's start.
+can pair a document's end with the next one's start. The experts that tokens used are not shifted, as `input_ids`: they
+are about reading token t.
 
 `images` of a padded batch are those of each row, a list of `Picture`s in the order of their placeholders.
 """
@@ -24,6 +25,7 @@ from archon.models.adapter_rows import NO_ADAPTER
 from archon.models.args import ImageFormat
 from archon.models.attention.prefix import SharedPrefixes
 from archon.models.head import IGNORE_INDEX
+from archon.models.routed_experts import FIELD, to_replay
 from archon.models.vision.images import PackedImages, Picture, multimodal_positions, require_pictures
 from archon.schema.errors import BatchError
 
@@ -57,6 +59,8 @@ class PackedBatch:
     """The index of each document's adapter, for a model with several."""
     adapter_ids: Tensor | None = None
     """That of each token that the model computes, in its order: int64 on the CPU."""
+    routed_experts: Tensor | None = None
+    """The experts that each token used when it was generated, int16 [T, L, k], negative where that is not known."""
     rows: tuple[Tensor, Tensor] | None = None
     """The results of `labeled_rows` without and with `only_trained`; None until the batch leaves the CPU."""
     images: tuple[tuple[Picture, ...], ...] | None = None
@@ -169,6 +173,7 @@ class PackedBatch:
             self,
             **tensors,
             fields={name: to_device_async(x, device) for name, x in self.fields.items()},
+            routed_experts=None if self.routed_experts is None else to_device_async(self.routed_experts, device),
             shared=None if self.shared is None else self.shared.to(device),
             order=None if self.order is None else self.order.to(device),
             rows=self.rows or (self._find_rows() if self.tokens.device.type == "cpu" else None),
@@ -266,8 +271,9 @@ def pack(batch: Mapping[str, Any]) -> PackedBatch:
     """Packs all documents of a padded batch, in their order, and shifts per-token fields.
 
     `batch` holds `input_ids` int [B, S], `attention_mask` bool or 0/1 [B, S] (padding on either side, never inside)
-    and any other tensors of shape [B, S, ...] (per token) or [B] (per document), and may hold `images`, of each row a
-    list of `Picture`s. Tensors are moved to the CPU, where the engine keeps a batch until a micro-batch runs.
+    and any other tensors of shape [B, S, ...] (per token) or [B] (per document); of these `routed_experts` [B, S, L, k]
+    are the experts that tokens used, see `archon.models.routed_experts`. It may hold `images`, of each row a list of
+    `Picture`s. Tensors are moved to the CPU, where the engine keeps a batch until a micro-batch runs.
 
     Raises BatchError naming the wrong field or row.
     """
@@ -294,7 +300,7 @@ def pack(batch: Mapping[str, Any]) -> PackedBatch:
     fields: dict[str, Tensor] = {}
     per_document: set[str] = set()
     for name, value in batch.items():
-        if name in ("input_ids", "attention_mask", IMAGES):
+        if name in ("input_ids", "attention_mask", FIELD, IMAGES):
             continue
         if name in _DERIVED_FIELDS:
             raise BatchError(
@@ -322,6 +328,7 @@ def pack(batch: Mapping[str, Any]) -> PackedBatch:
         per_document=frozenset(per_document),
         source=source,
         images=_images_of_rows(batch[IMAGES], len(lengths)) if IMAGES in batch else None,
+        routed_experts=_packed_experts(batch, source),
     )
 
 
@@ -337,6 +344,17 @@ def _images_of_rows(images: Any, count: int) -> tuple[tuple[Picture, ...], ...]:
         if wrong:
             raise BatchError(f"images of row {row} has a {wrong[0]}; expected pictures, see archon.data.pictures")
     return tuple(tuple(row) for row in rows)
+
+
+def _packed_experts(batch: Mapping[str, Any], source: Tensor) -> Tensor | None:
+    """Returns the experts of the tokens at `source` [T] of the flattened batch, as routers are given them; not shifted,
+    as they are about reading a token. None where the batch has none."""
+    if FIELD not in batch:
+        return None
+    record, shape = _required(batch, FIELD).cpu(), tuple(batch["input_ids"].shape)
+    if record.ndim != 4 or tuple(record.shape[:2]) != shape:
+        raise BatchError(f"field {FIELD!r} is {_describe(record)}; expected {shape} by layers by experts of a token")
+    return to_replay(record.flatten(0, 1)[source])
 
 
 def split(packed: PackedBatch, max_tokens: int) -> list[PackedBatch]:
@@ -409,6 +427,7 @@ def _take(packed: PackedBatch, documents: list[int], starts: list[int]) -> Packe
         adapters=None if packed.adapters is None else tuple(packed.adapters[d] for d in documents),
         images=images,
         image_format=packed.image_format,
+        routed_experts=None if packed.routed_experts is None else packed.routed_experts[index],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ from archon.engine.optim import (
     gradient_norms,
 )
 from archon.engine.pipeline_step import PipelineRunner
-from archon.engine.router_balance import RouterLoad
+from archon.engine.router_balance import RouterLoad, replay_metrics
 from archon.engine.state import (
     load_model_state,
     load_optimizer_state,
@@ -76,6 +77,7 @@ from archon.models.layers.delta_rule import require_delta_rule
 from archon.models.layers.moe import expert_biases
 from archon.models.lora import adapters_off, is_adapter, share_frozen, with_adapters
 from archon.models.lora_targets import AdapterSize
+from archon.models.routed_experts import check_replay
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.dims import ArchonParallelDims
@@ -336,7 +338,10 @@ class ArchonEngine:
         self._failed_mid_step = False
         with phase("optimizer"):
             norms = self._gradient_norms([share.name for share in shares.values()])
-        metrics = self._runner.read(sums, norms, tokens=torch.tensor(packed.n_tokens))
+        replay = replay_metrics(self._runner.loads, self.ranks, self.device) if self.args.expert_layers else {}
+        metrics = self._runner.read(sums, norms | replay, tokens=torch.tensor(packed.n_tokens))
+        if replay and math.isnan(metrics["router_replay/share"]):
+            metrics = {name: value for name, value in metrics.items() if name not in replay}
         for share in shares.values():
             metrics |= {f"{share.name}/tokens": share.tokens, f"{share.name}/loss_weight": share.weight}
         return metrics | {"micro_batches": float(len(parts)), "loss_weight": batch_loss.denominator}
@@ -699,7 +704,7 @@ class ArchonEngine:
     def _split(self, batch: Batch) -> tuple[Any, list[Any]]:
         def prepare() -> tuple[Any, list[Any]]:
             self._check_usable()
-            return micro_batches(
+            packed, parts = micro_batches(
                 batch,
                 self.config.max_tokens_per_mb,
                 self.args.vocab_size,
@@ -708,6 +713,9 @@ class ArchonEngine:
                 n_adapters=len(self.adapters) or None,
                 image_format=self.args.image_format,
             )
+            if packed.routed_experts is not None:
+                check_replay(packed.routed_experts, self.args)
+            return packed, parts
 
         # If only one rank refused its batch, the others would wait in a collective, or mix two batches if its caller
         # continued with the next.

@@ -22,6 +22,7 @@ from archon.models.attention.prefix import shared_prefixes
 from archon.models.base import BaseArchonModel
 from archon.models.head import IGNORE_INDEX, TokenScores, WeightedLoss
 from archon.models.layers.moe import load_balancing_loss
+from archon.models.routed_experts import NOT_GIVEN
 from archon.models.vision.images import PackedImages
 from archon.parallel.comm import all_reduce, all_reduce_replicated
 from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, zigzag_plan
@@ -167,7 +168,16 @@ def micro_batches(
 
 
 def _with_shared_prefixes(mb: PackedBatch, vocab_size: int) -> PackedBatch:
-    return replace(mb, shared=shared_prefixes(_distinct(mb, vocab_size), mb.lengths))
+    return replace(mb, shared=shared_prefixes(_shareable(mb, vocab_size), mb.lengths))
+
+
+def _shareable(mb: PackedBatch, vocab_size: int) -> Tensor:
+    """Returns numbers [T] that are equal for tokens that can be computed once: also of those that use given experts."""
+    tokens = _distinct(mb, vocab_size)
+    if mb.routed_experts is None:
+        return tokens
+    rows = torch.cat((tokens.unsqueeze(1), mb.routed_experts.flatten(1)), 1)
+    return rows.unique(dim=0, return_inverse=True)[1]
 
 
 def _distinct(mb: PackedBatch, vocab_size: int) -> Tensor:
@@ -312,6 +322,7 @@ class MicroBatchRunner:
         """Runs the model on this rank's share of the tokens. Returns its output and the share, None for all tokens."""
         documents = mb.order or mb
         tokens, positions = mb.in_model_order(mb.tokens), mb.model_positions()
+        experts = None if mb.routed_experts is None else mb.in_model_order(mb.routed_experts)
         attention: AttentionMeta
         share = None
         if self.ranks.cp.size * self.ranks.tp.size > 1 or self.min_tokens:
@@ -322,11 +333,13 @@ class MicroBatchRunner:
             labels = None if labels is None else share.take(labels, IGNORE_INDEX)
             loss_weights = None if loss_weights is None else share.take(loss_weights)
             rows = None if rows is None else share.rows(rows)
+            experts = None if experts is None else share.take_between_layers(experts, NOT_GIVEN)
             if isinstance(head.get("temperature"), Tensor):
                 head["temperature"] = share.take(head["temperature"], 1.0)
         elif mb.shared is not None:
             attention = PrefixAttention(mb.shared, self.tokens.attn_type)
             tokens, positions = tokens[mb.shared.rows], positions[..., mb.shared.rows]
+            experts = None if experts is None else experts.index_select(0, mb.shared.rows)
         else:
             attention = PackedAttention(documents.cu_seqlens, mb.max_seqlen, self.tokens.attn_type, documents.lengths)
         if mb.adapter_ids is not None:
@@ -335,6 +348,8 @@ class MicroBatchRunner:
             attention.adapters = AdapterRows.of(self.adapters, ids, self.device, tp=self.ranks.tp)
         head["label_rows"] = None if rows is None else to_device_async(rows, self.device)
         head |= {"labels": labels, "loss_weights": loss_weights, "images": self._images(mb, share)}
+        if experts is not None:
+            head["routed_experts"] = experts
         return self.model(tokens, positions, documents.cu_seqlens, mb.max_seqlen, attention, **head), share
 
     def _images(self, mb: PackedBatch, share: SequenceShare | None) -> PackedImages | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from archon.checkpoint.adapter_export import Adapters
 from archon.engine import heap
 from archon.generation.adapters import AdapterTable
+from archon.generation.expert_record import ExpertRecord, Experts, Recorder
 from archon.generation.requests import answer_limit, stop_ids
 from archon.generation.sampler import SamplingParams, sample
 from archon.generation.scheduler import Fork, ScheduledChunk, Scheduler, Step
@@ -111,6 +112,22 @@ def _sampling_params(sequences: list[Sequence]) -> SamplingParams:
     )
 
 
+def _record(experts: Experts, decoded: list[tuple[int, Sequence]], first: int, chunks: list[ScheduledChunk]) -> None:
+    """Record the experts of a forward's tokens: one each of `decoded`, at these rows, and from row `first` on those of
+    `chunks`."""
+    for row, sequence in decoded:
+        sequence.record(sequence.computed, experts[row : row + 1])
+    for chunk in chunks:
+        sequence, prompt = chunk.sequence, chunk.sequence.shared
+        rows = experts[first : first + chunk.stop - chunk.start]
+        first += len(rows)
+        sequence.record(chunk.start, rows)
+        if prompt is not None and sequence.is_leader:
+            if prompt.experts is None or chunk.start == 0:
+                prompt.experts = ExpertRecord()
+            prompt.experts.add(chunk.start, rows[: len(sequence.prompt) - chunk.start], kept=0)
+
+
 class _SampleBatch:
     """The sequences that sample a token in this step, each from one row of the concatenated `hidden` [rows, dim]."""
 
@@ -161,6 +178,7 @@ class Generator:
         self.max_slots, self.prefill_tokens = max_slots, prefill_tokens
         self.scheduler = self._new_scheduler()
         self.adapters = AdapterTable(model)
+        self.recorder: Recorder | None = None
         self.stats = GeneratorStats()
         self.version = 0
         self.submitted = 0
@@ -171,6 +189,10 @@ class Generator:
         return Scheduler(
             cache.n_pages, cache.page_size, self.max_slots, self.prefill_tokens, n_states=cache.states.n_slots
         )
+
+    def record_experts(self) -> None:
+        """Record the experts of the tokens of all sequences from now on; there must be none yet."""
+        self.recorder = Recorder(self.model)
 
     def submit(self, request: ModelRequest, on_done: Callable[[Sequence], None]) -> Sequence:
         """Queue a request. `on_done` is called once, when its answer has ended or failed.
@@ -192,6 +214,7 @@ class Generator:
             stop_strings=self._stop_strings(request),
             on_done=on_done,
             adapter=adapter,
+            experts=None if self.recorder is None else ExpertRecord(),
         )
         pages = self.scheduler.pages_for(sequence.max_cached)
         if pages > self.cache.n_pages:
@@ -277,6 +300,9 @@ class Generator:
         meta.adapters = self.adapters.rows([(sequence.adapter, count) for sequence, count in spans], rows)
         hidden = self.model.hidden_states(torch.tensor(tokens, device=self.device), meta.positions, meta)
 
+        if self.recorder is not None:
+            read = [*zip(range(len(decode)), decode, strict=True), *zip(duplicate_rows, duplicates, strict=True)]
+            _record(self.recorder.experts(sum(count for _, count in spans)), read, len(decode), chunks)
         broken = [] if meta.adapters is None else _broken_sequences(spans, hidden, meta.overflowed)
         for sequence in step.decode:
             sequence.computed += 1

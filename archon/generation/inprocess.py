@@ -340,6 +340,15 @@ class InProcessEngine:
         self.stats.pushed_bytes += written
         self._generator.restart(self._generator.version + 1 if version is None else version)
 
+    def record_experts(self) -> None:
+        """Give the answers to requests from now on the experts that their tokens used, see `ModelResponse`.
+
+        Raises ConfigError for a model without experts, RolloutError while requests are unfinished.
+        """
+        if self._generator.scheduler.has_work:
+            raise RolloutError("experts are recorded from a prompt's first token on; wait for the unfinished requests")
+        self._generator.record_experts()
+
     @property
     def adapters(self) -> dict[str, ServedAdapter]:
         """The adapters that a request can name, by name."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from archon.generation.expert_record import Experts, joined
 from archon.generation.types import ModelResponse
 from archon.schema.errors import RolloutError
 
@@ -43,7 +44,8 @@ class TokenRecord:
     """The tokens of a trajectory so far: prompts, observations and the model's answers, turn by turn.
 
     All lists have one entry per token. A temperature is 0 on tokens that were not sampled, and on answers whose
-    temperature is not known. `turns` is the number of answers so far.
+    temperature is not known. `turns` is the number of answers so far. `routed_experts` are those of the first tokens,
+    where the engine records them: of each token in the first answer that it was read for.
     """
 
     input_ids: list[int] = field(default_factory=list)
@@ -54,6 +56,7 @@ class TokenRecord:
     temperatures: list[float] = field(default_factory=list)
     turns: int = 0
     truncated: bool = False
+    routed_experts: Experts | None = None
 
     @classmethod
     def of_answer(cls, response: ModelResponse, temperature: float = 0.0) -> TokenRecord:
@@ -94,3 +97,4 @@ class TokenRecord:
         self.temperatures += [temperature] * n
         self.turns += 1
         self.truncated = response.stop_reason == "length"
+        self.routed_experts = joined(self.routed_experts, response.routed_experts)

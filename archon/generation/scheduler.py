@@ -268,6 +268,8 @@ class Scheduler:
         self._own(sequence, prompt.pages[:full] + sequence.pages)
         sequence.computed = length
         sequence.waits_for_prompt = False
+        if prompt.experts is not None:
+            sequence.record(0, prompt.experts.first(length))
         return Fork(sequence, prompt.last_hidden, copy)
 
     def _requeue(self, sequence: Sequence) -> None:

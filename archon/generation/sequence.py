@@ -9,6 +9,7 @@ from typing import Any
 
 from archon.generation.adapters import ServedAdapter
 from archon.generation.detokenizer import Detokenizer
+from archon.generation.expert_record import ExpertRecord
 from archon.generation.types import ModelRequest, ModelResponse, StopReason
 
 
@@ -22,6 +23,7 @@ class SharedPrompt:
     pages: list[int] = field(default_factory=list)  # with a reference of this entry, once computed
     state: int = -1  # slot of the state after its last token, in models that have one, once computed
     last_hidden: Any = None  # [dim] hidden state of the prompt's last token, once computed
+    experts: ExpertRecord | None = None  # of its tokens, where they are recorded
 
 
 @dataclass(eq=False)
@@ -49,6 +51,7 @@ class Sequence:
     waits_for_prompt: bool = False  # another sequence is computing it
     # (step, row of that step's hidden states, token) of the newest token; equal only where all tokens are equal.
     drawn: tuple[int, int, int] | None = None
+    experts: ExpertRecord | None = None  # of its tokens, where they are recorded
 
     submitted: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
@@ -67,6 +70,11 @@ class Sequence:
     def is_leader(self) -> bool:
         """Whether this sequence is computing a prompt that others may share."""
         return self.shared is not None and self.shared.leader is self
+
+    def record(self, start: int, experts: Any) -> None:
+        """Record the experts [n, L, k] of tokens from `start` on, which were computed for the next token."""
+        assert self.experts is not None
+        self.experts.add(start, experts, kept=self.total - 1 if self.output else 0)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Returns tokens start … stop − 1 of prompt and answer."""
@@ -106,6 +114,7 @@ class Sequence:
             latency=now - self.submitted,
             ttft=(self.first_token or now) - self.submitted,
             adapter=self.request.adapter,
+            routed_experts=None if self.experts is None or not self.experts.length else self.experts.first(self.total),
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 
@@ -73,6 +74,9 @@ class GeneratorConfig(StrictModel):
     )
     max_seq_len: int | None = Field(None, ge=2, description="tokens of prompt and answer; null: the model's limit")
     prefill_tokens: int = Field(8192, ge=1, description="prompt tokens read in one step")
+    record_experts: bool = Field(
+        False, description="of a mixture of experts: record the experts of each token; RL trains with the same ones"
+    )
 
 
 @dataclass
@@ -131,7 +135,8 @@ class ModelResponse:
 
     A logprob is `log_softmax(logits / temperature)` over the full vocabulary, independent of top_p and top_k. A stop
     token is part of the answer. `latency` and `ttft` (time to first token) are in seconds since submission. `adapter`
-    is the request's.
+    is the request's. `routed_experts`, of an engine that records them, are those of the first tokens of prompt and
+    answer, uint8 or uint16 [n, L, k] (see `archon.models.routed_experts`); the last token was not read, and has none.
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -142,6 +147,7 @@ class ModelResponse:
     latency: float = 0.0
     ttft: float = 0.0
     adapter: str | None = None
+    routed_experts: np.ndarray | None = None
 
     @property
     def input_len(self) -> int:

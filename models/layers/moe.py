@@ -38,11 +38,17 @@ class RouterStats(NamedTuple):
         counts: [E], how often each expert was chosen.
         probabilities: [E], sum of each expert's scores, differentiable.
         tokens: number of tokens, a scalar.
+        replayed: how many of them were given their experts, a scalar; None where none could be.
+        changed: for how many of those the router would have chosen others.
+        experts: int64 [T, k], the experts of all T tokens, padding included; None where gradients are recorded.
     """
 
     counts: Tensor
     probabilities: Tensor
     tokens: Tensor
+    replayed: Tensor | None = None
+    changed: Tensor | None = None
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -174,12 +180,20 @@ class Router(nn.Module):
                 torch.zeros_like(self.expert_bias, device=device) if meta else self.expert_bias.to(device)
             )
 
-    def forward(self, x: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, RouterStats]:
-        """Returns weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], statistics over `valid_mask` [T]."""
+    def forward(
+        self, x: Tensor, valid_mask: Tensor | None, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, RouterStats]:
+        """Returns weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], statistics over `valid_mask` [T].
+
+        `given` [T, k] are experts that were chosen before, negative for a token whose experts are chosen now; their
+        weights are computed from the scores of now (Ma et al. 2025, arXiv:2510.11370).
+        """
         logits = self._logits(x)
         p = logits.sigmoid() if self.spec.score == "sigmoid" else torch.softmax(logits, dim=-1)
         scores = p.detach() if self.expert_bias is None else p.detach() + self.expert_bias
-        experts = self._choose(scores)
+        experts, replayed, changed = self._choose(scores), None, None
+        if given is not None:
+            experts, replayed, changed = _replay(experts, given, valid_mask)
         weights = p.gather(-1, experts)
         if self.spec.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + self.spec.normalize_epsilon)
@@ -189,7 +203,8 @@ class Router(nn.Module):
         counts = p.new_zeros(p.shape[-1]).scatter_add_(0, experts.flatten(), ones.expand_as(experts).flatten())
         kept = p if valid_mask is None else p * ones
         tokens = p.new_tensor(float(p.shape[0])) if valid_mask is None else ones.sum()
-        return weights.to(x.dtype), experts, RouterStats(counts, kept.sum(0), tokens)
+        recorded = None if torch.is_grad_enabled() else experts
+        return weights.to(x.dtype), experts, RouterStats(counts, kept.sum(0), tokens, replayed, changed, recorded)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns the logits [T, E] in at least float32, rounded to the dtype of x first unless `wide_logits`."""
@@ -207,6 +222,16 @@ class Router(nn.Module):
             others = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             scores = groups.masked_fill(others.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(self.spec.top_k, dim=-1).indices
+
+
+def _replay(chosen: Tensor, given: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the experts int64 [T, k] that are `given` where they are not negative, else `chosen`; how many tokens of
+    `valid_mask` were given theirs, and how many of those chose others."""
+    is_given = given[:, :1] >= 0
+    experts = torch.where(is_given, given.to(chosen.dtype), chosen)
+    differs = (experts.sort(-1).values != chosen.sort(-1).values).any(-1)
+    counted = is_given.squeeze(-1) if valid_mask is None else is_given.squeeze(-1) & valid_mask
+    return experts, counted.sum(), (differs & counted).sum()
 
 
 class GroupedExperts(nn.Module):
@@ -304,11 +329,18 @@ class MoE(nn.Module):
         self.shared_gate = Linear(dim, 1, bias=False, role="router") if spec.shared_gate else None
 
     def forward(
-        self, x: Tensor, valid_mask: Tensor | None = None, adapters: AdapterRows | None = None
+        self,
+        x: Tensor,
+        valid_mask: Tensor | None = None,
+        adapters: AdapterRows | None = None,
+        given: Tensor | None = None,
     ) -> tuple[Tensor, RouterStats]:
-        """Returns [T, dim] for x [T, dim], and the router's statistics over `valid_mask` (bool [T])."""
+        """Returns [T, dim] for x [T, dim], and the router's statistics over `valid_mask` (bool [T]).
+
+        `given` [T, k] are experts chosen before, see `Router`.
+        """
         names, ids = ((), None) if adapters is None else (adapters.names, adapters.own.ids)
-        weights, experts, stats = self.router(x, valid_mask)
+        weights, experts, stats = self.router(x, valid_mask, given)
         rows = x
         if self.etp is not None:
             rows, weights = all_gather(x, self.etp), all_gather(weights, self.etp)

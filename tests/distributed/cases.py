@@ -211,7 +211,7 @@ STEPS = 3
 class Case:
     """One layout × model: `config` holds engine options, `traps` what it guards against.
 
-    Two options are not the engine's: `loss`, and `base`, the dtype of the checkpoint.
+    Three options are not the engine's: `loss`, `base`, the dtype of the checkpoint, and `replay`, a batch with experts.
     """
 
     layout: str
@@ -259,7 +259,7 @@ def batch(lengths: tuple[int, ...], seed: int) -> dict[str, Tensor]:
 
 
 def engine_config(case: Case, path: str, layout: str, **changes: Any) -> EngineConfig:
-    options = {key: value for key, value in case.config.items() if key not in ("loss", "base")}
+    options = {key: value for key, value in case.config.items() if key not in ("loss", "base", "replay")}
     return EngineConfig.model_validate(
         {
             "path": path,

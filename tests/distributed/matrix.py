@@ -15,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from archon.check.layouts import LENGTHS, compare, rows_of
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
+from archon.models import get_model_spec
+from archon.models.routed_experts import record_sizes, unknown
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
 from tests.distributed.cases import (
+    MODELS,
     STEPS,
     Case,
     batch,
@@ -30,7 +33,7 @@ from tests.distributed.cases import (
 from tests.distributed.shared_moe import register
 
 TEMPERATURE = 0.8
-COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss", "lora", "base")
+COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss", "lora", "base", "replay")
 
 
 def reference_key(case: Case) -> tuple[object, ...]:
@@ -52,7 +55,20 @@ def case_data(case: Case, step: int) -> dict[str, Tensor]:
     if "adapters" in case.config.get("lora", {}):
         third = 2 if step == 0 else 1
         data["adapter"] = torch.tensor([0, 0, 0, 1, third, 0, 1, third, 1, 0, 1])
+    if case.config.get("replay"):
+        data["routed_experts"] = experts_of(case.model, data["input_ids"].shape, step)
     return data
+
+
+def experts_of(model: str, shape: torch.Size, seed: int) -> Tensor:
+    """Random experts of every token, as they are recorded, for every fifth one none."""
+    layers, top_k, n_experts = record_sizes(
+        get_model_spec(MODELS[model]["model_type"]).model_args_class.from_hf_config(MODELS[model])
+    )
+    generator = torch.Generator().manual_seed(50 + seed)
+    experts = torch.rand(*shape, layers, n_experts, generator=generator).topk(top_k).indices
+    experts.flatten(0, 1)[::5] = unknown(torch.uint8)
+    return experts.to(torch.uint8)
 
 
 def run_reference(case: Case, folder: Path) -> None:
@@ -93,6 +109,9 @@ def measure(engine: ArchonEngine, case: Case, data: dict[str, Tensor], shares: i
     found = {f"grad.{name}": grad for name, grad in grads.items()}
     found["loss"] = torch.tensor(metrics["loss"], dtype=torch.float64)
     found["norm"] = torch.tensor(metrics["grad_norm"], dtype=torch.float64)
+    replay = {name: value for name, value in metrics.items() if name.startswith("router_replay/")}
+    assert len(replay) == (2 if case.config.get("replay") else 0)
+    found |= {name: torch.tensor(value, dtype=torch.float64) for name, value in replay.items()}
     return found
 
 

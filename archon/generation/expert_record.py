@@ -1,0 +1,72 @@
+"""The experts that a sequence's tokens used, recorded while they are computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from archon.models.base import BaseArchonModel
+from archon.models.routed_experts import stored_dtype, unknown
+
+Experts = np.ndarray
+"""uint8 or uint16 [tokens, layers with experts, experts a token]."""
+
+
+class ExpertRecord:
+    """The experts of the first `length` tokens of a sequence.
+
+    A token is computed again after a preemption or a change of weights. Its experts stay those of the forward that the
+    next token was sampled from, as that token's logprob does.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Experts] = []
+        self.length = 0
+
+    def add(self, start: int, experts: Experts, kept: int) -> None:
+        """Sets the experts of tokens from `start` on, at most `length`, except those of the first `kept` tokens."""
+        assert start <= self.length, f"experts of token {start} follow those of {self.length} tokens"
+        first = max(start, min(kept, self.length))
+        if first < self.length:
+            self._parts = [self.first(first)]
+        self._parts.append(experts[first - start :])
+        self.length = max(first, start + len(experts))
+
+    def first(self, count: int) -> Experts:
+        """Returns the experts of the first `count` tokens."""
+        return np.concatenate(self._parts)[:count]
+
+
+class Recorder:
+    """Reads the experts that the model's last forward chose, for a generator."""
+
+    def __init__(self, model: BaseArchonModel) -> None:
+        self._model, self._dtype = model, stored_dtype(model.args)
+
+    def experts(self, rows: int) -> Experts:
+        """Returns those of the first `rows` tokens."""
+        chosen = [stats.experts[:rows] for stats in self._model.router_stats if stats.experts is not None]
+        experts: Experts = torch.stack(chosen, 1).to(self._dtype).cpu().numpy()
+        return experts
+
+
+def joined(known: Experts | None, answer: Experts | None) -> Experts | None:
+    """Returns the experts of the first tokens that are known, then those that another answer, of the same tokens and
+    more, adds."""
+    if known is None or answer is None:
+        return answer if known is None else known
+    return np.concatenate((known, answer[len(known) :]))
+
+
+def padded(records: list[Experts | None], length: int) -> torch.Tensor | None:
+    """Returns records of documents as a column [B, length, L, k], with the number for unknown tokens after each; None
+    where there is none."""
+    given = [record for record in records if record is not None]
+    if not given:
+        return None
+    dtype = torch.from_numpy(given[0]).dtype
+    column = np.full((len(records), length, *given[0].shape[1:]), unknown(dtype), given[0].dtype)
+    for row, record in zip(column, records, strict=True):
+        if record is not None:
+            row[: len(record)] = record
+    return torch.from_numpy(column)

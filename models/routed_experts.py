@@ -1,0 +1,72 @@
+"""Experts that a generator chose, as trajectories store them and as a trainer's routers are given them.
+
+Stored are the experts of each token in each layer that has experts: uint8, or uint16 where there are more than 255; the
+largest number stands for a token of which nothing is known. Routers are given int16, negative for such a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from archon.models.args import BaseModelArgs
+from archon.schema.errors import BatchError, ConfigError
+
+FIELD = "routed_experts"
+"""The name of the column, [B, S, layers with experts, experts a token]; index t is about the token t that is read."""
+NOT_GIVEN = -1
+"""What routers are given for a token whose experts they choose themselves."""
+_MAX_EXPERTS = 2**15
+
+
+def stored_dtype(args: BaseModelArgs) -> torch.dtype:
+    """Returns the dtype in which a model's choices are stored. Raises ConfigError for a model without experts."""
+    _, _, n_experts = record_sizes(args)
+    if n_experts > _MAX_EXPERTS:
+        raise ConfigError(f"the model has {n_experts} experts a layer; records of experts hold up to {_MAX_EXPERTS}")
+    return torch.uint8 if n_experts <= unknown(torch.uint8) else torch.uint16
+
+
+def record_sizes(args: BaseModelArgs) -> tuple[int, int, int]:
+    """Returns a model's layers with experts, the experts that a token uses, and those there are.
+
+    Raises ConfigError for a model without experts, and for one whose layers differ in these numbers.
+    """
+    layers = [args.layer_specs[layer].feed_forward for layer in args.expert_layers]
+    sizes = {(layer.n_active_experts, layer.n_experts) for layer in layers}
+    if len(sizes) != 1:
+        found = "no layer with experts" if not sizes else f"layers of {sorted(sizes)} experts a token and in all"
+        raise ConfigError(
+            f"experts can be recorded and replayed in a model whose layers with experts are alike, and this one has "
+            f"{found}; leave generator.record_experts out"
+        )
+    ((top_k, n_experts),) = sizes
+    return len(layers), top_k, n_experts
+
+
+def unknown(dtype: torch.dtype) -> int:
+    """Returns the number that stands for a token of which nothing is known, in a record of this dtype."""
+    return torch.iinfo(dtype).max
+
+
+def to_replay(record: Tensor) -> Tensor:
+    """Returns a record, uint8 or uint16 [..., L, k], as routers are given it: int16, negative for unknown tokens.
+
+    Raises BatchError for another dtype.
+    """
+    if record.dtype not in (torch.uint8, torch.uint16):
+        raise BatchError(f"field {FIELD!r} is {record.dtype}; expected uint8, or uint16 for more than 255 experts")
+    wide = record.to(torch.int32)
+    return wide.masked_fill(wide == unknown(record.dtype), NOT_GIVEN).to(torch.int16)
+
+
+def check_replay(given: Tensor, args: BaseModelArgs) -> None:
+    """Raises BatchError unless `given` [T, L, k] are experts of the model."""
+    layers, top_k, n_experts = record_sizes(args)
+    if tuple(given.shape[1:]) != (layers, top_k):
+        raise BatchError(
+            f"field {FIELD!r} has {list(given.shape[1:])} numbers a token; this model has {layers} layers with "
+            f"experts, and a token uses {top_k} in each"
+        )
+    if given.numel() and int(given.max()) >= n_experts:
+        raise BatchError(f"field {FIELD!r} names expert {int(given.max())}; this model has {n_experts} in a layer")
