@@ -28,9 +28,10 @@ from archon.remote.server import POLL_SECONDS, Limits, Push, RemoteServer
 from archon.remote.weight_stream import pack
 from archon.schema.errors import ConfigError, RolloutError
 
-# Measured with SmolLM2-135M: a float32 trainer and vLLM in float32 differ by up to 3e-5. In bfloat16 (transformers'
-# model on a CPU, |Δ logprob| from float32), as it is and after noise of 0.01 to 0.1 standard deviations on its tied
-# embedding, the latter also with the head of before, as vLLM's CPU build keeps it:
+# Measured with SmolLM2-135M: a float32 trainer and vLLM in float32 differ by up to 5e-5 over chat prompts, and over 256
+# ids of the vocabulary by 1.2e-5 on average, but by 1.0e-3 in one. In bfloat16 (transformers' model on a CPU, |Δ
+# logprob| from float32), as it is and after noise of 0.01 to 0.1 standard deviations on its tied embedding, the latter
+# also with the head of before, as vLLM's CPU build keeps it:
 #                                largest         mean
 #   256 tokens of chat prompts   0.26 to 0.40    0.032 to 0.039;  a stale head (noise 0.1)  1.4 and 0.25
 #   their first 64               0.24 to 0.40    0.042 to 0.073;                            1.4 and 0.38
@@ -38,7 +39,7 @@ from archon.schema.errors import ConfigError, RolloutError
 # One improbable token decides the largest difference, which is why it cannot tell a stale head from rounding where the
 # probe is ids; the mean can, with any probe. The median can as well, but depends on how many tokens of a text are
 # certain: 0.010 to 0.043 of the good ones. Float16 has 8 times bfloat16's precision.
-LIMITS = {"float32": Limits(1e-3, 1e-4), "float16": Limits(0.3, 0.02), "bfloat16": Limits(2.0, 0.15)}
+LIMITS = {"float32": Limits(1e-2, 1e-4), "float16": Limits(0.3, 0.02), "bfloat16": Limits(2.0, 0.15)}
 """The limits of a verified push, by the servers' dtype.
 
 A stale head that moves bfloat16 logprobs by less than that on average passes (0.09 after noise 0.03); it is seen once

@@ -57,6 +57,7 @@ class VLLM(Dialect):
             raise ConfigError(
                 f"{http.url}: this vLLM has no control routes; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from None
+        http.command("/resume")  # a trainer that died may have left it paused, and what comes now waits for an answer
         mode = config["model_config"]["logprobs_mode"]
         if mode not in _MODES:
             raise ConfigError(f"{http.url}: --logprobs-mode is {mode}; expected {' or '.join(_MODES)}")

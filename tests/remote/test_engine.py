@@ -18,6 +18,7 @@ from archon.generation.types import GenerationHyperparameters, InferenceEngine, 
 from archon.remote.config import PushConfig
 from archon.remote.connect import connect
 from archon.remote.engine import NoServerError, RemoteEngine
+from archon.remote.http import Http
 from archon.schema.errors import ConfigError, ContextOverflowError, RolloutError
 from tests.remote.twin import VLLMTwin
 from tests.tolerances import FIRST_RATIO_FP32
@@ -303,6 +304,13 @@ def test_aborted_answers_end_with_their_tokens(connected: Callable[..., RemoteEn
 
     aborted, answer = asyncio.run(run())
     assert aborted == 1 and answer.stop_reason == "abort" and len(answer.output_tokens) < 50
+
+
+def test_a_server_that_a_dead_trainer_left_paused_is_connected(
+    connected: Callable[..., RemoteEngine], server: VLLMTwin
+) -> None:
+    Http(server.url).command("/pause?mode=abort")
+    assert ask(connected(server), request())[0].stop_reason in ("length", "stop")
 
 
 def test_paused_servers_sample_nothing(connected: Callable[..., RemoteEngine], twin: MakeTwin) -> None:

@@ -224,6 +224,7 @@ class VLLMTwin:
         if "prompt_logprobs" in params:
             await asyncio.sleep(self.score_seconds)
             return {"prompt_logprobs": self._scores(body["token_ids"])}
+        await self._may_sample.wait()
         if "seed" not in params:  # of the connection
             return {"choices": [{}]}
         if "hang" in self.faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -25,6 +26,12 @@ def environment() -> Path:
 
 def is_installed() -> bool:
     return (environment() / ".archon-setup").exists()
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to interrupt this process when the tests are killed, so that no server outlives them."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGINT)
 
 
 class VLLMServer:
@@ -55,7 +62,12 @@ class VLLMServer:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                command, env=inherited | needed, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=inherited | needed,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def wait(self) -> VLLMServer:
