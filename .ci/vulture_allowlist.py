@@ -38,6 +38,8 @@ _.should_training_stop
 
 # Found by name: command line, registries, dotted paths, `archon.rl`'s lazy exports.
 _.OnlineWorkflow
+_.EnvironmentWorkflow
+_.opener
 _.StepByStep
 _.check_preference
 _.check_rl

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from archon.data.config import DatasetConfig
+from archon.data.environments import parse_environment
 from archon.generation.types import GenerationHyperparameters, GeneratorConfig
 from archon.parallel.layout import parse_layout
 from archon.remote.config import PushConfig
@@ -182,8 +183,11 @@ class RLConfig(StrictModel):
     demonstrations: DemonstrationsConfig | None = Field(
         None, description="expert answers, for the policy losses that train on them"
     )
-    reward: str = Field(description="name or dotted path of the reward function")
-    workflow: str = Field("archon.rl.RLVRWorkflow", description="dotted path of the workflow")
+    reward: str = Field(description="name or dotted path of the reward function; an environment has its own")
+    workflow: str = Field(
+        "archon.rl.RLVRWorkflow",
+        description="dotted path of the workflow, or an environment: textarena:2048-v0",
+    )
     workflow_args: dict[str, Any] = Field(
         default_factory=dict, description="further arguments of its constructor, such as max_turns"
     )
@@ -200,6 +204,25 @@ class RLConfig(StrictModel):
     )
 
     renamed: ClassVar[Mapping[str, str]] = {"gate": "logprob_check, and gate.limit logprob_check.max_mismatch"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environment_scores(cls, given: Any) -> Any:
+        """Sets the reward of a workflow that has its own to the workflow's name; another one is refused."""
+        workflow = given.get("workflow") if isinstance(given, Mapping) else None
+        if not isinstance(workflow, str) or parse_environment(workflow) is None:
+            return given
+        if given.get("reward", workflow) != workflow:
+            raise ValueError(
+                f"reward is {given['reward']!r}, and workflow {workflow} is an environment that scores its own "
+                "episodes; leave reward out"
+            )
+        return {**given, "reward": workflow}
+
+    @property
+    def checks_gold(self) -> bool:
+        """Whether gold answers are scored before step 0: an environment that scores its own episodes has none."""
+        return self.rollout.gold_checked != 0 and self.reward != self.workflow
 
     def resolve(self) -> ResolvedRL:
         """Returns the models and the objective with the values that they take from the actor and other sections."""

@@ -330,7 +330,7 @@ class RLTrainer(BaseTrainer):
             self.demonstrations = Demonstrations(config.demonstrations, self.tokenizer, config.seed)
             self._demonstrations_cursor = self.demonstrations.state_dict()
         self.held_out = [Prompt(i, row) for i, row in enumerate(held_out[: config.evaluation.max_prompts])]
-        if config.rollout.gold_checked != 0 and ControlPlane.of_run().is_main:
+        if config.checks_gold and ControlPlane.of_run().is_main:
             for checked in filter(None, (rows, held_out)):
                 self._await(averify_gold(reward, checked, config.rollout.gold_checked))
 

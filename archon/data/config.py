@@ -12,7 +12,8 @@ class DatasetConfig(StrictModel):
 
     path: str = Field(
         description="a named set (gsm8k, arithmetic, …) | a .jsonl or .parquet file or folder | a Hugging Face set | "
-        "python:package.module.function, which returns the rows of a split"
+        "python:package.module.function, which returns the rows of a split | an environment, such as "
+        "reasoning_gym:leg_counting?size=500"
     )
     split: str = Field("train", description="which part of it")
     subset: str | None = Field(None, description="configuration of a Hugging Face set that has several")
@@ -27,5 +28,5 @@ class DatasetConfig(StrictModel):
     )
     max_length: int | None = Field(None, ge=1, description="maximum tokens of a row; longer rows are dropped")
     limit: int | None = Field(None, ge=1, description="use only the first rows, this many")
-    seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated dataset")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the split of a generated dataset, and of environments")
     raw: bool = Field(False, description="RL rows also hold the source's own row, which a Trinity-style workflow reads")

@@ -7,13 +7,14 @@ A dataset of your own gets a name by `register_dataset`; another package gives i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from archon.data import image_datasets, named_datasets, pairs
 from archon.data.config import DatasetConfig
+from archon.data.environments import EnvironmentName, environment_part, parse_environment
 from archon.data.mapping import encoded_rows, rl_dataset, sft_dataset
 from archon.data.rows import RowDataset
 from archon.data.sources import SourceRow, read_rows
@@ -96,10 +97,12 @@ def get_custom_dataset(
     seed: int = 0,
     raw: bool = False,
 ) -> RowDataset:
-    """Returns rows of a named dataset (`VALID_DATASETS`), or of any JSONL, parquet or Hugging Face dataset.
+    """Returns rows of a named dataset (`VALID_DATASETS`), of any JSONL, parquet or Hugging Face dataset, or of an
+    environment.
 
     Args:
-        path: A name of `VALID_DATASETS`, or a source of `read_rows`: a file, a folder, a hub name, a function.
+        path: A name of `VALID_DATASETS`, or a source of `read_rows`: a file, a folder, a hub name, a function; or an
+            environment's name, such as `reasoning_gym:leg_counting`.
         kind: "rl" rows have `messages`, `prompt`, `answer`; "sft" rows `input_ids`, `loss_mask`; "dpo" and "rw" rows
             ids and masks of a chosen and a rejected answer.
         split: "train" or "test" for the named datasets.
@@ -112,7 +115,7 @@ def get_custom_dataset(
         max_length: Drop longer rows, in tokens: of the full example for "sft", of the prompt for "rl".
         subset: The configuration of a hub dataset that has several; not for other sources.
         data_dir: The folder of a named dataset's files.
-        seed: Determines the split of the arithmetic dataset.
+        seed: Determines the split of the arithmetic dataset, and what an environment generates.
         raw: RL rows also hold the source's row, under `raw_task`. Rows of a file or a hub dataset without the two
             columns then hold nothing else, and are not dropped by length.
 
@@ -132,7 +135,8 @@ def get_custom_dataset(
             f"data_dir is {str(data_dir)!r}, but the dataset is {path}; expected one that is read from files, of "
             f"{', '.join(name for name in VALID_DATASETS if name != 'arithmetic')}: leave data_dir out"
         )
-    if subset is not None and (named is not None or Path(path).expanduser().exists()):
+    environment = parse_environment(str(path))
+    if subset is not None and (named is not None or environment is not None or Path(path).expanduser().exists()):
         raise DatasetError(f"subset is {subset!r}, but {path} is not a Hugging Face dataset; leave subset out")
     shared: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length, "system_prompt": system_prompt}
     if instruction is not None:
@@ -142,7 +146,10 @@ def get_custom_dataset(
             shared["path"] = data_dir
         loaded = _load_named(str(path), kind, named, {"split": split, "seed": seed, **shared})
         return replace(loaded, rows=[{**row, "raw_task": row} for row in loaded]) if raw else loaded
-    source, name = read_rows(path, split, subset), f"{path}[{split}]"
+    name = f"{path}[{split}]"
+    source = read_rows(path, split, subset) if environment is None else _generated(environment, name, split, seed)
+    if environment is not None and "prompt" not in source[0].data:
+        return _episodes(source, name, kind, {**shared, "raw": raw or None})
     if raw:
         source = [SourceRow(row.where, {**row.data, "raw_task": row.data}) for row in source]
         if any(key not in row.data for row in source for key in (prompt_key, response_key)):
@@ -154,6 +161,25 @@ def get_custom_dataset(
     if response_key is None:
         raise DatasetError(f"response_key is null; RL rows of {path} need the column of the gold answer: name it")
     return rl_dataset(source, name, prompt_key=prompt_key, response_key=response_key, **shared)
+
+
+def _generated(environment: EnvironmentName, name: str, split: str, seed: int) -> list[SourceRow]:
+    rows = environment_part(environment, "rows")(environment, split, seed)
+    return [SourceRow(f"{name} row {number}", row) for number, row in enumerate(rows)]
+
+
+def _episodes(source: Sequence[SourceRow], name: str, kind: DatasetKind, options: Mapping[str, Any]) -> RowDataset:
+    """Returns rows that only name episodes. Raises DatasetError where answers or prompts are asked of them."""
+    if kind != "rl":
+        raise DatasetError(f"{name} has episodes to play, and no rows of kind {kind!r}; it is for archon rl")
+    for option in ("system_prompt", "instruction", "max_length", "raw"):
+        if options.get(option) is not None:
+            where = " here, and set it in workflow_args" if option == "system_prompt" else ""
+            raise DatasetError(
+                f"{option} is {options[option]!r}, but rows of {name} have no prompt, as the environment makes it; "
+                f"leave {option} out{where}"
+            )
+    return RowDataset(name, [row.data for row in source])
 
 
 def _load_named(name: str, kind: DatasetKind, loaders: Mapping[str, Loader], options: dict[str, Any]) -> RowDataset:

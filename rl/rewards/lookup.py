@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from archon.data.environments import environment_part, parse_environment
 from archon.schema.errors import RewardError
 from archon.schema.registry import NamedObjects
 
@@ -32,13 +33,16 @@ register_reward = _NAMED.register
 
 
 def get_reward_fn(name: str) -> Callable[..., Any]:
-    """Returns the reward function called `name`: one of `VALID_REWARD_FN`, or a dotted path.
+    """Returns the reward function called `name`: one of `VALID_REWARD_FN`, a dotted path, or an environment's.
 
     A name may end in `_reward_fn` or `_reward`: `gsm8k_reward_fn` is `gsm8k`.
 
     Raises:
         RewardError: no such name, module or function, or a built-in one whose package is not installed.
     """
+    if environment := parse_environment(name):
+        scorer: Callable[..., Any] = environment_part(environment, "reward")(environment)
+        return scorer
     if name.startswith("areal."):  # by dotted path, as the core does not import other frameworks' forms
         name = importlib.import_module("archon.rl.compat.areal.paths").native_path(name)
     short = _short_name(name)

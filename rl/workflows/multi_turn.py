@@ -9,15 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from archon.data import encode_prompt
-from archon.data.encoding import next_turn_ids
-from archon.generation.record import TokenRecord, check_answer
-from archon.generation.seeds import derive_seed
-from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest
+from archon.generation.record import TokenRecord
+from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelResponse
 from archon.rl.episode_context import workflow_context
 from archon.rl.rewards import AsyncRewardWrapper, Reward
 from archon.rl.trajectories import trajectory_tensors
 from archon.rl.workflows.base import SamplingWorkflow, kept_samples, record_parts, wrapped_reward
-from archon.schema.errors import ConfigError, ContextOverflowError
+from archon.rl.workflows.conversation import converse
+from archon.schema.errors import ConfigError
 
 RETRY = "That is not right. Try again."
 
@@ -58,7 +57,7 @@ class MultiTurnWorkflow(SamplingWorkflow):
         self.max_turns = max_turns
         self.turn_discount = turn_discount
         self.enough = enough
-        self.retry = {"role": "user", "content": retry}
+        self.retry = retry
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor] | None:
         """Returns one group of conversations as trajectory tensors [n, S]; `turn_ids` is the turn of each token.
@@ -82,27 +81,13 @@ class MultiTurnWorkflow(SamplingWorkflow):
         self, engine: InferenceEngine, record: TokenRecord, prompt_ids: list[int], data: dict[str, Any], index: int
     ) -> Reward:
         """Fills `record`, and returns the reward of its last answer."""
-        workflow_context.enter_sample(index)
-        seed = workflow_context.get().seed
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=True)
-        reward, new_ids = Reward(0.0), prompt_ids
-        while True:
-            # Each turn has its own random stream, so that it does not depend on concurrent conversations.
-            changes = {"n_samples": 1, "seed": derive_seed(seed, index, record.turns)}
-            gconfig = self.gconfig.model_copy(update=changes)
-            try:
-                request = ModelRequest(record.input_ids + new_ids, gconfig, tokenizer=self.tokenizer)
-                response = await engine.agenerate(request)
-            except ContextOverflowError:
-                if record.turns == 0:
-                    raise
-                record.truncated = True
-                return reward  # no room for another turn
-            check_answer(response)
-            record.observe(new_ids)
-            record.answer(response)
-            completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+        reward = Reward(0.0)
+
+        async def reply(completion: str, response: ModelResponse) -> str | None:
+            nonlocal reward
             reward = await self.reward_fn(prompt, completion, prompt_ids, response.output_tokens, **data)
-            if reward >= self.enough or record.turns == self.max_turns or record.truncated:
-                return reward
-            new_ids = next_turn_ids(self.tokenizer, self.retry, response.output_tokens)
+            return None if reward >= self.enough or record.turns == self.max_turns else self.retry
+
+        await converse(engine, record, prompt_ids, index, reply, self.gconfig, self.tokenizer)
+        return reward

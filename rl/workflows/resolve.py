@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from archon.data.environments import parse_environment
 from archon.rl.workflows.agent import AgentWorkflow
 from archon.rl.workflows.base import RolloutWorkflow
 from archon.schema.config import nearest
@@ -24,6 +25,8 @@ register_workflow = _NAMED.register
 # name stands for, and the arguments to construct it with.
 COMPAT_ADAPTER = "archon.rl.compat.trinity.adapter.adapt_workflow"
 NATIVE_PATH = "archon.rl.compat.areal.paths.native_path"
+# By dotted path, as it stands above the workflows.
+ENVIRONMENT_WORKFLOW = "archon.rl.environments.episodes.EnvironmentWorkflow"
 
 
 def resolve_workflow(
@@ -31,11 +34,14 @@ def resolve_workflow(
 ) -> RolloutWorkflow:
     """Returns the instance that `workflow` names: itself, its class, or a registered name or dotted string of either.
 
-    An agent, which has `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`. A class is
-    constructed with those of `arguments` that it names, and with all of `further`. Raises `ConfigError` naming what was
-    given.
+    The name of an environment, such as `textarena:2048-v0`, becomes an `EnvironmentWorkflow`. An agent, which has
+    `async def run(self, data, **extra_kwargs)` instead, becomes an `AgentWorkflow`. A class is constructed with those
+    of `arguments` that it names, and with all of `further`. Raises `ConfigError` naming what was given.
     """
-    found, further = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_named(workflow), further or {})
+    further = further or {}
+    if isinstance(workflow, str) and parse_environment(workflow):
+        further = {**further, "environment": workflow}
+    found, further = import_dotted(COMPAT_ADAPTER, "workflow adapter")(_named(workflow), further)
     if not hasattr(found, "arun_episode") and inspect.iscoroutinefunction(getattr(found, "run", None)):
         return AgentWorkflow(_constructed(found, further, {}), **{n: arguments[n] for n in ("gconfig", "tokenizer")})
     if not callable(getattr(found, "arun_episode", None)):
@@ -54,9 +60,11 @@ def reads_raw_rows(workflow: WorkflowLike) -> bool:
 
 
 def _named(workflow: WorkflowLike) -> Any:
-    """Returns what a registered name or one of AReaL's paths stands for; anything else unchanged."""
+    """Returns what a registered name, an environment's or one of AReaL's paths stands for; anything else unchanged."""
     if not isinstance(workflow, str):
         return workflow
+    if parse_environment(workflow):
+        return import_dotted(ENVIRONMENT_WORKFLOW, "workflow")
     if "." in workflow:
         return import_dotted(NATIVE_PATH, "workflow path")(workflow)
     found = _NAMED.find(workflow)

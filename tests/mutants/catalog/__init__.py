@@ -13,6 +13,7 @@ from tests.mutants.catalog import (
     dcp,
     delta_nets,
     engine,
+    environments,
     experts,
     generation,
     head,
@@ -34,6 +35,6 @@ from tests.mutants.mutant import Mutant
 ROOMS = (
     attention, latents, delta_nets, experts, layers, head, adapters, several_adapters, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses,
-    update, served_adapters,
+    update, served_adapters, environments,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every turn of a conversation draws the same random numbers",
-        "rl/workflows/multi_turn.py",
+        "rl/workflows/conversation.py",
         "derive_seed(seed, index, record.turns)",
         "derive_seed(seed, index, 0)",
         ("tests/rl/test_multi_turn.py",),

@@ -1,0 +1,5 @@
+"""Environments of other packages, by name: `reasoning_gym:leg_counting`, `textarena:GuessTheNumber-v0`, …"""
+
+from archon.schema.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, {"episodes": ("EnvironmentWorkflow", "Step", "TextEnvironment")})

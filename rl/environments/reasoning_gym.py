@@ -1,0 +1,135 @@
+"""reasoning_gym: generated questions with scorers. `train_data.path: reasoning_gym:TASK` gives rows, and
+`reward: reasoning_gym:TASK` the package's own score."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any
+
+from archon.data.environments import EnvironmentName, import_environment, parse_environment
+from archon.rl.environments.splits import HELD_OUT_SHARE, SIZE, is_held_out, require_split
+from archon.schema.errors import ConfigError, DatasetError, RewardError
+
+NO_ANSWER = "(none: many answers are right)"
+"""The gold answer of the few tasks for which the package states none; of these set `rollout.gold_checked` to 0."""
+
+_STATED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_DRAWN = 4 * HELD_OUT_SHARE  # questions drawn for each row, at most
+
+
+def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
+    """Returns `size` questions of a task (500 by default), whose generator begins with `seed`.
+
+    No question of the split `test` is in `train`, whatever their seeds and sizes; `all` is what the package's
+    `create_dataset` returns. A row holds `prompt`, `response`, the `environment` and the package's own `entry`.
+
+    Raises:
+        ConfigError: no such task or option, or a value that the task refuses.
+        DatasetError: no such split, or a task with too few questions for it.
+    """
+    require_split(name, split, ("train", "test", "all"))
+    size = name.whole_number("size", SIZE)
+    kept = list(islice(_drawn(name, seed, size, split), size))
+    if len(kept) < size:
+        raise DatasetError(
+            f"{name.text}: {_DRAWN * size} questions have {len(kept)} of the split {split}, and size is {size}; "
+            "the task has few different questions: widen its options, or make size smaller"
+        )
+    return [
+        {
+            "prompt": item["question"],
+            "response": NO_ANSWER if item["answer"] is None else str(item["answer"]),
+            "environment": name.text,
+            "entry": item,
+        }
+        for item in kept
+    ]
+
+
+def _drawn(name: EnvironmentName, seed: int, size: int, split: str) -> Any:
+    if split == "all":
+        yield from _dataset(name, seed, size)
+        return
+    for item in _dataset(name, seed, _DRAWN * size):
+        if is_held_out(item["question"]) == (split == "test"):
+            yield item
+
+
+def reward(name: EnvironmentName) -> Callable[..., float]:
+    """Returns the reward of a task; of any task, that of each row, where the name is `reasoning_gym` alone."""
+    if name.options:
+        raise ConfigError(
+            f"{name.text}: a reward takes no options, since every row says those of its own; set reward to "
+            f"{name.family}:{name.task}"
+        )
+    if name.task:
+        name.require_task(import_environment(name, "reasoning_gym.factory").DATASETS)
+    return partial(score, name.task)
+
+
+def opener(name: EnvironmentName) -> Callable[[], Any]:
+    """Raises ConfigError: the package has no episodes of several turns."""
+    raise ConfigError(
+        f"workflow {name.text}: the tasks of reasoning_gym are single questions, which the default workflow asks; "
+        f"leave workflow out, and set train_data.path and reward to reasoning_gym:{name.task or 'TASK'}"
+    )
+
+
+def score(
+    task: str,
+    prompt: Any,
+    completions: str,
+    prompt_ids: Any,
+    completion_ids: Any,
+    *,
+    environment: str = "",
+    entry: dict[str, Any] | None = None,
+    **data: Any,
+) -> float:
+    """Returns the package's score of what the completion has between its last answer tags, or of all of it."""
+    name = parse_environment(environment)
+    if name is None or entry is None:
+        raise RewardError(
+            f"the reward reasoning_gym:{task} scores rows of reasoning_gym, and this row is none; set train_data.path "
+            f"(and eval_data.path) to reasoning_gym:{task or 'TASK'}"
+        )
+    if task not in ("", name.task):
+        raise RewardError(f"the reward reasoning_gym:{task} cannot score a row of {environment}; set it to that task")
+    return float(_scorer(environment)(stated_answer(completions), entry))
+
+
+def stated_answer(completion: str) -> str:
+    """Returns what the last `<answer>…</answer>` holds, and without one the completion, without spaces around it."""
+    stated = _STATED.findall(completion)
+    return str(stated[-1] if stated else completion).strip()
+
+
+@lru_cache(maxsize=64)
+def _scorer(environment: str) -> Callable[[str, dict[str, Any]], float]:
+    name = parse_environment(environment)
+    assert name is not None
+    scorer: Callable[[str, dict[str, Any]], float] = _dataset(name, 0, 1).score_answer
+    return scorer
+
+
+def _dataset(name: EnvironmentName, seed: int, size: int) -> Any:
+    """Returns the package's dataset of a task, with the options of its name."""
+    factory = import_environment(name, "reasoning_gym.factory")
+    import_environment(name, "reasoning_gym")  # registers the tasks
+    name.require_task(factory.DATASETS)
+    known = {field.name for field in fields(factory.DATASETS[name.task][1])} - {"seed"} | {"size"}
+    if "seed" in name.options:
+        raise ConfigError(f"{name.text}: the seed is no option of the name; set train_data.seed (or eval_data.seed)")
+    name.require_options(known, f"the task {name.task}")
+    options = {option: value for option, value in name.options.items() if option != "size"}
+    try:
+        return factory.create_dataset(name.task, **options, seed=seed % 2**32, size=size)
+    except (AssertionError, TypeError, ValueError) as error:
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "its defaults"
+        raise ConfigError(
+            f"{name.text}: the task refuses {given}: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from error

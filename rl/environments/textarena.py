@@ -1,0 +1,104 @@
+"""TextArena: games of one player. `workflow: textarena:GuessTheNumber-v0` plays one a sample."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from archon.data.environments import EnvironmentName, import_environment
+from archon.rl.environments.episodes import Step, scores_itself
+from archon.rl.environments.splits import SIZE, episode_rows
+from archon.schema.errors import ConfigError
+
+
+def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
+    """Returns the seeds of `size` games (500 by default), which the game's workflow plays."""
+    known = import_environment(name, "textarena").envs.registration.ENV_REGISTRY
+    name.require_task(known)
+    name.require_options(["size"], "train_data of a game (the game's own go to workflow)")
+    return episode_rows(name, split, seed, name.whole_number("size", SIZE))
+
+
+def reward(name: EnvironmentName) -> Callable[..., float]:
+    """Returns what stands for the rewards that the game gives."""
+    return scores_itself(name.text)
+
+
+def opener(name: EnvironmentName) -> Callable[[], Game]:
+    """Returns a function that makes a game; the name's options are arguments of the game's class.
+
+    Raises ConfigError for an unknown game or option, one of several players, or one whose words are not there.
+    """
+    textarena = import_environment(name, "textarena")
+    registry = textarena.envs.registration.ENV_REGISTRY
+    name.require_task(registry)
+
+    def make() -> Game:
+        return Game(textarena, textarena.make(name.task, **name.options))
+
+    try:
+        make().reset(0)
+    except AssertionError as error:
+        raise ConfigError(
+            f"{name.text}: archon plays games of one player, and this one says: {error}; choose another game"
+        ) from error
+    except LookupError as error:
+        raise ConfigError(
+            f"{name.text}: the game needs words that NLTK downloads, and they are not here: python -m nltk.downloader "
+            "words averaged_perceptron_tagger_eng"
+        ) from error
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"{name.text}: this version of Python cannot load the game: {error}") from error
+    except TypeError as error:
+        module, _, kind = registry[name.task].entry_point.partition(":")
+        arguments = inspect.signature(import_environment(name, module).__dict__[kind]).parameters
+        name.require_options(arguments, f"the game {name.task}")
+        raise ConfigError(f"{name.text}: the game cannot be made: {error}") from error
+    return make
+
+
+class Game:
+    """A game of one player, which draws from a random stream of its own."""
+
+    def __init__(self, textarena: Any, game: Any) -> None:
+        self._textarena, self._game = textarena, game
+        self.inner = game
+        while isinstance(self.inner, textarena.Wrapper):
+            self.inner = self.inner.env
+        self._stream = random.getstate()
+
+    def reset(self, seed: int) -> str:
+        """Begins the game of a seed, and returns its rules."""
+        with self._own_stream():
+            self._game.reset(num_players=1, seed=seed)
+            return self._seen()
+
+    def step(self, action: str) -> Step:
+        """Returns what the game answers; its reward comes with its end."""
+        with self._own_stream():
+            done, _ = self._game.step(action=action)
+            seen = self._seen()
+        if not done:
+            return Step(seen)
+        rewards, _ = self._game.close()
+        return Step(seen, float(rewards[0]), done=True)
+
+    def _seen(self) -> str:
+        """Returns what is new to the player: the game's own wrappers would repeat the conversation."""
+        player_action = self._textarena.ObservationType.PLAYER_ACTION
+        _, messages = self.inner.get_observation()
+        return "\n".join(text.strip() for _, text, kind in messages if kind != player_action)
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Lets the game draw from its own state of Python's generator, which all games and the trainer share."""
+        outside = random.getstate()
+        random.setstate(self._stream)
+        try:
+            yield
+        finally:
+            self._stream = random.getstate()
+            random.setstate(outside)

@@ -1,0 +1,53 @@
+"""A conversation in token space: the model's answers, and the messages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from archon.data.encoding import next_turn_ids
+from archon.generation.record import TokenRecord, check_answer
+from archon.generation.seeds import derive_seed
+from archon.generation.types import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
+from archon.rl.episode_context import workflow_context
+from archon.schema.errors import ContextOverflowError
+
+Reply: TypeAlias = Callable[[str, ModelResponse], Awaitable[str | None]]
+"""Returns the user's message to an answer, given as text and as the engine returned it; None ends the conversation."""
+
+
+async def converse(
+    engine: InferenceEngine,
+    record: TokenRecord,
+    prompt_ids: list[int],
+    index: int,
+    reply: Reply,
+    gconfig: GenerationHyperparameters,
+    tokenizer: Any,
+) -> None:
+    """Fills `record` with a conversation, which is sample `index` of its episode.
+
+    It ends where `reply` returns None, with an answer that reached its limit of length, or where the next turn does not
+    fit; the last two set `record.truncated`. Nothing is encoded twice: the prompt of the next turn is the tokens so far
+    and those of the message.
+    """
+    seed = workflow_context.enter_sample(index).seed
+    new_ids = prompt_ids
+    while True:
+        # Each turn has its own random stream, so that it does not depend on concurrent conversations.
+        changes = {"n_samples": 1, "seed": derive_seed(seed, index, record.turns)}
+        one = gconfig.model_copy(update=changes)
+        try:
+            response = await engine.agenerate(ModelRequest(record.input_ids + new_ids, one, tokenizer=tokenizer))
+        except ContextOverflowError:
+            if record.turns == 0:
+                raise
+            record.truncated = True
+            return
+        check_answer(response)
+        record.observe(new_ids)
+        record.answer(response)
+        message = await reply(tokenizer.decode(response.output_tokens, skip_special_tokens=True), response)
+        if message is None or record.truncated:
+            return
+        new_ids = next_turn_ids(tokenizer, {"role": "user", "content": message}, response.output_tokens)
