@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 from archon.schema.errors import ConfigError
 
 # By family: the path of its adapter, which is imported when it is named, since this room stands below RL.
-ADAPTERS = {family: f"archon.rl.environments.{family}" for family in ("reasoning_gym", "textarena")}
+ADAPTERS = {family: f"archon.rl.environments.{family}" for family in ("openenv", "reasoning_gym", "textarena")}
 _NAME = re.compile(rf"({'|'.join(ADAPTERS)})(?::(.*))?", re.DOTALL)
 
 

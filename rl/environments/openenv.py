@@ -1,0 +1,125 @@
+"""OpenEnv: environments behind an HTTP server. `workflow: openenv:http://127.0.0.1:8000` plays one episode a sample,
+each in a session of its own, by the protocol of the server's `/ws`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from archon.data.environments import EnvironmentName
+from archon.remote.clients import require_package
+from archon.rl.environments.episodes import Step, scores_itself
+from archon.rl.environments.splits import SIZE, episode_rows
+from archon.rl.episode_context import workflow_context
+from archon.schema.errors import ConfigError
+
+SECONDS = 60.0
+"""Limit of one answer of the server."""
+
+_FRAME_BYTES = 100 * 2**20
+_OWN_FIELDS = ("done", "reward", "metadata")  # of an observation and of an action: OpenEnv's, not the environment's
+
+
+def rows(name: EnvironmentName, split: str, seed: int) -> list[dict[str, Any]]:
+    """Returns the seeds of `size` episodes (500 by default), which the environment's workflow plays."""
+    _require_url(name)
+    name.require_options(["size"], "train_data of an environment (its fields go to workflow)")
+    return episode_rows(name, split, seed, name.whole_number("size", SIZE))
+
+
+def reward(name: EnvironmentName) -> Callable[..., float]:
+    """Returns what stands for the rewards that the server gives."""
+    return scores_itself(name.text)
+
+
+def opener(name: EnvironmentName) -> Callable[[], Session]:
+    """Returns a function that makes a session. The server is asked for the fields of its actions and observations.
+
+    Raises ConfigError where it does not answer, or where the field of text is not the only one and not given as
+    `action_field` or `observation_field`.
+    """
+    url = _require_url(name)
+    name.require_options(["action_field", "observation_field"], "an environment's workflow")
+    httpx = require_package("httpx")
+    try:
+        with httpx.Client(trust_env=False, timeout=10.0) as client:
+            schema = client.get(f"{url}/schema").raise_for_status().json()
+            properties = {part: schema[part]["properties"] for part in ("action", "observation")}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{name.text}: {url}/schema is not that of an OpenEnv server ({type(error).__name__}: {error}); start the "
+            "server first, and name its base URL"
+        ) from error
+    fields = [_text_field(name, part, of_part) for part, of_part in properties.items()]
+    return lambda: Session(url, *fields)
+
+
+class Session:
+    """An episode at a server, over one connection."""
+
+    def __init__(self, url: str, action_field: str, observation_field: str) -> None:
+        self._url = "ws" + url.removeprefix("http") + "/ws"
+        self._action_field, self._observation_field = action_field, observation_field
+        self._socket: Any = None
+
+    async def reset(self, seed: int) -> str:
+        """Begins the episode of a seed, and returns the first observation."""
+        async with asyncio.timeout(SECONDS):
+            http = await workflow_context.get_aiohttp_session()
+            self._socket = await http.ws_connect(self._url, max_msg_size=_FRAME_BYTES)
+        return self._shown(await self._ask("reset", {"seed": seed}))
+
+    async def step(self, action: str) -> Step:
+        """Returns what the server answers to an action."""
+        answer = await self._ask("step", {self._action_field: action})
+        return Step(self._shown(answer), float(answer.get("reward") or 0.0), bool(answer.get("done")))
+
+    async def close(self) -> None:
+        """Ends the session, if there is one."""
+        if self._socket is not None:
+            await self._socket.close()
+
+    def _shown(self, answer: Mapping[str, Any]) -> str:
+        return str(answer["observation"].get(self._observation_field, ""))
+
+    async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Returns the data of the server's answer; raises RuntimeError for an error of the server."""
+        async with asyncio.timeout(SECONDS):
+            await self._socket.send_str(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(await self._socket.receive_str())
+        given: dict[str, Any] = answer.get("data", {})
+        if answer.get("type") != "error":
+            return given
+        advice = ""
+        if given.get("code") == "CAPACITY_REACHED":
+            advice = "; set workflow_args.max_concurrent, or the server's max_concurrent_envs"
+        raise RuntimeError(f"the server says {given.get('message')!r} ({given.get('code')}){advice}")
+
+
+def _require_url(name: EnvironmentName) -> str:
+    if not name.task.startswith(("http://", "https://")):
+        raise ConfigError(f"{name.text}: expected the server's base URL, such as openenv:http://127.0.0.1:8000")
+    return name.task.rstrip("/")
+
+
+def _text_field(name: EnvironmentName, part: str, properties: Mapping[str, Any]) -> str:
+    """Returns the field of an action or an observation that holds its text."""
+    fields = {field: of for field, of in properties.items() if field not in _OWN_FIELDS}
+    option = f"{part}_field"
+    given = name.options.get(option)
+    texts = [field for field, of in fields.items() if _is_text(of)]
+    if given is not None and given in fields:
+        return str(given)
+    if given is None and len(texts) == 1:
+        return texts[0]
+    problem = f"an {part} has no field {given!r}" if given is not None else f"no one field of an {part} is its text"
+    raise ConfigError(
+        f"{name.text}: {problem}; choose of {', '.join(fields) or 'none'}: openenv:{name.task}?{option}=NAME"
+    )
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    kinds = [schema, *schema.get("anyOf", [])]
+    return any(kind.get("type") == "string" for kind in kinds)
