@@ -16,6 +16,8 @@ _._threads
 _.daemon_threads
 _.allow_reuse_address
 _.do_GET
+_.do_POST
+_.do_DELETE
 _.log_message
 _.default_headers
 _.media_type

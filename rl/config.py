@@ -12,7 +12,7 @@ from archon.data.config import DatasetConfig
 from archon.data.environments import parse_environment
 from archon.generation.types import GenerationHyperparameters, GeneratorConfig
 from archon.parallel.layout import parse_layout
-from archon.remote.config import PushConfig
+from archon.remote.config import LaunchConfig, PushConfig
 from archon.rl.agent_sampling import AgentSampling
 from archon.rl.algorithms.aggregation import DrGRPOAggregation
 from archon.rl.algorithms.config import AlgorithmConfig
@@ -59,7 +59,13 @@ class RolloutConfig(StrictModel):
     servers: list[str] | None = Field(
         None, description="URLs of inference servers that sample the answers; null: the in-process generator"
     )
+    launch: LaunchConfig | None = Field(
+        None, description="inference servers that the run starts and ends itself, in place of servers"
+    )
     push: PushConfig | None = Field(None, description="of weights to the servers; null: its defaults")
+    port: int | None = Field(
+        None, ge=0, le=65535, description="of /metrics for Prometheus, and /servers to join and leave; null: none"
+    )
 
     renamed: ClassVar[Mapping[str, str]] = {"max_refills": "rollout.max_resamples"}
 
@@ -334,16 +340,25 @@ class RLConfig(StrictModel):
 
     def _servers_agree(self) -> None:
         rollout = self.rollout
-        if rollout.servers is None:
+        if rollout.servers is not None and rollout.launch is not None:
+            raise ValueError("rollout.servers and rollout.launch are set; name servers that run, or launch some")
+        if rollout.servers is None and rollout.launch is None:
             if rollout.push is not None:
                 raise ValueError("rollout.push is set, and rollout.servers are not; it is of weights that go to them")
             return
+        given = "rollout.servers" if rollout.launch is None else "rollout.launch"
         if self.generator is not None:
-            raise ValueError("generator is set, and rollout.servers sample instead of it; remove one of them")
+            raise ValueError(f"generator is set, and {given} sample instead of it; remove one of them")
         if self.mode != "both":
-            raise ValueError(f"rollout.servers are set, and mode is {self.mode}; only mode both pushes weights to them")
+            raise ValueError(f"{given} are set, and mode is {self.mode}; only mode both pushes weights to them")
         if self.verify_export and parse_layout(self.actor.layout).world_size > 1:
             raise ValueError(
-                f"verify_export compares the generator's copy of the model, and with rollout.servers and actor.layout "
+                f"verify_export compares the generator's copy of the model, and with {given} and actor.layout "
                 f"{self.actor.layout} no process has one; set verify_export=false"
+            )
+        shared = None if rollout.push is None else rollout.push.folder
+        if rollout.launch is not None and rollout.launch.launcher == "slurm" and shared is None:
+            raise ValueError(
+                "rollout.launch.launcher is slurm, whose servers are on other machines; set rollout.push.folder to a "
+                "folder that all of them share"
             )

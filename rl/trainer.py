@@ -22,7 +22,6 @@ from archon.generation import InProcessEngine
 from archon.generation.types import GeneratorConfig
 from archon.parallel.control_plane import ControlPlane
 from archon.parallel.layout import parse_layout
-from archon.remote.connect import connect
 from archon.remote.engine import RemoteEngine
 from archon.rl.agent_sampling import SamplingPolicy
 from archon.rl.asynchronous import AsyncRollout, Gathered
@@ -32,13 +31,15 @@ from archon.rl.demonstrations import Demonstrations
 from archon.rl.evaluation import evaluate, evaluation_workflows, sampled_gconfig
 from archon.rl.export import LOGIT_TOLERANCE, export_difference
 from archon.rl.logprob_check import check_mismatch, check_recomputable, mismatch_limit
+from archon.rl.monitor import Monitor
 from archon.rl.prompts import Prompt, PromptStream
 from archon.rl.rewards import AsyncRewardWrapper, averify_gold
 from archon.rl.rollout import Rollout, RolloutBatch
+from archon.rl.servers import open_servers
 from archon.rl.summary import ZeroVarianceMonitor, batch_metrics, newest_record, reward_gains, write_groups
 from archon.rl.teacher import open_teacher
 from archon.rl.update import PolicyUpdate
-from archon.rl.weight_sync import in_process, probe_tokens, weights_for
+from archon.rl.weight_sync import in_process, weights_for
 from archon.rl.workflows import RolloutWorkflow, WorkflowLike, reads_raw_rows, resolve_workflow
 from archon.schema.errors import ConfigError
 from archon.schema.lazy import import_dotted
@@ -79,6 +80,8 @@ class RLTrainer(BaseTrainer):
         self._zero_variance = ZeroVarianceMonitor()
         self.async_rollout: AsyncRollout | None = None  # of which the controller's alone runs
         self._raw = False  # whether rows hold those of their source
+        self._monitor: Monitor | None = None
+        self._newest: dict[str, float] = {}  # of the last step, for the monitor
         self._overlap_seconds = 0.0  # of this step: generation during the trainer's computations
         self._waited_seconds = 0.0  # of this step: unfinished answers that waited for a push
 
@@ -162,7 +165,9 @@ class RLTrainer(BaseTrainer):
             generated = self.generator.stats.seconds - generating - self._waited_seconds
             metrics["rollout/overlap"] = self._overlap_seconds / generated if generated else 0.0
         metrics["skipped_update"] = float(not batch)
-        return metrics | {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
+        metrics |= {"version": self.engine.version} | {f"seconds/{name}": s for name, s in seconds.items()}
+        self._newest = {"step": self.step + 1, **metrics}
+        return metrics
 
     def _push_during_episodes(self) -> dict[str, float]:
         """Pushes to servers in a thread where the rollout is asynchronous, so that tools and rewards go on; unfinished
@@ -305,6 +310,8 @@ class RLTrainer(BaseTrainer):
             finally:
                 if self.async_rollout is not None:
                     self._loop.run_until_complete(self.async_rollout.close())
+                if self._monitor is not None:
+                    self._monitor.close()
                 if isinstance(self.generator, RemoteEngine):
                     self.generator.close()
                 if isinstance(self.rollout.workflow, RolloutWorkflow):  # one may only have its method
@@ -376,6 +383,10 @@ class RLTrainer(BaseTrainer):
         self.controller = Controller(self._loop, self.runner)
         # In process every rank has a generator, which answers its share of an evaluation.
         self._controls_evaluation = config.rollout.max_staleness > 0 and isinstance(self.generator, RemoteEngine)
+        if config.rollout.port is not None and ControlPlane.of_run().is_main:
+            fleet = self.generator if isinstance(self.generator, RemoteEngine) else None
+            self._monitor = Monitor(config.rollout.port, lambda: self._newest, fleet)
+            self._log(f"metrics for Prometheus at {self._monitor.url}/metrics")
         temperature = config.gconfig.temperature
         self.rollout = Rollout(
             self.generator,
@@ -406,26 +417,9 @@ class RLTrainer(BaseTrainer):
 
     def _open_generator(self) -> InProcessEngine | RemoteEngine:
         config = self.config
+        if config.rollout.servers is not None or config.rollout.launch is not None:
+            return open_servers(config, self.engine, self.tokenizer, self.prompts.rows, self._log)
         settings = config.generator or GeneratorConfig()
-        if config.rollout.servers is not None:
-            generator = connect(
-                config.rollout.servers,
-                config.rollout.push,
-                vocab_size=self.engine.args.vocab_size,
-                tokenizer=self.tokenizer,
-                has_adapters=bool(self.engine.lora),
-                probe=probe_tokens(self.tokenizer, self.prompts.rows),
-                seed=config.seed,
-                log=self._log,
-            )
-            generator.update_weights(weights_for(self.engine, generator), version=self.engine.version)
-            pushed = generator.push_metrics
-            self._log(
-                f"{len(generator.servers)} servers have the weights of version {generator.version}: by "
-                f"{generator.transport}, {pushed['push/bytes']:.0f} bytes, {pushed['push/seconds']:.1f} s, "
-                f"|Δ logprob| up to {pushed['push/difference']:.1e}"
-            )
-            return generator
         generator = in_process(
             self.engine,
             self.tokenizer,

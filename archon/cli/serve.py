@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -47,6 +48,12 @@ def command(
             metavar="FOLDER", help="folder from which clients with the token may load further adapters; needs a token"
         ),
     ] = None,
+    push_root: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="folder from which a trainer with the token may push weights; needs a token"
+        ),
+    ] = None,
     train: Annotated[
         Path | None,
         typer.Option(metavar="RUN.yaml", help="configuration of `archon rl`: train on the sessions that clients rate"),
@@ -54,11 +61,13 @@ def command(
 ) -> None:
     from archon.cli.serve_config import ServeConfig
 
-    if train is not None and (adapter or adapter_root):
+    if (train is not None or push_root is not None) and (adapter or adapter_root):
         raise ConfigError(
-            "--adapter and --adapter-root go with a checkpoint that stays as it is, and --train changes its weights; "
-            "leave out one of them"
+            "--adapter and --adapter-root go with a checkpoint that stays as it is, and --train and --push-root change "
+            "its weights; leave out one of them"
         )
+    if train is not None and push_root is not None:
+        raise ConfigError("--train changes the weights itself, and --push-root lets a trainer do so; leave out one")
     if train is not None:
         serve_training(path, train, overrides or [], host, port, token)
     resolved = load_config(ServeConfig, config, overrides or [])
@@ -71,8 +80,12 @@ def command(
         raise ConfigError("--adapter-root lets clients load adapters, which needs a token: set one with --token")
     if adapter_root is not None and not adapter_root.is_dir():
         raise ConfigError(f"--adapter-root is {str(adapter_root)!r}, which is no folder")
+    if push_root is not None and token is None:
+        raise ConfigError("--push-root lets trainers replace the weights, which needs a token: set one with --token")
+    if push_root is not None and not push_root.is_dir():
+        raise ConfigError(f"--push-root is {str(push_root)!r}, which is no folder")
     folders = named_folders(adapter or [])
-    asyncio.run(serve(make_server(path, resolved, token, folders, adapter_root), host, port))
+    asyncio.run(serve(make_server(path, resolved, token, folders, adapter_root, push_root), host, port))
 
 
 def named_folders(options: Sequence[str]) -> dict[str, Path]:
@@ -113,6 +126,7 @@ def make_server(
     token: str | None,
     adapters: Mapping[str, Path] | None = None,
     adapter_root: Path | None = None,
+    push_root: Path | None = None,
 ) -> AgentServer:
     """Loads the checkpoint, and adapters from their folders. Returns its server, which does not listen yet."""
     import torch
@@ -125,6 +139,7 @@ def make_server(
     from archon.generation.types import GenerationHyperparameters
     from archon.models import get_model_spec
     from archon.serve.adapter_folders import AdapterFolders
+    from archon.serve.pushed_weights import NOTHING_PUSHED, PushedWeights
     from archon.serve.server import AgentServer
     from archon.serve.service import Limits
 
@@ -132,9 +147,14 @@ def make_server(
     hf_config = read_hf_config(path)
     spec, model_name = get_model_spec(hf_config["model_type"]), config.model_name or path.resolve().name
     tokenizer = load_tokenizer(config.tokenizer or path)
-    model = load_model(path, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
+    read = partial(load_model, device=str(resolve_device(config.device)), dtype=getattr(torch, config.dtype))
     engine = InProcessEngine.from_model(
-        model, tokenizer, max_slots=config.max_slots, max_seq_len=config.max_tokens, seed=config.seed
+        read(path),
+        tokenizer,
+        max_slots=config.max_slots,
+        max_seq_len=config.max_tokens,
+        seed=config.seed,
+        version=0 if push_root is None else NOTHING_PUSHED,
     )
     names = spec.state_dict_adapter_class(hf_config, str(path))
     engine.max_adapters = config.max_adapters
@@ -151,6 +171,11 @@ def make_server(
         tool_call_parser=config.tool_call_parser,
         adapter_folders=(
             None if adapter_root is None else AdapterFolders(adapter_root, lambda folder: read_adapters(folder, names))
+        ),
+        pushed=(
+            None
+            if push_root is None
+            else PushedWeights(engine, push_root, read, lambda folder: read_adapters(folder, names))
         ),
         limits=Limits(
             body_bytes=config.max_body_bytes,

@@ -195,6 +195,16 @@ class InProcessEngine:
         return self.version
 
     @property
+    def max_seq_len(self) -> int:
+        """The most tokens of prompt and answer together."""
+        return self._generator.max_seq_len
+
+    @property
+    def unfinished(self) -> int:
+        """The number of requests that have no answer yet."""
+        return len(self._generator.unfinished)
+
+    @property
     def model(self) -> BaseArchonModel:
         """The replica: an unsharded model with the weights used for generation."""
         return self._generator.model

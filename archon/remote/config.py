@@ -30,3 +30,22 @@ class PushConfig(StrictModel):
     )
     seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of each request of a push")
     answer_seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of an answer")
+
+
+class LaunchConfig(StrictModel):
+    """Inference servers that the run starts, watches, restarts and ends."""
+
+    engine: Literal["archon", "vllm", "sglang"] = Field("archon", description="what answers")
+    count: int = Field(1, ge=1, le=1024, description="servers")
+    args: list[str] = Field(default_factory=list, description="further arguments of each server's command")
+    command: list[str] | None = Field(
+        None, description="the program, such as [path/to/vllm, serve]; null: archon serve, vllm serve, or sglang's"
+    )
+    launcher: Literal["local", "slurm"] = Field(
+        "local", description="local: processes on this machine; slurm: a job each, submitted by sbatch"
+    )
+    sbatch: list[str] = Field(default_factory=list, description="options of sbatch, such as --partition=gpu")
+    seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="until a server must have completed one token")
+    restarts: int = Field(
+        3, ge=0, description="starts in a row, without a push that succeeded, after which a server is given up"
+    )

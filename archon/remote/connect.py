@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import ipaddress
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
+from archon.remote.archon import Archon
 from archon.remote.config import PushConfig
 from archon.remote.dialect import STREAMED, Dialect, Transport
 from archon.remote.engine import RemoteEngine, spread_tokens
 from archon.remote.http import Http, ServerError
 from archon.remote.server import RemoteServer
+from archon.remote.sglang import SGLang
 from archon.remote.vllm import VLLM
 from archon.schema.errors import ConfigError
 
-DIALECTS: tuple[type[Dialect], ...] = (VLLM,)
+DIALECTS: tuple[type[Dialect], ...] = (VLLM, Archon, SGLang)
 SHARED_MEMORY = Path("/dev/shm")
 PROBE_TOKENS = 256
 
@@ -31,6 +33,7 @@ def connect(
     vocab_size: int,
     tokenizer: Any = None,
     has_adapters: bool = False,
+    log: Callable[[str], None] = print,
     **options: Any,
 ) -> RemoteEngine:
     """Returns the engine of the servers at `urls`, to which weights must be pushed before it is asked.
@@ -38,6 +41,7 @@ def connect(
     Args:
         vocab_size: of the model whose weights will be pushed.
         tokenizer: names the end-of-text id; must be that of the servers.
+        log: called with one line of what a user must know.
         has_adapters: whether the model's adapters alone may be pushed.
         options: further fields of `RemoteEngine`.
 
@@ -47,7 +51,7 @@ def connect(
     config = config or PushConfig()
     if not urls or len(set(urls)) < len(urls):
         raise ConfigError(f"rollout.servers is {list(urls)}; expected the URL of each server once")
-    servers = [_connected(url, tokenizer) for url in urls]
+    servers = [_connected(url, tokenizer, log) for url in urls]
     transport: Transport = config.transport if config.transport != "auto" else "lora" if has_adapters else "disk"
     if transport == "lora" and not has_adapters:
         raise ConfigError("rollout.push.transport is lora, and the actor has no adapters; set actor.lora, or disk")
@@ -56,6 +60,12 @@ def connect(
     for server in servers:
         _require_transport(server, transport)
     folder, cleanup = (Path(), None) if transport in STREAMED else _folder(config, urls)
+
+    def reach(url: str) -> RemoteServer:
+        server = _connected(url, tokenizer, log)
+        _require_transport(server, transport)
+        return server
+
     eos = getattr(tokenizer, "eos_token_id", None)
     engine = RemoteEngine(
         servers,
@@ -64,6 +74,8 @@ def connect(
         folder,
         vocab_size,
         eos_token_ids=() if eos is None else (eos,),
+        log=log,
+        reach=reach,
         **options,
     )
     if cleanup is not None:
@@ -71,7 +83,7 @@ def connect(
     return engine
 
 
-def _connected(url: str, tokenizer: Any) -> RemoteServer:
+def _connected(url: str, tokenizer: Any, log: Callable[[str], None]) -> RemoteServer:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"rollout.servers: got {url!r}; expected a URL such as http://127.0.0.1:8000")
@@ -79,8 +91,10 @@ def _connected(url: str, tokenizer: Any) -> RemoteServer:
     try:
         dialect = next((found for kind in DIALECTS if (found := kind.connect(http)) is not None), None)
         if dialect is None:
-            raise ConfigError(f"{url} is no vLLM server; expected one, as rollouts ask no others yet")
+            raise ConfigError(f"{url} is no server of a known kind; expected vLLM, SGLang or archon serve")
         server = RemoteServer(http, dialect, dialect.facts.model)
+        if warning := dialect.unverified:
+            log(f"{url}: {warning}")
         dialect.resume(http)  # a trainer that died may have left it paused
         server.check_health(60)
         if tokenizer is not None:
@@ -105,16 +119,8 @@ def _require_transport(server: RemoteServer, transport: Transport) -> None:
     facts = server.dialect.facts
     if transport in facts.transports:
         return
-    loads = "--worker-extension-cls archon.serve.vllm_extension.Extension --weight-transfer-config "
-    loads += '\'{"backend": "archon"}\''
-    fixes = {
-        "disk": loads,
-        "delta": loads,
-        "gloo": loads,
-        "nccl": loads,
-        "lora": "--enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
-    }
-    raise ConfigError(f"{server.url} takes no weights by {transport}; start it with {fixes[transport]}")
+    fix = server.dialect.start_for(transport)
+    raise ConfigError(f"{server.url} takes no weights by {transport}; start it with {fix}")
 
 
 def _folder(config: PushConfig, urls: Sequence[str]) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:

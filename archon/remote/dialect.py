@@ -5,10 +5,11 @@ A dialect maps every field of `GenerationHyperparameters`, or refuses it: server
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from archon.generation.types import GenerationHyperparameters, StopReason
 from archon.remote.http import Http, ServerError
@@ -26,7 +27,7 @@ class ServerFacts:
     """What a server says of itself when it is connected.
 
     Attributes:
-        kind: `vllm`.
+        kind: `vllm`, `archon` or `sglang`.
         release: the server's version, as it says it.
         model: the name that requests give.
         max_seq_len: tokens of prompt and answer together.
@@ -71,6 +72,8 @@ class Dialect(ABC):
     """How one server is spoken to. Methods with `http` send requests; the others translate."""
 
     facts: ServerFacts
+    unverified: ClassVar[str] = ""
+    """What a user is told of a dialect that was never run against its server."""
 
     @classmethod
     @abstractmethod
@@ -128,12 +131,26 @@ class Dialect(ABC):
         """Returns the version of the server's weights."""
         raise self._has_no("versions of weights")
 
+    def start_for(self, transport: Transport) -> str:
+        """Returns with what the server must be started so that it takes weights by `transport`."""
+        raise self._has_no(f"pushes by {transport}")
+
     def _has_no(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.facts.kind} {self.facts.release} has no {what}; use vLLM for rollouts")
+        return ConfigError(f"{self.facts.kind} {self.facts.release} has no {what}")
 
 
 def finite_logprobs(values: Sequence[Any], where: str) -> list[float]:
-    """Returns `values` as numbers; raises ServerError where one is missing."""
-    if not all(isinstance(value, int | float) for value in values):
-        raise ServerError(f"{where}: a logprob is missing")
+    """Returns `values` as numbers; raises ServerError where one is missing, NaN or infinite."""
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        raise ServerError(f"{where}: a logprob is missing, or no finite number")
     return [float(value) for value in values]
+
+
+def field_at(body: Any, where: str, *path: str | int) -> Any:
+    """Returns what is at a path of keys and indices; raises ServerError where there is nothing."""
+    for key in path:
+        try:
+            body = body[key]
+        except (KeyError, IndexError, TypeError):
+            raise ServerError(f"{where} answered without {'.'.join(map(str, path))}") from None
+    return body

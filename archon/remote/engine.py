@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +28,7 @@ from archon.remote.feed import Feed
 from archon.remote.http import ServerError
 from archon.remote.server import POLL_SECONDS, Limits, Push, RemoteServer
 from archon.remote.weight_stream import pack
-from archon.schema.errors import ConfigError, RolloutError
+from archon.schema.errors import ConfigError, RolloutError, UserError
 
 # Measured with SmolLM2-135M: a float32 trainer and vLLM in float32 differ by up to 5e-5 over chat prompts, and over 256
 # ids of the vocabulary by 1.2e-5 on average, but by 1.0e-3 in one. In bfloat16 (transformers' model on a CPU, |Δ
@@ -89,6 +91,7 @@ class RemoteStats:
         retried: requests that another server was asked again.
         resumed: answers that went on after an interruption.
         lost: servers that left the fleet.
+        returned: of these, those that were brought back between two pushes.
     """
 
     busy_seconds: float = 0.0
@@ -96,6 +99,7 @@ class RemoteStats:
     retried: int = 0
     resumed: int = 0
     lost: int = 0
+    returned: int = 0
 
     @property
     def seconds(self) -> float:
@@ -125,6 +129,10 @@ class RemoteEngine:
     log: Callable[[str], None] = print
     stats: RemoteStats = field(default_factory=RemoteStats)
     push_metrics: dict[str, float] = field(default_factory=dict)
+    reach: Callable[[str], RemoteServer] | None = None
+    """Connects a server that joins the fleet; None: none may."""
+    patience: float = 0.0
+    """Seconds to wait for a server where all are out: another thread may bring one back."""
     close: Callable[[], None] = lambda: None
     """Removes the folder of pushes, where it was made for this engine."""
 
@@ -134,6 +142,11 @@ class RemoteEngine:
         self._aborted: set[str] = set()
         self._running: dict[str, RemoteServer] = {}
         self._submitted = self._in_flight = 0
+        self._pushing = threading.Lock()
+        self._last_push: Push | None = None
+        self._counted: dict[str, int] = {}
+        self._joining: list[str] = []
+        self._leaving: set[str] = set()
         self._resumed = asyncio.Event()
         self._resumed.set()
         self.max_seq_len = min(server.dialect.facts.max_seq_len for server in self.servers)
@@ -216,7 +229,46 @@ class RemoteEngine:
 
         A server that fails is left out until a later push to it succeeds. Raises NoServerError where all fail.
         """
-        version = self.version + 1 if version is None else version
+        with self._pushing:
+            self._update(meta, self.version + 1 if version is None else version)
+        if self.patience and not any(server.failure is None for server in self.servers):
+            self._wait_for_one()
+        _ = self.fleet  # raises where all failed
+
+    def bring_back(self, server: RemoteServer) -> bool:
+        """Gives a server that left the fleet the weights of the last push, and verifies them.
+
+        Other threads may call it on the first rank; further ranks know of it after the next push. Returns False where
+        there is nothing to give; raises RolloutError, leaving the server out, where it fails.
+        """
+        with self._pushing:
+            push = self._last_push
+            if push is None or server not in self.servers or server.failure is None:
+                return False
+            server.pushing = True
+            try:
+                server.push(replace(push, delta=None, since=None, limits=self._limits(server)))
+            except RolloutError as error:
+                server.failure = str(error)
+                raise
+            finally:
+                server.pushing = False
+        self.stats.returned += 1
+        return True
+
+    def join(self, url: str) -> None:
+        """Takes a server into the fleet at the next push, which it gets. On the first rank, from any thread."""
+        self._joining.append(url.rstrip("/"))
+
+    def leave(self, url: str) -> None:
+        """Takes a server out of the fleet for good: at once for the first rank, at the next push for others."""
+        self._leaving.add(url.rstrip("/"))
+        for server in self.servers:
+            if server.url in self._leaving and server.failure is None:
+                server.failure = f"{server.url} was taken out of the fleet"
+
+    def _update(self, meta: WeightSource, version: int) -> None:
+        self._change_members()
         started = time.perf_counter()
         dtypes = {server.dialect.facts.dtype for server in self.servers}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -241,8 +293,57 @@ class RemoteEngine:
             "servers/lost": float(self.stats.lost),
             "servers/retried": float(self.stats.retried),
             "servers/resumed": float(self.stats.resumed),
+            "servers/returned": float(self.stats.returned),
+            **self._answers(),
         }
-        _ = self.fleet  # raises where all failed
+
+    def _answers(self) -> dict[str, float]:
+        """Returns how many answers each server gave all ranks since the last push."""
+        own = {server.url: server.answers for server in self.servers}
+        since = {url: count - self._counted.get(url, 0) for url, count in own.items()}
+        self._counted = own
+        everyone = [json.loads(data) for data in self._world.all_gather(json.dumps(since).encode())]
+        return {
+            f"servers/{place}/answers": float(sum(counts.get(server.url, 0) for counts in everyone))
+            for place, server in enumerate(self.servers)
+        }
+
+    def _change_members(self) -> None:
+        """Makes joined and left servers those of every rank."""
+        joining, self._joining = self._joining, []
+        able, leaving = self._world.broadcast_json(
+            lambda: ([url for url in joining if self._connects(url)], sorted(self._leaving))
+        )
+        for url in able:
+            if self.reach is not None and all(server.url != url for server in self.servers):
+                joined = self.reach(url)
+                joined.failure = f"{url} has joined, and awaits its first push"
+                self.servers.append(joined)
+                self._leaving.discard(url)
+        staying = [server for server in self.servers if server.url not in leaving or server.url in able]
+        if staying:
+            self.servers[:] = staying
+
+    def _connects(self, url: str) -> bool:
+        try:
+            return self.reach is not None and bool(self.reach(url))
+        except UserError as error:
+            self.log(f"{url} does not join: {error}")
+            return False
+
+    def _wait_for_one(self) -> None:
+        """Waits until a server is back, on every rank; at most `patience`."""
+
+        def states() -> list[tuple[str, int | None, str | None]]:
+            until = time.monotonic() + self.patience
+            while time.monotonic() < until and all(server.failure is not None for server in self.servers):
+                time.sleep(POLL_SECONDS)
+            return [(server.model, server.version, server.failure) for server in self.servers]
+
+        found = self._world.broadcast_json(states)
+        for server, (model, version, failure) in zip(self.servers, found, strict=True):
+            if failure is None and version is not None:
+                server.accept(model, version)
 
     def state_dict(self) -> dict[str, int]:
         """Returns the state from which a resumed run derives the same seeds for requests without one."""
@@ -251,10 +352,17 @@ class RemoteEngine:
     def _write_and_push(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
         """Writes to the shared folder what the servers then load."""
         started, folder = time.perf_counter(), self.folder / f"version-{version}"
-        meta.write(self.transport, folder, dtype)
+        try:
+            meta.write(self.transport, folder, dtype)
+        except OSError as error:
+            raise RolloutError(
+                f"the weights of version {version} cannot be written to {folder} ({error}); free space there, or name "
+                "another folder by rollout.push.folder, and resume the run"
+            ) from None
         delta, since = self._write_delta(folder)
         seconds, size = time.perf_counter() - started, _size(delta or folder) if self._world.is_main else 0
         push = self._push(meta, version, folder=folder, delta=delta, since=since)
+        self._last_push = push
         results = self._world.broadcast_json(lambda: self._push_to_all([push] * len(self.servers)))
         if self._world.is_main:
             _remove_others(self.folder, folder)
@@ -332,7 +440,9 @@ class RemoteEngine:
             self._running[key] = server
             try:
                 named = replace(sampling, rid=key, model=server.model)
-                return await server.generate(named, self.config.answer_seconds)
+                answer = await server.generate(named, self.config.answer_seconds)
+                self._require_possible(answer, sampling, server)
+                return answer
             except ServerError as error:
                 if server.failure is None:
                     server.failure = str(error)
@@ -342,9 +452,22 @@ class RemoteEngine:
             finally:
                 del self._running[key]
 
+    def _require_possible(self, answer: Answer, sampling: Sampling, server: RemoteServer) -> None:
+        """Raises ServerError for tokens that the model does not have, or more than were asked for."""
+        tokens = answer.tokens
+        if len(tokens) > sampling.limit or not all(type(x) is int and 0 <= x < self.vocab_size for x in tokens):
+            raise ServerError(
+                f"{server.url} answered with {len(tokens)} tokens, at most {sampling.limit} ids below "
+                f"{self.vocab_size} were asked for"
+            )
+
     async def _choose(self, group: object) -> RemoteServer:
         """Returns the group's server or the least loaded one, of those that are not getting weights."""
+        until = time.monotonic() + self.patience
         while True:
+            if time.monotonic() < until and all(server.failure is not None for server in self.servers):
+                await asyncio.sleep(POLL_SECONDS)
+                continue
             able = [server for server in self.fleet if not server.pushing]
             if able:
                 break
@@ -366,7 +489,7 @@ class RemoteEngine:
         limit = answer_limit(req, self.vocab_size, self.max_seq_len, "the servers' --max-model-len")
         if req.image_data:
             raise RolloutError(f"request {req.rid}: image_data was given, and only tokens are sent to servers")
-        for server in self.fleet:
+        for server in self.servers:
             server.dialect.check(g)
         if seed is None:  # servers take 63 bits
             seed = request_seed(self.seed, self._submitted) >> 1 if g.seed is None else g.seed

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 from archon.remote.clients import http_client, loop_client, require_package
 from archon.schema.errors import RolloutError
@@ -45,6 +47,15 @@ class Http:
     def command(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONNECT_SECONDS) -> None:
         """Posts what is answered by its status alone."""
         self._send("POST", path, body, seconds, has_content=False)
+
+    def listens(self) -> bool:
+        """Returns whether anything accepts connections at the URL."""
+        parts = urlsplit(self.url)
+        try:
+            with socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_SECONDS):
+                return True
+        except OSError:
+            return False
 
     async def answer(self, path: str, body: dict[str, Any], seconds: float) -> Any:
         """Posts on the running event loop. A caller that is canceled closes the connection, which ends the request."""

@@ -59,6 +59,7 @@ class RemoteServer:
         verified: the versions of all pushes to it that were.
         failure: why it is out of the fleet; None: it is in it. A server comes back by a push that is verified.
         running: requests that it is answering.
+        answers, tokens: that it gave this process.
         pushing: whether it is getting weights, and must not be asked before they are verified.
     """
 
@@ -69,6 +70,8 @@ class RemoteServer:
     failure: str | None = None
     verified: set[str] = field(default_factory=set, repr=False)
     running: int = 0
+    answers: int = 0
+    tokens: int = 0
     pushing: bool = False
 
     @property
@@ -101,6 +104,8 @@ class RemoteServer:
                     f"{self.url} answered with weights of version {name!r}, and it was given {given}; was it "
                     "restarted, or updated by others?"
                 )
+        self.answers += 1
+        self.tokens += len(answer.tokens)
         return answer
 
     def check_health(self, seconds: float) -> None:
@@ -122,6 +127,8 @@ class RemoteServer:
         dialect.resume(http)
         try:
             scores = dialect.score(http, model, push.probe, push.seconds)
+            if len(scores) != len(push.expected):
+                raise ServerError(f"{self.url} scored {len(scores)} tokens of a probe, expected {len(push.expected)}")
             differences = [abs(own - theirs) for own, theirs in zip(push.expected, scores, strict=True)]
             largest, mean, limits = max(differences), sum(differences) / len(differences), push.limits
             if not (largest <= limits.largest and mean <= limits.mean):  # NaN as well

@@ -12,7 +12,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from archon.generation.types import GenerationHyperparameters, StopReason
-from archon.remote.dialect import Answer, Dialect, LogprobsMode, Sampling, ServerFacts, Transport, finite_logprobs
+from archon.remote.dialect import (
+    Answer,
+    Dialect,
+    LogprobsMode,
+    Sampling,
+    ServerFacts,
+    Transport,
+    field_at,
+    finite_logprobs,
+)
 from archon.remote.http import CONNECT_SECONDS, Http, RefusedError, ServerError
 from archon.remote.weight_stream import Bucket, Sender
 from archon.schema.errors import ConfigError
@@ -222,14 +231,14 @@ class VLLM(Dialect):
             raise ServerError(f"{http.url}: the prefix cache is in use and keeps what the old weights computed")
         return model
 
+    def start_for(self, transport: Transport) -> str:
+        if transport == "lora":
+            return "--enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+        extension = "--worker-extension-cls archon.serve.vllm_extension.Extension"
+        return f'{extension} --weight-transfer-config \'{{"backend": "{EXTENSION_BACKEND}"}}\''
+
     def _field(self, body: Any, *path: str | int) -> Any:
-        """Returns what is at a path of keys and indices; raises ServerError where there is nothing."""
-        for key in path:
-            try:
-                body = body[key]
-            except (KeyError, IndexError, TypeError):
-                raise ServerError(f"{self._url} answered without {'.'.join(map(str, path))}") from None
-        return body
+        return field_at(body, self._url, *path)
 
 
 def _broadcast(sender: Sender, buckets: Iterable[Bucket], loading: Future[None], url: str) -> None:

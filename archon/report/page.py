@@ -65,15 +65,21 @@ def _page_data(run: RunData) -> dict[str, Any]:
         "steps": max(series.steps[-1] for series in run.series.values()),
         "seconds": round(run.seconds),
         "colors": COLORS,
-        "panels": [
-            {"title": panel.title, "unit": panel.unit, "series": [_series_data(s) for s in series]}
-            for panel, series in run.panels()
-        ],
+        "panels": _panels_data(run, fleet=False),
+        "fleet": _panels_data(run, fleet=True),
         "further": [{"title": series.name, "unit": "", "series": [_series_data(series)]} for series in run.further()],
         "groups": run.sampled.groups,
         "selection": run.sampled.selection,
         "config": run.config,
     }
+
+
+def _panels_data(run: RunData, *, fleet: bool) -> list[dict[str, Any]]:
+    return [
+        {"title": panel.title, "unit": panel.unit, "series": [_series_data(s) for s in series]}
+        for panel, series in run.panels()
+        if panel.fleet == fleet
+    ]
 
 
 def _series_data(series: Series) -> dict[str, Any]:

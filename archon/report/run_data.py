@@ -21,7 +21,7 @@ LARGEST_DRAWN = 1e300  # beyond it the length of an axis overflows
 class Panel:
     """One chart of the series whose names match `pattern`. `unit` labels the vertical axis.
 
-    A panel with `hide_zero` is left out while all its values are 0.
+    A panel with `hide_zero` is left out while all its values are 0, one of the `fleet` where no servers answered.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Panel:
     pattern: str
     unit: str = ""
     hide_zero: bool = False
+    fleet: bool = False
 
 
 # A series belongs to the first panel that matches; series without a panel are shown as further metrics.
@@ -45,7 +46,17 @@ PANELS = (
     Panel("staleness", "Staleness", r"staleness_(mean|max)", "versions", True),
     Panel("lost", "Truncated, or of zero variance", r".*truncated|(zero_variance|overlong)_fraction", "share", True),
     Panel("failures", "Failures", r"rollout/(dropped|failed)/.*|rollout/rejected", "a step", True),
+    Panel("servers", "Servers in the fleet", r"push/servers", "servers", fleet=True),
+    Panel("server_load", "Answers of each server", r"servers/\d+/answers", "a step", fleet=True),
+    Panel(
+        "server_losses", "Servers lost, requests retried", r"servers/(lost|returned|retried|resumed)", "", fleet=True
+    ),
+    Panel("push_seconds", "Time of a push", r"push/(write_)?seconds", "seconds", fleet=True),
+    Panel("push_bytes", "Size of a push", r"push/bytes", "bytes", fleet=True),
+    Panel("push_difference", "Verified |Δ logprob| of a push", r"push/difference", "nats", fleet=True),
 )
+FLEET_SERIES = "push/servers"
+"""What only runs on inference servers have."""
 
 
 @dataclass
@@ -70,11 +81,15 @@ class RunData:
     def panels(self) -> list[tuple[Panel, list[Series]]]:
         """Returns the panels to show, in order, with their series."""
         panels = [(panel, [s for s in self.series.values() if _panel_of(s.name) is panel]) for panel in PANELS]
-        return [(p, series) for p, series in panels if any(not p.hide_zero or any(s.values) for s in series)]
+        fleet = FLEET_SERIES in self.series
+        shown = [(panel, series) for panel, series in panels if fleet or not panel.fleet]
+        return [(p, series) for p, series in shown if any(not p.hide_zero or any(s.values) for s in series)]
 
     def further(self) -> list[Series]:
         """Returns the series without a panel whose values are not constant."""
-        return [s for s in self.series.values() if _panel_of(s.name) is None and len(set(s.values)) > 1]
+        drawn = {s.name for _, series in self.panels() for s in series}
+        rest = [s for s in self.series.values() if s.name not in drawn and not _is_hidden(s.name)]
+        return [s for s in rest if len(set(s.values)) > 1]
 
 
 def load_run(run_dir: str | Path) -> RunData:
@@ -124,6 +139,12 @@ def _number(value: Any) -> float | None:
     if isinstance(value, int | float):
         return float(value) if abs(value) <= LARGEST_DRAWN else math.nan
     return math.nan if value in ("NaN", "Infinity", "-Infinity") else None
+
+
+def _is_hidden(name: str) -> bool:
+    """Returns whether a series belongs to a panel that is left out while its values are 0."""
+    panel = _panel_of(name)
+    return panel is not None and not panel.fleet
 
 
 def _panel_of(name: str) -> Panel | None:

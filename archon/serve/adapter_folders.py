@@ -38,13 +38,18 @@ class AdapterFolders:
         return self.read(folder)
 
     def _inside(self, root: Path, path: Path) -> Path:
-        try:
-            found = path.resolve()
-            inside = found.is_relative_to(root)
-        except (OSError, RuntimeError, ValueError):  # a loop of links, a NUL, a name that is too long
-            inside = False
-        if not inside:
+        found = inside(root, path)
+        if found is None:
             raise ConfigError(
                 f"lora_path: {str(path)!r:.200} leads out of {root}, the only place to load adapters from"
             )
         return found
+
+
+def inside(root: Path, path: Path) -> Path | None:
+    """Returns what a path leads to, links followed; None unless it is in `root`, itself without links."""
+    try:
+        found = path.resolve()
+        return found if found.is_relative_to(root) else None
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a NUL, a name that is too long
+        return None

@@ -159,9 +159,9 @@ async def _answer(request: Request, api_class: type[ProtocolHandler], body: Any,
     api = api_class(body, request.state.caller, service.tokenizer, service.choose(body.model), service.format)
     items = await stack.enter_async_context(aclosing(api.generate()))
     if body.stream:  # a failure before the first token still gets its own status
-        first = await _while_connected(request.receive, anext(items))
+        first = await while_connected(request.receive, anext(items))
         return EventStream(_events(request, api, first, items), headers={"Cache-Control": "no-store"})
-    choices = await _while_connected(request.receive, _choices(items))
+    choices = await while_connected(request.receive, _choices(items))
     return api.response(sorted(choices, key=lambda choice: choice.index))
 
 
@@ -169,7 +169,7 @@ async def _choices(items: AsyncIterator[Delta | Choice]) -> list[Choice]:
     return [item async for item in items if isinstance(item, Choice)]
 
 
-async def _while_connected(receive: Receive, work: Awaitable[T]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """Returns the result of `work`, which is canceled if the client disconnects."""
     task = asyncio.ensure_future(work)
 
@@ -192,7 +192,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _while_connected(receive, self.stream_response(send))
+        await while_connected(receive, self.stream_response(send))
 
 
 async def _events(

@@ -12,9 +12,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from archon.schema.errors import ConfigError
+from archon.serve import metrics_route, rollout_routes
 from archon.serve.error_responses import ErrorResponse, error_body
 from archon.serve.routes import app
 from archon.serve.service import Service, check_host
+
+app.include_router(rollout_routes.router)
+app.include_router(metrics_route.router)
 
 KEEP_ALIVE_SECONDS = 3600  # between two requests; a client that reuses its connection must not find it closed
 

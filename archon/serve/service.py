@@ -24,6 +24,7 @@ except ImportError:
     ) from None
 from archon.serve.adapter_folders import AdapterFolders
 from archon.serve.answer_text import AnswerFormat
+from archon.serve.pushed_weights import PushedWeights
 from archon.serve.sessions import Caller, LimitError, ModelChoice, Session, Sessions, Training
 
 
@@ -57,6 +58,7 @@ class Service:
         tool_call_parser: name of the format of tool calls; None: that of the chat template.
         training: takes rated sessions; None keeps them for `export`.
         adapter_folders: where adapters may be loaded from while it runs, with the server's token; None: none may.
+        pushed: the engine's weights, where a trainer may push others, with the server's token.
 
     A server whose engine has adapters, or that can load them, answers with the model that a request names. Another one
     has a single model, whatever its name in requests.
@@ -74,11 +76,14 @@ class Service:
         tool_call_parser: str | None = None,
         training: Training | None = None,
         adapter_folders: AdapterFolders | None = None,
+        pushed: PushedWeights | None = None,
     ) -> None:
         if adapter_folders is not None and token is None:
             raise ConfigError("adapters are loaded with the server's token, and it has none: set one with --token")
+        if pushed is not None and token is None:
+            raise ConfigError("weights are pushed with the server's token, and it has none: set one with --token")
         self.tokenizer, self.model, self.limits = tokenizer, model, limits or Limits()
-        self.training = training
+        self.training, self.pushed = training, pushed
         self.format = AnswerFormat.of(tokenizer, tool_call_parser)
         self.sessions = Sessions(self.limits.sessions, self.limits.calls_per_session, self.limits.session_idle_seconds)
         self._default = None if engine is None else Caller(engine, gconfig or GenerationHyperparameters())
@@ -111,6 +116,16 @@ class Service:
         elif not hmac.compare_digest(key.encode("utf-8", "replace"), self._token.encode()):
             raise HTTPException(401, "the API key is neither a session's nor the server's token")
         return self._default
+
+    @property
+    def active_requests(self) -> int:
+        """The number of requests that are being answered."""
+        return self._active_requests
+
+    @property
+    def engine(self) -> InferenceEngine | None:
+        """What answers requests without a session."""
+        return self._engine
 
     @property
     def adapters(self) -> Mapping[str, ServedAdapter]:

@@ -18,6 +18,9 @@ function tiles() {
 
 function charts() {
   document.getElementById("charts").append(...run.panels.map((panel) => chart(panel, 460, 220)));
+  const fleet = document.getElementById("fleet");
+  fleet.hidden = run.fleet.length === 0;
+  fleet.querySelector("div").append(...run.fleet.map((panel) => chart(panel, 460, 220)));
   const further = document.getElementById("further");
   further.hidden = run.further.length === 0;
   further.querySelector("div").append(...run.further.map((panel) => chart(panel, 310, 160)));

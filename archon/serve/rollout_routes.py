@@ -1,0 +1,143 @@
+"""Routes of a trainer whose rollouts this server answers: tokens in; tokens, logprobs and versions out; pushes of
+weights. They exist where the server was started with `--push-root`, for the server's token alone."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+from pydantic import Field
+
+import archon
+from archon.generation.types import GenerationHyperparameters, ModelRequest
+from archon.serve.protocol import Integer, RequestModel, TokenId
+from archon.serve.pushed_weights import POLICY, PushedWeights
+from archon.serve.routes import AuthorizedRoute, ServiceOf, while_connected
+from archon.serve.sessions import Session
+
+# Not described at /openapi.json, which is for agents.
+router = APIRouter(prefix="/v1/rollout", route_class=AuthorizedRoute, include_in_schema=False)
+
+
+async def _pushed(request: Request, service: ServiceOf) -> PushedWeights:
+    if isinstance(request.state.caller, Session):
+        raise HTTPException(403, "only the server's token answers trainers")
+    if service.pushed is None:
+        raise HTTPException(403, "this server takes no weights; start it with --push-root and --token")
+    return service.pushed
+
+
+Pushed = Annotated[PushedWeights, Depends(_pushed)]
+
+
+class GenerateBody(RequestModel):
+    """One answer; `sampling` has every field of `GenerationHyperparameters` that matters."""
+
+    rid: str = Field(min_length=1, max_length=400)
+    input_ids: list[TokenId]
+    policy: bool = Field(False, description="answered by the pushed adapter, not by the model alone")
+    sampling: dict[str, Any]
+
+
+class ScoreBody(RequestModel):
+    """The logprobs of tokens at temperature 1."""
+
+    input_ids: list[TokenId] = Field(min_length=2)
+    policy: bool = False
+
+
+class TextBody(RequestModel):
+    text: str
+
+
+class PauseBody(RequestModel):
+    """`abort` ends unfinished answers with what they have, `keep` goes on with them at `resume`."""
+
+    mode: Literal["abort", "keep"]
+
+
+class AbortBody(RequestModel):
+    rid: str
+
+
+class WeightsBody(RequestModel):
+    """A checkpoint, or an adapter in PEFT's format, in a folder in the server's root of pushes."""
+
+    transport: Literal["disk", "lora"]
+    folder: str = Field(min_length=1, max_length=4096)
+    version: Integer = Field(ge=0, lt=2**63)
+
+
+@router.get("")
+async def describe(service: ServiceOf, pushed: Pushed) -> dict[str, Any]:
+    """Tell what a trainer must know."""
+    engine = pushed.engine
+    return {
+        "release": archon.__version__,
+        "model": service.model,
+        "max_seq_len": engine.max_seq_len,
+        "dtype": str(next(engine.model.parameters()).dtype).removeprefix("torch."),
+        "vocab_size": engine.model.args.vocab_size,
+        "version": pushed.version,
+        "unfinished": engine.unfinished,
+    }
+
+
+@router.post("/generate")
+async def generate(request: Request, pushed: Pushed, body: GenerateBody) -> dict[str, Any]:
+    """Answer a prompt; ends with what it has where it is aborted or interrupted by a push."""
+    if body.policy and POLICY not in pushed.engine.adapters:
+        raise HTTPException(503, "no adapter was pushed to this server since it was started")
+    asked = ModelRequest(
+        body.input_ids,
+        GenerationHyperparameters.parse(body.sampling, source="sampling"),
+        rid=body.rid,
+        adapter=POLICY if body.policy else None,
+    )
+    answer = await while_connected(request.receive, pushed.engine.agenerate(asked))
+    return {
+        "output_ids": answer.output_tokens,
+        "logprobs": answer.output_logprobs,
+        "versions": answer.output_versions,
+        "stop_reason": answer.stop_reason,
+    }
+
+
+@router.post("/score")
+async def score(pushed: Pushed, body: ScoreBody) -> dict[str, list[float]]:
+    """Score given tokens, from the second on."""
+    return {"logprobs": pushed.engine.prompt_logprobs(body.input_ids, adapter=POLICY if body.policy else None)}
+
+
+@router.post("/tokenize")
+async def tokenize(service: ServiceOf, pushed: Pushed, body: TextBody) -> dict[str, list[int]]:
+    """Return a text's tokens, without special ones."""
+    del pushed
+    return {"tokens": list(service.tokenizer(body.text, add_special_tokens=False)["input_ids"])}
+
+
+@router.post("/pause")
+async def pause(pushed: Pushed, body: PauseBody) -> dict[str, int]:
+    """Stop sampling until `resume`; new requests wait."""
+    pushed.engine.pause()
+    return {"aborted": pushed.engine.abort() if body.mode == "abort" else 0}
+
+
+@router.post("/resume")
+async def resume(pushed: Pushed) -> dict[str, int]:
+    """Go on sampling."""
+    pushed.engine.resume()
+    return {"unfinished": pushed.engine.unfinished}
+
+
+@router.post("/abort")
+async def abort(pushed: Pushed, body: AbortBody) -> dict[str, int]:
+    """End the unfinished requests of a name with what they have."""
+    return {"aborted": pushed.engine.abort(body.rid)}
+
+
+@router.post("/weights")
+async def load_weights(pushed: Pushed, body: WeightsBody) -> dict[str, int]:
+    """Replace the weights; unfinished answers go on with the new ones."""
+    await pushed.load(body.transport, body.folder, body.version)
+    return {"version": pushed.version}

@@ -1,0 +1,158 @@
+"""A port of the run on loopback: its numbers for Prometheus, and the servers that join and leave it."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from archon.remote.engine import RemoteEngine
+from archon.remote.http import KEY
+from archon.remote.prometheus import CONTENT_TYPE, Metric, counter, gauge, render
+from archon.schema.errors import ConfigError
+
+HOST = "127.0.0.1"
+MAX_BODY = 4096
+
+
+class Monitor(ThreadingHTTPServer):
+    """Answers `GET /metrics`, and `GET`, `POST` and `DELETE /servers`, the latter two with `{"url": …}`.
+
+    Where the servers have a key, joining and leaving needs it too. `newest` returns the metrics of the last step.
+    Raises ConfigError if the port is in use.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, port: int, newest: Callable[[], Mapping[str, Any]], engine: RemoteEngine | None) -> None:
+        self.newest, self.engine = newest, engine
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise ConfigError(
+                f"rollout.port: {port} on {HOST} is in use; choose another, or 0 for a free one"
+            ) from None
+        self._thread = threading.Thread(target=self.serve_forever, name="archon-monitor", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_address[1]}"
+
+    def close(self) -> None:
+        """Stops listening."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def metrics(self) -> str:
+        """Returns the run's numbers in Prometheus' text format."""
+        newest = {name: value for name, value in self.newest().items() if isinstance(value, int | float)}
+        found = [gauge(f"archon_run_{name}", f"{name} of the last step.", value) for name, value in newest.items()]
+        return render([*found, *self._fleet()])
+
+    def _fleet(self) -> list[Metric]:
+        if self.engine is None:
+            return []
+        servers, stats = list(self.engine.servers), self.engine.stats
+        labels = [{"url": server.url, "kind": server.dialect.facts.kind} for server in servers]
+        by_server: list[tuple[str, str, list[float]]] = [
+            ("archon_server_in_fleet", "1: it may be asked.", [float(s.failure is None) for s in servers]),
+            ("archon_server_requests", "Requests that it is answering.", [float(s.running) for s in servers]),
+            ("archon_server_version", "Its verified version; -1: none.", [float(_version(s.version)) for s in servers]),
+            ("archon_server_answers_total", "Answers that it gave.", [float(s.answers) for s in servers]),
+            ("archon_server_tokens_total", "Tokens that it gave.", [float(s.tokens) for s in servers]),
+        ]
+        found = []
+        for name, help_text, values in by_server:
+            kind: Any = "counter" if name.endswith("_total") else "gauge"
+            found.append(Metric(name, help_text, list(zip(labels, values, strict=True)), kind))
+        return [
+            *found,
+            counter("archon_servers_lost_total", "Times that a server left the fleet.", stats.lost),
+            counter("archon_servers_returned_total", "Servers brought back between pushes.", stats.returned),
+            counter("archon_requests_retried_total", "Requests asked again elsewhere.", stats.retried),
+            counter("archon_requests_resumed_total", "Answers that went on after an interruption.", stats.resumed),
+        ]
+
+
+def _version(version: int | None) -> int:
+    return -1 if version is None else version
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Monitor
+    timeout = 30
+
+    def do_GET(self) -> None:
+        if not self._is_local():
+            return
+        engine = self.server.engine
+        if self.path == "/metrics":
+            self._answer(200, self.server.metrics(), CONTENT_TYPE)
+        elif self.path == "/servers" and engine is not None:
+            listed = [
+                {"url": s.url, "kind": s.dialect.facts.kind, "version": s.version, "failure": s.failure}
+                for s in engine.servers
+            ]
+            self._answer(200, json.dumps({"servers": listed}), "application/json")
+        else:
+            self._answer(404, "there are /metrics and, of runs on inference servers, /servers\n")
+
+    def do_POST(self) -> None:
+        self._change("join")
+
+    def do_DELETE(self) -> None:
+        self._change("leave")
+
+    def _change(self, what: str) -> None:
+        engine, key = self.server.engine, os.environ.get(KEY)
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not self._is_local():
+            return
+        if key and not hmac.compare_digest(given.encode(), key.encode()):
+            self._answer(401, f"the servers have a key: send {KEY} as bearer token\n")
+        elif self.path != "/servers" or engine is None:
+            self._answer(404, "servers join and leave runs on inference servers, at /servers\n")
+        elif (url := self._url()) is None:
+            self._answer(400, 'send {"url": "http://…"} as application/json\n')
+        else:
+            (engine.join if what == "join" else engine.leave)(url)
+            self._answer(202, json.dumps({"url": url, "from": "the next push"}), "application/json")
+
+    def _url(self) -> str | None:
+        # Browsers let no page of another site send application/json without asking first (a CORS preflight).
+        length = self.headers.get("Content-Length", "")
+        if self.headers.get_content_type() != "application/json" or not length.isdecimal() or int(length) > MAX_BODY:
+            return None
+        try:
+            url = json.loads(self.rfile.read(int(length)))["url"]
+        except (ValueError, KeyError, TypeError):
+            return None
+        return url if isinstance(url, str) and url.startswith(("http://", "https://")) else None
+
+    def _is_local(self) -> bool:
+        # Against DNS rebinding: another site whose name resolves to loopback must not read the run.
+        if self.headers.get("Host", "").partition(":")[0] in (HOST, "localhost"):
+            return True
+        self._answer(403, "only 127.0.0.1 and localhost are served\n")
+        return False
+
+    def _answer(self, status: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing per request."""

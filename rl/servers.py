@@ -1,0 +1,90 @@
+"""The inference servers of a run: those that it names, or those that it launches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from archon.engine.engine import ArchonEngine
+from archon.parallel.control_plane import ControlPlane
+from archon.remote.config import PushConfig
+from archon.remote.connect import connect
+from archon.remote.engine import RemoteEngine
+from archon.remote.http import KEY
+from archon.remote.launch import LaunchedServers, push_root
+from archon.remote.launcher import command, own_key
+from archon.rl.config import RLConfig
+from archon.rl.weight_sync import probe_tokens, weights_for
+
+
+def open_servers(
+    config: RLConfig, engine: ArchonEngine, tokenizer: Any, rows: Sequence[dict[str, Any]], log: Callable[[str], None]
+) -> RemoteEngine:
+    """Returns the engine of the run's servers, which have the weights of `engine`. A collective.
+
+    Closing it ends servers that were launched. Raises ConfigError for servers that cannot be trained on.
+    """
+    launched = None if config.rollout.launch is None else _launched(config, engine, log)
+    world = ControlPlane.patient("servers")
+    try:
+        urls = config.rollout.servers
+        if config.rollout.launch is not None:
+            urls, os.environ[KEY] = world.broadcast_json(lambda: (launched.open() if launched else [], own_key()))
+        generator = connect(
+            urls or [],
+            config.rollout.push,
+            vocab_size=engine.args.vocab_size,
+            tokenizer=tokenizer,
+            has_adapters=bool(engine.lora),
+            probe=probe_tokens(tokenizer, rows),
+            seed=config.seed,
+            log=log,
+        )
+        _close_with(generator, launched)
+        generator.update_weights(weights_for(engine, generator), version=engine.version)
+    except BaseException:
+        if launched is not None:
+            launched.close()
+        raise
+    if launched is not None:
+        launched.watch(generator)
+    pushed = generator.push_metrics
+    log(
+        f"{len(generator.servers)} servers have the weights of version {generator.version}: by "
+        f"{generator.transport}, {pushed['push/bytes']:.0f} bytes, {pushed['push/seconds']:.1f} s, "
+        f"|Δ logprob| up to {pushed['push/difference']:.1e}"
+    )
+    return generator
+
+
+def _close_with(generator: RemoteEngine, launched: LaunchedServers | None) -> None:
+    """Makes closing the engine end launched servers first, which then no longer read its folder."""
+    if launched is None:
+        return
+    remove = generator.close
+
+    def close() -> None:
+        launched.close()
+        remove()
+
+    generator.close = close
+
+
+def _launched(config: RLConfig, engine: ArchonEngine, log: Callable[[str], None]) -> LaunchedServers | None:
+    """Returns the servers to launch, on the first rank; None on others. A collective."""
+    launch, push = config.rollout.launch, config.rollout.push or PushConfig()
+    assert launch is not None
+    own_key()
+    root, model = push_root(push), Path(config.actor.path)
+    folder = Path(config.run_dir).absolute() / "servers"
+    if launch.launcher == "slurm":
+        folder = root / "servers"
+    if config.actor.init_from_scratch:  # the path holds no weights
+        model = folder / "model"
+        engine.save(model)
+    if not ControlPlane.patient("servers").is_main:
+        return None
+    rank = config.actor.lora.rank if config.actor.lora is not None else None
+    return LaunchedServers(launch, command(launch, str(model.absolute()), root, config.actor.dtype, rank), folder, log)

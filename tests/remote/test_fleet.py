@@ -1,0 +1,73 @@
+"""A fleet whose servers join, leave, fail and come back during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archon.remote.config import PushConfig
+from archon.remote.connect import connect
+from archon.remote.engine import RemoteEngine
+from archon.schema.errors import RolloutError
+from tests.remote.test_engine import Weights, ask, request
+from tests.remote.twin import VLLMTwin
+
+
+@pytest.fixture
+def fleet(tokenizer: Any, checkpoint: Path) -> Callable[..., tuple[RemoteEngine, Weights]]:
+    """Connects twins and pushes version 0."""
+
+    def make(*servers: VLLMTwin) -> tuple[RemoteEngine, Weights]:
+        weights = Weights(checkpoint)
+        urls = [server.url for server in servers]
+        engine = connect(urls, PushConfig(), vocab_size=len(tokenizer), tokenizer=tokenizer)
+        engine.update_weights(weights, version=0)
+        return engine, weights
+
+    return make
+
+
+def test_servers_join_at_a_push_and_leave_at_once(fleet: Any, twin: Callable[..., VLLMTwin]) -> None:
+    first, second = twin(), twin()
+    engine, weights = fleet(first)
+    engine.join(second.url)
+    engine.join("http://127.0.0.1:1")
+    asked = [request(seed, group=seed) for seed in range(4)]
+    ask(engine, *asked)
+    assert not second.generated(), "it has none of the run's weights"
+    engine.update_weights(weights)
+    assert engine.push_metrics["push/servers"] == 2 and second.weight_version == "1"
+    expected = ask(engine, *asked)
+    assert len(second.generated()) >= 2
+    engine.leave(first.url)
+    before = len(first.generated())
+    answers = ask(engine, *asked)
+    assert len(first.generated()) == before
+    assert [answer.output_tokens for answer in answers] == [answer.output_tokens for answer in expected]
+    engine.update_weights(weights)
+    assert [server.url for server in engine.servers] == [second.url] and first.weight_version == "1"
+
+
+def test_a_server_comes_back_with_the_weights_of_the_last_push_or_not_at_all(
+    fleet: Any, twin: Callable[..., VLLMTwin]
+) -> None:
+    first, second = twin(), twin()
+    engine, _ = fleet(first, second)
+    server = engine.servers[0]
+    assert not engine.bring_back(server), "it is in the fleet"
+    first.weight_version = "default"  # as after a restart
+    ask(engine, *(request(seed, group=seed) for seed in range(4)))
+    assert server.failure is not None and engine.stats.lost == 1
+    first.faults = {"update"}
+    with pytest.raises(RolloutError, match="/update_weights answered with status 500"):
+        engine.bring_back(server)
+    assert "status 500" in str(server.failure)
+    first.faults.clear()
+    assert engine.bring_back(server) and server.failure is None and first.weight_version == "0"
+    before = len(first.generated())
+    answers = ask(engine, *(request(seed, group=seed) for seed in range(4)))
+    assert len(first.generated()) > before and engine.stats.returned == 1
+    assert all(set(answer.output_versions) == {0} for answer in answers)

@@ -1,0 +1,203 @@
+"""Servers that a run starts: they come up, are restarted, and never outlive it, on this machine and under Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archon.remote import keeper
+from archon.remote.config import LaunchConfig
+from archon.remote.http import KEY, Http
+from archon.remote.launch import LaunchedServers
+from archon.remote.launcher import Command, command
+from archon.remote.slurm import SlurmHandle, script
+from archon.rl import RLTrainer
+from archon.rl.config import RLConfig
+from archon.schema.errors import ConfigError
+from tests.tolerances import FIRST_RATIO_FP32
+
+WEB = Command([sys.executable, "-m", "http.server", "{port}", "--bind", "{host}"], {"MARK": "a 'quoted' value"})
+CONFIG = LaunchConfig(count=2, seconds=60)
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "secret")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, and is not only waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
+@pytest.mark.parametrize("victim", ["trainer", "keeper"])
+def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path, number: int, victim: str) -> None:
+    """The server, which once ignores SIGTERM as if it were wedged, and its own child."""
+    deaf = "trap '' TERM; " if (victim, number) == ("trainer", signal.SIGKILL) else ""
+    server = f"{deaf}sleep 1000 & echo $$ $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pids; wait"
+    kept = [sys.executable, keeper.__file__, "--", "bash", "-c", server]
+    trainer = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); "
+    trainer += "print(p.pid, flush=True); time.sleep(1000)"
+    pids: list[int] = []
+    process = subprocess.Popen([sys.executable, "-c", trainer, *kept], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        keeper_pid = int(process.stdout.readline())
+        wait_for((tmp_path / "pids").exists)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        # A server dies with its keeper (PR_SET_PDEATHSIG); what it started itself is then its own affair.
+        ending = pids[:1] if (victim, number) == ("keeper", signal.SIGKILL) else pids
+        os.kill(keeper_pid if victim == "keeper" else process.pid, number)
+        wait_for(lambda: not any(map(is_alive, ending)))
+    finally:
+        for pid in filter(is_alive, [process.pid, *pids]):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_local_servers_come_up_and_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launched = LaunchedServers(CONFIG, WEB, tmp_path / "servers")
+    urls = launched.open()
+    assert len(set(urls)) == 2 and all(Http(url).listens() for url in urls)
+    launched.close()
+    assert not any(Http(url).listens() for url in urls)
+    assert "launched 2 archon servers" in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_come_up_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+    failing = Command(["bash", "-c", "echo out of memory; exit 3"], {})
+    launched = LaunchedServers(CONFIG, failing, tmp_path)
+    with pytest.raises(ConfigError, match=r"server-\d ended with status 3; the end of .*log:\nout of memory"):
+        launched.open()
+    silent = LaunchedServers(LaunchConfig(seconds=0.5), Command(["sleep", "1000"], {}), tmp_path / "silent")
+    with pytest.raises(ConfigError, match=r"server-0 did not listen at http://127.0.0.1:\d+ within 0.5 s"):
+        silent.open()
+    assert all(handle.ended() is None for handle in [*launched.handles, *silent.handles]), "none is left"
+
+
+def test_each_engine_is_started_so_that_it_takes_pushes(tmp_path: Path) -> None:
+    wanted = {
+        "archon": ["--push-root", str(tmp_path), "dtype=bfloat16", "--port", "{port}"],
+        "vllm": ["--enable-scale-out", "--worker-extension-cls", "--weight-transfer-config", "bfloat16"],
+        "sglang": ["--model-path", "M", "--dtype", "bfloat16"],
+    }
+    for engine, arguments in wanted.items():
+        made = command(LaunchConfig(engine=engine, args=["--own"]), "M", tmp_path, "bfloat16", None)  # type: ignore[arg-type]
+        assert set(arguments) < set(made.arguments) and made.arguments[-1] == "--own"
+        assert "secret" not in made.arguments, "which every user of the machine could read"
+    adapters = command(LaunchConfig(engine="vllm", command=["my", "vllm"]), "M", tmp_path, "float32", 16)
+    assert adapters.arguments[:2] == ["my", "vllm"] and "--enable-lora" in adapters.arguments
+    assert adapters.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The log of commands given to stand-ins of Slurm's, which run a job as a process here."""
+    log, folder = tmp_path / "commands", tmp_path / "bin"
+    folder.mkdir()
+    jobs = tmp_path / "jobs"
+    programs = {
+        "hostname": "echo 127.0.0.1",
+        "sbatch": f'"{sys.executable}" - "$2" <<\'END\'\n'
+        "import os, subprocess, sys\n"
+        "path = sys.argv[1]\n"
+        "log = next(x.split('=', 1)[1].strip() for x in open(path) if x.startswith('#SBATCH --output='))\n"
+        "job = subprocess.Popen(['bash', path], stdout=open(log, 'a'), stderr=subprocess.STDOUT,\n"
+        "    env=os.environ | {'SLURM_JOB_ID': str(os.getpid())}, start_new_session=True)\n"
+        f"open('{jobs}', 'a').write(f'{{job.pid}}\\n')\n"
+        "print(f'{job.pid};cluster')\nEND",
+        "squeue": 'kill -0 "${3#--jobs=}" 2>/dev/null && echo RUNNING || true',
+        "scancel": 'kill "$1"',
+    }
+    for name, text in programs.items():
+        path = folder / name
+        path.write_text(f'#!/bin/bash\necho {name} "$@" >> {log}\n{text}\n')
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    yield log
+    for job in jobs.read_text().split() if jobs.exists() else []:
+        if is_alive(int(job)):
+            os.killpg(int(job), signal.SIGKILL)
+
+
+def test_servers_as_jobs_of_slurm(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archon.remote.slurm.QUEUE_SECONDS", 0.0)
+    config = LaunchConfig(launcher="slurm", sbatch=["--partition=gpu"], seconds=60)
+    folder = tmp_path / "shared folder"
+    launched = LaunchedServers(config, WEB, folder)
+    (url,) = launched.open()
+    assert Http(url).listens()
+    written = (folder / "server-0.sh").read_text()
+    assert "#SBATCH --partition=gpu\n" in written and "secret" not in written
+    handle = launched.handles[0]
+    assert isinstance(handle, SlurmHandle) and handle.ended() is None
+    launched.close()
+    wait_for(lambda: not Http(url).listens())
+    done = [line.split()[0] for line in slurm.read_text().splitlines()]
+    assert done[0] == "sbatch" and done[-1] == "scancel" and "squeue" in done
+    # A trainer that is gone touches no heartbeat: the job ends by itself.
+    (url,) = LaunchedServers(config, WEB, folder).open()
+    os.utime(folder / "heartbeat", (0, 0))
+    wait_for(lambda: not Http(url).listens())
+
+
+def test_a_script_of_slurm_is_what_a_shell_reads(tmp_path: Path) -> None:
+    text = script("server-3", WEB, tmp_path, ["--gres=gpu:1"], python="python3")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert text.startswith("#!/bin/bash\n#SBATCH --job-name=archon-server-3\n") and "#SBATCH --gres=gpu:1" in text
+    assert text.rstrip().endswith(f"{sys.executable} -m http.server $PORT --bind 0.0.0.0")
+
+
+def test_without_slurm_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="launcher is slurm, and there is no sbatch on PATH"):
+        LaunchedServers(LaunchConfig(launcher="slurm"), WEB, tmp_path).open()
+
+
+@pytest.mark.slow
+def test_a_run_on_launched_servers_survives_the_death_of_one(
+    rl_config: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = rl_config(total_steps=30)
+    run = config.model_dump() | {"generator": None}
+    run["rollout"] |= {"launch": {"count": 2, "args": ["device=cpu"], "seconds": 120}}
+    trainer = RLTrainer(RLConfig.parse(run))
+    with trainer.opened():
+        engine = trainer.generator
+        urls = [server.url for server in engine.servers]
+        steps = [trainer.train_step()]
+        port = urls[0].rpartition(":")[2]
+        found = subprocess.run(["pgrep", "-f", f"archon serve .*--port {port} "], capture_output=True, text=True)
+        served = [int(pid) for pid in found.stdout.split()]
+        assert served
+        for pid in served:
+            if "keeper" not in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: engine.servers[0].failure is not None)
+        steps.append(trainer.train_step())
+        wait_for(lambda: engine.servers[0].failure is None, 120)
+        steps.append(trainer.train_step())
+    assert [step["push/servers"] for step in steps][-1] == 2 and engine.stats.returned == 1
+    assert all(step["first_logprob_diff"] < FIRST_RATIO_FP32 for step in steps)
+    assert not any(Http(url).listens() for url in urls)
