@@ -63,9 +63,6 @@ class RolloutConfig(StrictModel):
         None, description="inference servers that the run starts and ends itself, in place of servers"
     )
     push: PushConfig | None = Field(None, description="of weights to the servers; null: its defaults")
-    port: int | None = Field(
-        None, ge=0, le=65535, description="of /metrics for Prometheus, and /servers to join and leave; null: none"
-    )
 
     renamed: ClassVar[Mapping[str, str]] = {"max_refills": "rollout.max_resamples"}
 

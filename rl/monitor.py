@@ -30,7 +30,7 @@ class Monitor(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, port: int, newest: Callable[[], Mapping[str, Any]], engine: RemoteEngine | None) -> None:
+    def __init__(self, port: int, newest: Callable[[], Mapping[str, Any]], engine: RemoteEngine) -> None:
         self.newest, self.engine = newest, engine
         try:
             super().__init__((HOST, port), _Handler)
@@ -38,7 +38,7 @@ class Monitor(ThreadingHTTPServer):
             if error.errno != errno.EADDRINUSE:
                 raise
             raise ConfigError(
-                f"rollout.port: {port} on {HOST} is in use; choose another, or 0 for a free one"
+                f"rollout.push.port: {port} on {HOST} is in use; choose another, or 0 for a free one"
             ) from None
         self._thread = threading.Thread(target=self.serve_forever, name="archon-monitor", daemon=True)
         self._thread.start()
@@ -60,8 +60,6 @@ class Monitor(ThreadingHTTPServer):
         return render([*found, *self._fleet()])
 
     def _fleet(self) -> list[Metric]:
-        if self.engine is None:
-            return []
         servers, stats = list(self.engine.servers), self.engine.stats
         labels = [{"url": server.url, "kind": server.dialect.facts.kind} for server in servers]
         by_server: list[tuple[str, str, list[float]]] = [
@@ -98,14 +96,14 @@ class _Handler(BaseHTTPRequestHandler):
         engine = self.server.engine
         if self.path == "/metrics":
             self._answer(200, self.server.metrics(), CONTENT_TYPE)
-        elif self.path == "/servers" and engine is not None:
+        elif self.path == "/servers":
             listed = [
                 {"url": s.url, "kind": s.dialect.facts.kind, "version": s.version, "failure": s.failure}
                 for s in engine.servers
             ]
             self._answer(200, json.dumps({"servers": listed}), "application/json")
         else:
-            self._answer(404, "there are /metrics and, of runs on inference servers, /servers\n")
+            self._answer(404, "there are /metrics and /servers\n")
 
     def do_POST(self) -> None:
         self._change("join")
@@ -120,8 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if key and not hmac.compare_digest(given.encode(), key.encode()):
             self._answer(401, f"the servers have a key: send {KEY} as bearer token\n")
-        elif self.path != "/servers" or engine is None:
-            self._answer(404, "servers join and leave runs on inference servers, at /servers\n")
+        elif self.path != "/servers":
+            self._answer(404, "servers join and leave at /servers\n")
         elif (url := self._url()) is None:
             self._answer(400, 'send {"url": "http://…"} as application/json\n')
         else:

@@ -383,9 +383,9 @@ class RLTrainer(BaseTrainer):
         self.controller = Controller(self._loop, self.runner)
         # In process every rank has a generator, which answers its share of an evaluation.
         self._controls_evaluation = config.rollout.max_staleness > 0 and isinstance(self.generator, RemoteEngine)
-        if config.rollout.port is not None and ControlPlane.of_run().is_main:
-            fleet = self.generator if isinstance(self.generator, RemoteEngine) else None
-            self._monitor = Monitor(config.rollout.port, lambda: self._newest, fleet)
+        port = None if config.rollout.push is None else config.rollout.push.port
+        if port is not None and isinstance(self.generator, RemoteEngine) and ControlPlane.of_run().is_main:
+            self._monitor = Monitor(port, lambda: self._newest, self.generator)
             self._log(f"metrics for Prometheus at {self._monitor.url}/metrics")
         temperature = config.gconfig.temperature
         self.rollout = Rollout(

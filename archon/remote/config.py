@@ -10,7 +10,7 @@ from archon.schema.config import MAX_SECONDS, StrictModel
 
 
 class PushConfig(StrictModel):
-    """How weights reach the inference servers, and how long they may take to answer."""
+    """How weights reach the inference servers, how long they may take to answer, and where the run tells of them."""
 
     transport: Literal["auto", "disk", "delta", "lora", "gloo", "nccl"] = Field(
         "auto",
@@ -30,6 +30,13 @@ class PushConfig(StrictModel):
     )
     seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of each request of a push")
     answer_seconds: float = Field(600.0, gt=0, le=MAX_SECONDS, description="time-out of an answer")
+    port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="on loopback, of /metrics for Prometheus, and of /servers, where servers join and leave the run; "
+        "0: any that is free; null: none",
+    )
 
 
 class LaunchConfig(StrictModel):

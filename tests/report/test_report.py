@@ -90,6 +90,22 @@ def test_the_charts_of_troubles_are_shown_once_there_are_any(tmp_path):
     assert charts["seconds"] == ["seconds/rollout", "seconds/update"]
 
 
+def test_a_run_on_servers_has_a_section_of_its_fleet_and_others_have_none(tmp_path):
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl")) as writer:
+        for step in (1, 2):
+            writer.write(step, {"reward": 0.0, "push/bytes": 100.0 * step})
+        data = page_data(render_page(load_run(tmp_path)))
+        assert not data["fleet"] and [panel["title"] for panel in data["further"]] == ["push/bytes"]
+        fleet = {"push/servers": 2.0, "push/seconds": 0.5, "push/difference": 1e-6, "servers/lost": 1.0}
+        writer.write(3, fleet | {"servers/0/answers": 7.0, "servers/1/answers": 5.0, "push/bytes": 1.0})
+    data = page_data(render_page(load_run(tmp_path)))
+    drawn = {panel["title"]: [series["name"] for series in panel["series"]] for panel in data["fleet"]}
+    assert drawn["Answers of each server"] == ["servers/0/answers", "servers/1/answers"]
+    assert drawn["Size of a push"] == ["push/bytes"] and not data["further"]
+    assert {"Servers in the fleet", "Verified |Δ logprob| of a push", "Time of a push"} <= drawn.keys()
+    assert [panel["title"] for panel in data["panels"]] == ["Reward"]
+
+
 def test_trajectories_of_a_prompt_stand_together(run_dir):
     groups = page_data(render_page(load_run(run_dir)))["groups"]
     assert [len(group) for group in groups] == [4, 4]

@@ -85,9 +85,9 @@ def test_servers_join_and_leave_with_the_key_alone(monitor: Monitor, fleet: Flee
 def test_a_port_in_use_is_said() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(ConfigError, match=r"rollout.port: .* is in use"),
+        pytest.raises(ConfigError, match=r"rollout.push.port: .* is in use"),
     ):
-        Monitor(taken.getsockname()[1], dict, None)
+        Monitor(taken.getsockname()[1], dict, Fleet())  # type: ignore[arg-type]
 
 
 def test_names_labels_and_numbers_are_what_prometheus_reads() -> None:
