@@ -118,7 +118,7 @@ class Served:
         self.done.clear()
         self._planned = kind, moment, which
 
-    def mend(self) -> None:
+    def start_again(self) -> None:
         """Start the server again if it is dead."""
         if self.process.poll() is not None:
             self._start()
@@ -196,7 +196,7 @@ def _other_version(content: bytes, which: int) -> bytes:
 
 @contextmanager
 def small_disk(folder: Path, mib: int = 4) -> Iterator[Path]:
-    """A file system of a few MiB, which needs root; where there is none, no disk is ever full."""
+    """Yields a file system of a few MiB, which needs root; where there is none, no disk is ever full."""
     folder.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(["mount", *options], capture_output=True).returncode == 0
@@ -209,7 +209,7 @@ def small_disk(folder: Path, mib: int = 4) -> Iterator[Path]:
 
 @contextmanager
 def proxies(servers: list[Served]) -> Iterator[list[str]]:
-    """The URLs of the servers' proxies, on an event loop in a thread."""
+    """Yields the URLs of the servers' proxies, on an event loop in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -272,7 +272,7 @@ class Chaos(threading.Thread):
                 raise BenchmarkError(f"no {moment} reached server {server.number} within {WHOLE_SECONDS:g} s")
             server.process.poll()
             time.sleep(0.1)
-            server.mend()
+            server.start_again()
         self._wait_until_whole()
         self.events.append(event | {"seconds": round(time.monotonic() - started, 1)})
         say(json.dumps(self.events[-1]))

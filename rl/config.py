@@ -347,7 +347,7 @@ class RLConfig(StrictModel):
         if self.generator is not None:
             raise ValueError(f"generator is set, and {given} sample instead of it; remove one of them")
         if self.mode != "both":
-            raise ValueError(f"{given} are set, and mode is {self.mode}; only mode both pushes weights to them")
+            raise ValueError(f"mode is {self.mode}, and {given} is set; only mode both pushes weights to servers")
         if self.verify_export and parse_layout(self.actor.layout).world_size > 1:
             raise ValueError(
                 f"verify_export compares the generator's copy of the model, and with {given} and actor.layout "

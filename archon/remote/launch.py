@@ -120,10 +120,12 @@ class LaunchedServers:
     def _mend(self, engine: RemoteEngine, handle: ServerHandle, server: RemoteServer, end: str | None) -> None:
         """Brings a server back that ended, or that left the fleet: where it does not answer, it is started again."""
         server.failure = server.failure or end
-        if end is None and handle.fruitless == 0:
+        if end is None:
             try:
                 server.check_health(CONNECT_SECONDS)
             except RolloutError as error:
+                if handle.fruitless and time.monotonic() - handle.started < self.config.seconds:
+                    raise  # it listens, and is not ready yet
                 end = str(error)
         if end is not None:
             self.log(f"{handle.name} is started again: {end.splitlines()[0]}")

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,18 +82,18 @@ class ServerHandle(ABC):
     Attributes:
         name: for logs.
         url: where it answers; known once it was started.
-        starts: how often it was started.
+        started: when it was last, by the monotonic clock.
         fruitless: starts since the last push to it that succeeded.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.url = name, ""
-        self.starts = self.fruitless = 0
+        self.started, self.fruitless = 0.0, 0
 
     def start(self) -> None:
         """Starts it, anew where it runs already."""
         self.stop()
-        self.starts += 1
+        self.started = time.monotonic()
         self.fruitless += 1
         self._start()
 
@@ -116,7 +117,7 @@ class LocalHandle(ServerHandle):
     command: Command
     folder: Path
     url: str = ""
-    starts: int = 0
+    started: float = 0.0
     fruitless: int = 0
     _keeper: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 

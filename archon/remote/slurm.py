@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -98,8 +99,6 @@ class SlurmHandle(ServerHandle):
 
 def _run(command: list[str], environment: dict[str, str], *, fails: bool = False) -> str:
     """Returns what a command of Slurm's prints; where it `fails`, nothing."""
-    import os
-
     try:
         done = subprocess.run(
             command, env=os.environ | environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
