@@ -68,6 +68,6 @@ def test_a_server_comes_back_with_the_weights_of_the_last_push_or_not_at_all(
     first.faults.clear()
     assert engine.bring_back(server) and server.failure is None and first.weight_version == "0"
     before = len(first.generated())
-    answers = ask(engine, *(request(seed, group=seed) for seed in range(4)))
+    answers = ask(engine, *(request(seed, group=f"new {seed}") for seed in range(4)))
     assert len(first.generated()) > before and engine.stats.returned == 1
     assert all(set(answer.output_versions) == {0} for answer in answers)
