@@ -16,8 +16,10 @@ from archon.schema.config import AdapterShape
 from archon.schema.errors import ConfigError
 from archon.schema.name_patterns import NamePatterns, ends_of
 
-ADAPTED_ROLES = ("column", "row", "latent")
+ADAPTED_ROLES = ("column", "row", "latent", "tower")
 """Roles of the linear layers that may have adapters: not routers, embeddings and heads."""
+TOWER = "visual."
+"""What the native names of a vision tower's matrices begin with; they have adapters only where they are named."""
 EXPERT_MATRICES = ("w1", "w2", "w3")
 Value = TypeVar("Value")
 
@@ -47,7 +49,7 @@ def adapter_sizes(adapter: BaseStateDictAdapter, config: AdapterShape) -> dict[s
     modules = {name: _spellings(adapter, name) for name in adaptable(adapter)}
     targets = [config.targets] if isinstance(config.targets, str) else config.targets
     everything = targets == ["all-linear"]
-    wanted = {*modules} if everything else set()
+    wanted = {name for name in modules if everything and not name.startswith(TOWER)}
     for target in [] if everything else targets:
         named = {name for name, spellings in modules.items() if _means(target, spellings)}
         if not named:

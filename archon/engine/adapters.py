@@ -25,7 +25,7 @@ from archon.checkpoint.state_tree import Shard
 from archon.engine.optim import LRSchedule, SkippedSteps, build_optimizer, check_schedule, clip_gradients
 from archon.engine.state import load_optimizer_state, optimizer_state
 from archon.models.lora import names_alone
-from archon.models.lora_targets import AdapterSize
+from archon.models.lora_targets import TOWER, AdapterSize
 from archon.parallel.resolve import ResolvedLayout
 from archon.schema.config import AdapterConfig, EngineConfig, OptimizerConfig, SchedulerConfig
 from archon.schema.errors import ConfigError
@@ -107,8 +107,14 @@ def adapter_optimization(
     return optimizer, own.scheduler or config.scheduler, own.total_steps or total_steps
 
 
-def check_several_adapters(config: EngineConfig, layout: ResolvedLayout, total_steps: int | None) -> None:
-    """Raise ConfigError for blocks that are compiled, and for a schedule that cannot be."""
+def check_several_adapters(
+    config: EngineConfig,
+    layout: ResolvedLayout,
+    total_steps: int | None,
+    sizes: Mapping[str | None, Mapping[str, AdapterSize]],
+) -> None:
+    """Raise ConfigError for blocks that are compiled, adapters of a vision tower, whose rows are patches and no tokens,
+    and for a schedule that cannot be."""
     if config.lora is None or config.lora.adapters is None:
         return
     if layout.compiled:
@@ -116,6 +122,12 @@ def check_several_adapters(config: EngineConfig, layout: ResolvedLayout, total_s
             "lora.adapters has several adapters, whose documents are grouped anew in every batch, and blocks that are "
             "compiled cannot do that yet; set compile to false"
         )
+    for name, matrices in sizes.items():
+        if any(matrix.startswith(TOWER) for matrix in matrices):
+            raise ConfigError(
+                f"lora.adapters.{name}.targets names modules of the vision tower, which one adapter alone can have; "
+                "leave them out, or train this adapter by itself"
+            )
     for own in config.lora.adapters.values():
         optimizer, scheduler, end = adapter_optimization(own, config, total_steps)
         if optimizer is not None:

@@ -19,7 +19,7 @@ from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
 from archon.models.layers.moe import expert_biases
 from archon.models.lora import Fill, add_adapters, initializers
-from archon.models.lora_targets import AdapterSize, adapter_sizes
+from archon.models.lora_targets import TOWER, AdapterSize, adapter_sizes
 from archon.models.spec import ModelSpec, get_model_spec
 from archon.models.state_dict import BaseStateDictAdapter
 from archon.parallel.fsdp import local_tensor, own_part
@@ -179,7 +179,7 @@ def check_stages(layout: ResolvedLayout, adapters: Mapping[str, AdapterSize]) ->
     if not adapters or layout.stages is None:
         return
     # layers.3.attention.wq.weight; a tower's matrices are on the first stage
-    adapted = {0 if name.startswith("visual.") else int(name.split(".")[1]) for name in adapters}
+    adapted = {0 if name.startswith(TOWER) else int(name.split(".")[1]) for name in adapters}
     for stage, (first, after) in enumerate(layout.stages.layers):
         if not adapted & {*range(first, after)}:
             raise LayoutError(

@@ -177,7 +177,7 @@ class ArchonEngine:
             check_stages(self.layout, own)
         self.lora = sizes.get(None, {})
         named = self._adapter_names = tuple(name for name in sizes if name is not None)
-        check_several_adapters(config, self.layout, total_steps)
+        check_several_adapters(config, self.layout, total_steps, sizes)
         build = self._build = Build(config, spec, args, self.layout, self.device, sizes)
         backend = resolve_backend(config.attn_type, self.device, build.compute)
         require_delta_rule(config.delta_rule, self.device, build.compute)

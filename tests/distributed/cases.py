@@ -203,6 +203,37 @@ MODELS |= {
     f"tied_{name}": MODELS[name] | {"tie_word_embeddings": True}
     for name in ("shared", "glm4_moe", "minimax_m2", "qwen2_moe", "partly_rotated")
 }
+# Positions of three coordinates, and a tower whose rows replace the placeholders; the second has no delta nets.
+_TEXT = {name: value for name, value in MODELS["delta"].items() if name not in ("model_type", "rope_theta")}
+_TEXT["rope_parameters"] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.6,
+    "mrope_section": [1, 1, 1],
+    "mrope_interleaved": True,
+}
+MODELS["seeing"] = {
+    "model_type": "qwen3_5",
+    "text_config": _TEXT,
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 20,
+        "in_channels": 1,
+        "patch_size": 2,
+        "temporal_patch_size": 1,
+        "spatial_merge_size": 2,
+        "out_hidden_size": DENSE["hidden_size"],
+        "num_position_embeddings": 9,
+        "initializer_range": 0.2,
+    },
+    "image_token_id": VOCAB - 1,
+    "tie_word_embeddings": True,
+}
+MODELS["seeing_attention"] = MODELS["seeing"] | {
+    "text_config": _TEXT | {"layer_types": ["full_attention"] * DENSE["num_hidden_layers"]}
+}
 MODELS["untied_mixtral"] = MODELS["mixtral"] | {"tie_word_embeddings": False}
 STEPS = 3
 

@@ -17,6 +17,7 @@ from archon.engine.engine import ArchonEngine
 from archon.engine.loss import loss_token_count
 from archon.models import get_model_spec
 from archon.models.routed_experts import record_sizes, unknown
+from archon.models.vision.images import Picture
 from archon.parallel.compile import apply_compile
 from archon.parallel.fsdp import local_tensor
 from archon.parallel.layout import parse_layout
@@ -33,7 +34,7 @@ from tests.distributed.cases import (
 from tests.distributed.shared_moe import register
 
 TEMPERATURE = 0.8
-COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss", "lora", "base", "replay")
+COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss", "lora", "base", "replay", "vision")
 
 
 def reference_key(case: Case) -> tuple[object, ...]:
@@ -50,8 +51,38 @@ def data_of(step: int) -> dict[str, Tensor]:
     return batch(LENGTHS, seed=10 + step)
 
 
-def case_data(case: Case, step: int) -> dict[str, Tensor]:
-    data = data_of(step)
+# The images of each step by document, as sizes in patches: of the second of two ranks alone, of the first alone, and
+# none at all. Adjacent ones, and two micro-batches of the second rank, of which one has none.
+IMAGES: tuple[dict[int, tuple[tuple[int, int], ...]], ...] = (
+    {4: ((2, 4), (4, 4)), 7: ((4, 2),), 9: ((2, 2), (2, 2))},
+    {0: ((4, 6),)},
+    {},
+)
+
+
+def with_images(data: dict[str, Any], config: dict[str, Any], step: int) -> dict[str, Any]:
+    """The batch with `IMAGES` in place of some of its tokens, and no placeholder elsewhere."""
+    tower, token = config["vision_config"], config["image_token_id"]
+    features = tower["in_channels"] * tower["temporal_patch_size"] * tower["patch_size"] ** 2
+    generator = torch.Generator().manual_seed(step)
+    ids = data["input_ids"]
+    ids[ids == token] = 1
+    images: list[list[Picture]] = [[] for _ in ids]
+    for document, sizes in IMAGES[step].items():
+        start = 1
+        for height, width in sizes:
+            pixels = torch.randn(height * width, features, generator=generator)
+            images[document].append(Picture(pixels, (1, height, width)))
+            stop = start + height * width // tower["spatial_merge_size"] ** 2
+            ids[document, start:stop] = token
+            start = stop
+    return data | {"images": images}
+
+
+def case_data(case: Case, step: int) -> dict[str, Any]:
+    data: dict[str, Any] = data_of(step)
+    if "vision_config" in MODELS[case.model]:
+        data = with_images(data, MODELS[case.model], step)
     if "adapters" in case.config.get("lora", {}):
         third = 2 if step == 0 else 1
         data["adapter"] = torch.tensor([0, 0, 0, 1, third, 0, 1, third, 1, 0, 1])
@@ -80,6 +111,9 @@ def run_reference(case: Case, folder: Path) -> None:
     engine.initialize()
     for name in engine.adapter.buffer_shapes:  # fresh biases of routers are 0
         engine.model.get_buffer(name).normal_(std=0.2, generator=torch.Generator().manual_seed(7))
+    for name, parameter in engine.model.named_parameters():  # fresh biases of towers are 0
+        if name.startswith("visual.") and name.endswith(".bias"):
+            parameter.detach().normal_(std=0.2, generator=torch.Generator().manual_seed(8))
     base = case.config.get("base")
     engine.save(folder / "checkpoint", dtype=None if base is None else getattr(torch, base))
     if case.config.get("lora"):
@@ -191,6 +225,8 @@ def check_shards(engine: ArchonEngine) -> None:
             heads = engine.args.delta_key_heads if few_keys else engine.args.n_kv_heads
             model_ways = 1 if heads < dims.tp else dims.tp
         elif "wq_a" in name or "wkv_a" in name:
+            model_ways = 1
+        if name.startswith("visual."):
             model_ways = 1
         ways = dims.expert_shard if expert else dims.dp_shard * dims.cp
         # FSDP gives whole rows, so that the last rank may hold none.

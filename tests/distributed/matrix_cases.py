@@ -441,5 +441,27 @@ SEVERAL_ADAPTERS: tuple[Case, ...] = (
     _case("d2", "delta", loss="fused", **SEVERAL),
 )
 
-BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS
+# Images, in the first step on one of two data-parallel ranks alone, in the second on the other, in the third on none.
+TRAINED = {"vision": "trained"}
+TOWER_LORA = {"lora": {**LORA["lora"], "targets": ["q_proj", "visual.blocks.0.attn.qkv", "linear_fc2"]}}
+SEEING: tuple[Case, ...] = (
+    _case("d2", "seeing", "images on one rank alone", **TRAINED),
+    _case("d2", "seeing", "images on one rank alone"),
+    _case("d2", "seeing", "images on one rank alone", **TRAINED, gradient_reduction="per_microbatch"),
+    _case("d2", "seeing", activation_checkpoint=FULL, reshard_after_forward="always", **TRAINED),
+    _case("t2", "seeing", "merged rows of a rank's tokens", **TRAINED),
+    _case("t2", "seeing"),
+    _case("c2", "seeing", "images across a rank boundary", context_parallel="ulysses", **TRAINED),
+    _case("c2", "seeing", context_parallel="ulysses"),
+    _case("c2", "seeing_attention", "images across a rank boundary", context_parallel="allgather", **TRAINED),
+    _case("c2t2", "seeing", context_parallel="ulysses", **TRAINED),
+    _pipeline("p2", "1f1b", "seeing", "positions on a stage without images", **TRAINED),
+    _pipeline("p2", "1f1b", "seeing"),
+    _pipeline("d2p2", "interleaved_1f1b", "seeing", "images on one rank alone", **TRAINED),
+    _case("d2", "seeing", **LORA),
+    _case("d2", "seeing", "adapters of the tower on one rank alone", **TOWER_LORA),
+    _case("t2", "seeing", "adapters of the tower", **TOWER_LORA),
+)
+
+BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING
 CASES = QUICK + FURTHER + PAIRED + BLOCKS
