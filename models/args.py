@@ -279,6 +279,10 @@ class BaseModelArgs:
         """What an image is to this model; None for a model of text."""
         return None
 
+    def image_flops(self, patches: int) -> int | None:
+        """Returns the operations of a tower's forward over an image of so many patches; None for a model of text."""
+        return None
+
     @classmethod
     def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> Self:
         """Returns the arguments of a transformers config object or a parsed `config.json`, with either RoPE style.

@@ -61,6 +61,10 @@ class Qwen35ModelArgs(Qwen35TextModelArgs):
             self.image_token_id, tower.merge_size, tower.channels, tower.temporal_patch_size, tower.patch_size
         )
 
+    def image_flops(self, patches: int) -> int:
+        """See `BaseModelArgs.image_flops`."""
+        return self.vision.forward_flops(patches)
+
     def rope(self, layer: int) -> RopeSpec | None:
         """See `BaseModelArgs.rope`."""
         rope = super().rope(layer)

@@ -43,6 +43,8 @@ def command(
 
 def describe(found: Inspection) -> list[str]:
     """Returns the inspection as lines of text."""
+    from archon.planner.inspection import IMAGE_PATCHES
+
     lines = [f"{found.path.resolve().name}", f"  family       {found.family or 'none'} (model_type {found.model_type})"]
     if found.args is not None:
         a = found.args
@@ -60,6 +62,8 @@ def describe(found: Inspection) -> list[str]:
             f"  training     {_gflop(found.flops.full)} | {_gflop(found.flops.causal)} GFLOP a token at "
             f"{found.seq_len} tokens (full | causal)"
         )
+    if found.image_flops is not None:
+        lines.append(f"  an image     {_gflop(found.image_flops)} GFLOP forward, of {IMAGE_PATCHES:,} patches")
     if found.parts:
         lines += ["", *_memory(found)]
     return lines

@@ -52,6 +52,7 @@ class Inspection:
     parts: list[ModelPart] = field(default_factory=list)
     seq_len: int = 4096
     flops: Flops | None = None
+    image_flops: int | None = None
     kv_bytes: int | None = None
     refused: list[str] = field(default_factory=list)
 
@@ -76,6 +77,7 @@ def inspect_checkpoint(path: str | Path, config: Mapping[str, Any], seq_len: int
         args=args,
         parts=_parts(spec.state_dict_adapter_class(config).native_shapes),
         flops=MatmulShape.from_args(args).per_token(seq_len),
+        image_flops=args.image_flops(IMAGE_PATCHES),
         kv_bytes=sum(layer.mixer.cache.token_features for layer in args.layer_specs) * SERVED_BYTES,
     )
 
@@ -107,8 +109,11 @@ def _flops(config: Mapping[str, Any], seq_len: int) -> Flops | None:
         return None
 
 
+IMAGE_PATCHES = 1024
+"""Patches of the image whose operations are counted; a patch is 16 by 16 pixels in published models."""
 PARTS = {
     "embedding": r"tok_embeddings\..*",
+    "vision tower": r"visual\..*",
     "attention": r"layers\.\d+\.attention\..*",
     "feed-forward": r"layers\.\d+\.(feed_forward|moe)\..*",
     "norms": r"(layers\.\d+\.)?\w*norm\..*",

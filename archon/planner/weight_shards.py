@@ -129,7 +129,9 @@ class ModelWeights:
         distinct = tuple(dict.fromkeys(layers))
         tied = args.tie_word_embeddings and not args.is_critic
         adapted = tuple(tuple(_adapted(block)) if adapters else None for block in model.layers.values())
-        return cls(tuple(map(distinct.index, layers)), distinct, outside["tok_embeddings"], head, tied, adapted)
+        # A tower is on the first stage as the embedding is; one that is frozen has less state than is counted here.
+        embedding = outside["tok_embeddings"] + outside.get("visual", ())
+        return cls(tuple(map(distinct.index, layers)), distinct, embedding, head, tied, adapted)
 
     @property
     def has_adapters(self) -> bool:

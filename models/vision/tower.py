@@ -83,6 +83,15 @@ class VisionSpec:
         """The shape of a patch's pixels."""
         return self.channels, self.temporal_patch_size, self.patch_size, self.patch_size
 
+    def forward_flops(self, patches: int) -> int:
+        """Returns the operations of a forward over an image of so many patches: two for each weight that a row meets,
+        and those of attention between all of them."""
+        features = self.channels * self.temporal_patch_size * self.patch_size**2
+        width = self.dim * self.merge_size**2
+        block = 4 * self.dim**2 + 2 * self.dim * self.hidden_dim + 2 * self.dim * patches
+        rows = patches // self.merge_size**2
+        return 2 * (patches * (features * self.dim + self.depth * block) + rows * width * (width + self.out_dim))
+
     def build(self, attn_type: str) -> VisionTower:
         """Returns the tower, whose attention `attn_type` computes."""
         return VisionTower(self, attn_type)
