@@ -28,6 +28,7 @@ from tests.mutants.catalog import (
     several_adapters,
     training,
     update,
+    vision,
     weights,
 )
 from tests.mutants.mutant import Mutant
@@ -35,6 +36,6 @@ from tests.mutants.mutant import Mutant
 ROOMS = (
     attention, latents, delta_nets, experts, layers, head, adapters, several_adapters, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses,
-    update, served_adapters, environments,
+    update, served_adapters, environments, vision,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
