@@ -32,8 +32,12 @@ BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 
 def checked_families() -> list[CheckedFamily]:
-    """Returns the model types of the built-in families, by the families' names."""
-    types = {name: sorted(get_model_spec(name).supported_model_types) for name in FAMILIES}
+    """Returns the model types of the built-in families, by the families' names; a composite one is with its decoder."""
+    specs = {name: get_model_spec(name) for name in FAMILIES}
+    types = {
+        name: sorted({*spec.supported_model_types, *spec.model_args_class.composite_types})
+        for name, spec in specs.items()
+    }
     return [load_families(model_type)[0] for name in sorted(types) for model_type in types[name]]
 
 

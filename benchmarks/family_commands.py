@@ -36,6 +36,7 @@ from archon.check.round_trip import folder_tensors
 from archon.checkpoint.hf_io import load_model
 from archon.cli import main as archon_main
 from archon.models import get_model_spec
+from archon.models.spec import SEEING_FAMILIES
 from archon.rl.bootstrap import make_tokenizer
 from archon.training.config import TokenizerRecipe
 from archon.training.metrics import read_jsonl
@@ -102,7 +103,8 @@ def make_subject(family: CheckedFamily, work: Path) -> Subject:
     ids = greedy_of_transformers(theirs, tokenizer.encode(PROMPT), NEW_TOKENS)
     end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
     answer, served = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:end]))
-    parameters = sum(weight.numel() for name, weight in theirs.named_parameters() if "visual" not in name)
+    sees = get_model_spec(family.model_type).name in SEEING_FAMILIES
+    parameters = sum(weight.numel() for name, weight in theirs.named_parameters() if sees or "visual" not in name)
     return Subject(folder, work, parameters, answer, served)
 
 
