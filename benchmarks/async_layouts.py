@@ -29,7 +29,7 @@ from archon.parallel.layout import parse_layout
 from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, BenchmarkError, say
 from benchmarks.rl_layouts import BOOTSTRAP, RECIPE
-from benchmarks.rollout_servers import serving, url_of
+from benchmarks.rollout_servers import serving, url_of, warmed_up
 
 WITHIN, FLAT = 0.02, 0.1
 SERVERS = 2
@@ -126,27 +126,20 @@ def main() -> None:
     missed = []
     with tempfile.TemporaryDirectory() as name, options.record.open("w") as record:
         folder = Path(name)
-        start = options.start.absolute() if options.start else warmed_up(folder / "start")
+        start = options.start.absolute() if options.start else warmed_up(BOOTSTRAP, folder / "start")
         synchronous = 0.0
         for case in (SYNCHRONOUS, CONTROL, *map(Case.parse, options.cases)):
             found = train(case, start, folder, overrides)
             if case == SYNCHRONOUS:
-                synchronous = found.get("reward_after", float("nan"))
+                if found["code"]:
+                    raise BenchmarkError(f"the synchronous run ended with {found['code']}; the others need its reward")
+                synchronous = found["reward_after"]
             found["as_expected"] = is_as_expected(case, found, synchronous, options.within)
             record.write(json.dumps(found) + "\n")
             record.flush()
             say(f"{case.name}: {found}")
             missed += [] if found["as_expected"] else [case.name]
     sys.exit(1 if missed else 0)
-
-
-def warmed_up(path: Path) -> Path:
-    """Returns `path`, where the recipe's first checkpoint was made."""
-    command = [sys.executable, "-m", "archon", "bootstrap", "--config", str(BOOTSTRAP), f"path={path}"]
-    code = subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, cwd=ROOT, check=False).returncode
-    if code:
-        raise BenchmarkError(f"archon bootstrap ended with {code}")
-    return path
 
 
 if __name__ == "__main__":

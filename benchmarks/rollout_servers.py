@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ END_SECONDS = 20
 def serving(checkpoint: Path, count: int) -> Iterator[list[subprocess.Popen[str]]]:
     """Starts servers of a checkpoint, and ends them with the block; `url_of` has their addresses."""
     command = [sys.executable, "-m", "tests.remote.serve_twin", str(checkpoint), str(SLOTS)]
+    command.append(str(json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]))
     started: list[subprocess.Popen[str]] = []
     try:
         for _ in range(count):
@@ -44,3 +46,12 @@ def url_of(server: subprocess.Popen[str]) -> str:
     if not url:
         raise BenchmarkError(f"a server ended with {server.wait()} before it served")
     return url
+
+
+def warmed_up(bootstrap: Path, path: Path) -> Path:
+    """Returns `path`, where the checkpoint that a bootstrap file describes was made."""
+    command = [sys.executable, "-m", "archon", "bootstrap", "--config", str(bootstrap), f"path={path}"]
+    code = subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, cwd=ROOT, check=False).returncode
+    if code:
+        raise BenchmarkError(f"archon bootstrap ended with {code}")
+    return path

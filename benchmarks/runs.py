@@ -70,6 +70,20 @@ def _layouts(lines: Sequence[Line]) -> list[list[str]]:
     ]
 
 
+def _async_layouts(lines: Sequence[Line]) -> list[list[str]]:
+    return [
+        [
+            line["case"],
+            *(f"{line.get(f'reward_{when}', 0):.3f}" for when in ("before", "after")),
+            f"{line.get('staleness_max', 0):.0f}",
+            f"{line.get('overlap', 0):.0%}",
+            "✓" if line.get("each_once") else "✗",
+            "✓" if line["as_expected"] else "✗ missed",
+        ]
+        for line in lines
+    ]
+
+
 def _soak(lines: Sequence[Line]) -> list[list[str]]:
     return [
         [
@@ -136,6 +150,18 @@ _TABLES = {
         "make test-rl-layouts",
         ("layout", "held-out before", "after", "the demo's reward"),
         _layouts,
+    ),
+    "async_layouts": (
+        "In any layout, with rollouts that run ahead",
+        "python -m benchmarks.async_layouts --record benchmarks/records/async_layouts.jsonl",
+        ("layout:staleness", "held-out before", "after", "stalest token", "overlap", "each prompt once", ""),
+        _async_layouts,
+    ),
+    "soak_servers": (
+        "Does it last with servers",
+        "python -m benchmarks.soak --record benchmarks/records/soak_servers.jsonl --servers 2",
+        ("256 episodes at once, on two servers", "steps", *_HEADS, ""),
+        _soak,
     ),
     "soak": (
         "Does it last",

@@ -6,6 +6,9 @@ threads and child processes are read from /proc. Then it is interrupted, as by C
 
     python -m benchmarks.soak --record benchmarks/records/soak.jsonl
     python -m benchmarks.soak --record trial.jsonl --minutes 2
+    python -m benchmarks.soak --record benchmarks/records/soak_servers.jsonl --servers 2
+
+With `--servers`, 256 episodes run at once, and their answers come from that many servers in processes of their own.
 
 The policy hardly learns, so that the last step has as much to do as the first. What may grow, `benchmarks.watch` says.
 Nothing may be left after the end: no process, and in the folder for temporary files nothing but PyTorch's cache of
@@ -22,11 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, BenchmarkError, say
+from benchmarks.rollout_servers import serving, url_of, warmed_up
 from benchmarks.watch import EVERY, Watch, descendants, verdict
 
 CONFIG = ROOT / "benchmarks" / "learning" / "calculator.yaml"
@@ -34,15 +39,32 @@ CHANGES = (
     *("total_steps=1000000", "rollout.max_staleness=2", "checkpoint.every=25", "evaluation.every=100"),
     *("evaluation.max_prompts=50", "actor.optimizer.lr=1.0e-8", "rollout.dump_groups=2"),
 )
+EPISODES = 256
+ON_SERVERS = (
+    *("bootstrap=null", "generator=null", "gconfig.n_samples=2", "rollout.prompts_per_step=64"),
+    *("rollout.max_staleness=4", f"rollout.max_concurrent={EPISODES}"),
+)
 COMPILED = "torchinductor_"
 
 
-def soak(folder: Path, seconds: float) -> dict[str, Any]:
+def soak(folder: Path, seconds: float, servers: int) -> dict[str, Any]:
     """Run, watch, interrupt; returns what came of it."""
+    changes: list[str] = []
+    if not servers:
+        return watched(folder, seconds, changes)
+    start = warmed_up(CONFIG.with_name("calculator_bootstrap.yaml"), folder / "start")
+    with serving(start, servers) as started:
+        urls = ",".join(map(url_of, started))
+        changes += [*ON_SERVERS, f"actor.path={start}", f"rollout.servers=[{urls}]"]
+        return watched(folder, seconds, changes) | {"servers": servers, "episodes": EPISODES}
+
+
+def watched(folder: Path, seconds: float, changes: Sequence[str]) -> dict[str, Any]:
+    """Returns what came of a run with further changes."""
     run_dir, temporary = folder / "run", folder / "tmp"
     temporary.mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-m", "archon", "rl", "--config", str(CONFIG), f"run_dir={run_dir}", *CHANGES],
+        [sys.executable, "-m", "archon", "rl", "--config", str(CONFIG), f"run_dir={run_dir}", *CHANGES, *changes],
         env={"OMP_NUM_THREADS": "1"} | os.environ | {"TMPDIR": str(temporary)},
         cwd=ROOT,
     )
@@ -81,9 +103,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, required=True, help="JSON lines, overwritten")
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--servers", type=int, default=0, help="0: the generator of the run's own process")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(Path(folder), 60 * options.minutes)
+        found = soak(Path(folder), 60 * options.minutes, options.servers)
     clean = found["flat"] and not found["processes_left"] and not found["temporary_files_left"]
     found["passed"] = clean and found["code"] == 128 + signal.SIGINT and not found["failed"]
     options.record.write_text(json.dumps(found) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,14 @@ class LosesARankInStep3(WaitsInStep3):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         if workflow_context.get().task_id == FIRST_PROMPT_OF_STEP_3:
+            note_end()
             os.kill(other_rank(), signal.SIGKILL)
         return await super().arun_episode(engine, data)
+
+
+def note_end() -> None:
+    """Write the time into the file that the environment names."""
+    Path(os.environ["ENDS_IN"]).write_text(str(time.time()))
 
 
 def other_rank() -> int:
@@ -107,6 +114,7 @@ class FailsInStep3(RLVRWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         if workflow_context.get().task_id >= FIRST_PROMPT_OF_STEP_3:
+            note_end()
             raise ConfigError("this can never be asked")
         return await super().arun_episode(engine, data)
 

@@ -1,4 +1,4 @@
-"""A twin of vLLM as a process of its own, for benchmarks: `python -m tests.remote.serve_twin CHECKPOINT SLOTS`.
+"""A twin of vLLM as a process of its own, for benchmarks: `python -m tests.remote.serve_twin CHECKPOINT SLOTS LENGTH`.
 
 It prints its URL and serves until its standard input ends, as it does when the process that started it is gone.
 """
@@ -15,7 +15,9 @@ from tests.remote.twin import VLLMTwin
 
 def main() -> None:
     torch.set_num_threads(1)
-    server = VLLMTwin(Path(sys.argv[1]), max_slots=int(sys.argv[2]), keeps_requests=False)
+    server = VLLMTwin(
+        Path(sys.argv[1]), max_slots=int(sys.argv[2]), max_model_len=int(sys.argv[3]), keeps_requests=False
+    )
     print(server.url, flush=True)
     sys.stdin.read()
     server.stop()

@@ -51,6 +51,7 @@ class VLLMTwin:
         self.dtype = settings.pop("dtype", "float32")
         max_slots = settings.pop("max_slots", 32)
         self._keeps_requests = settings.pop("keeps_requests", True)
+        self.max_model_len = settings.pop("max_model_len", 64)
         assert not settings
         self.scale_out = scale_out
         self.folder = folder
@@ -126,7 +127,11 @@ class VLLMTwin:
 
     async def _on_server_info(self, body: Any, query: Any) -> Any:
         assert query["config_format"] == "json"
-        model = {"logprobs_mode": self.logprobs_mode, "max_model_len": 64, "dtype": f"torch.{self.dtype}"}
+        model = {
+            "logprobs_mode": self.logprobs_mode,
+            "max_model_len": self.max_model_len,
+            "dtype": f"torch.{self.dtype}",
+        }
         transfer = {"backend": self.backend} if self.backend else None
         lora = {"max_lora_rank": 8} if self.lora else None
         return {"vllm_config": {"model_config": model, "weight_transfer_config": transfer, "lora_config": lora}}

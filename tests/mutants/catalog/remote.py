@@ -50,4 +50,18 @@ MUTANTS: tuple[Mutant, ...] = (
         'if scaled and self.facts.logprobs_mode == "raw" and gconfig.greedy:',
         (f"{ENGINE}::test_values_whose_logprobs_the_server_cannot_give_are_refused",),
     ),
+    Mutant(
+        "an answer counts before the push that it came in is verified",
+        "archon/remote/server.py",
+        "while self.pushing:  # noqa",
+        "while not self.url:  # noqa",
+        (f"{ENGINE}::test_an_answer_of_weights_that_are_being_verified_waits_for_that",),
+    ),
+    Mutant(
+        "an answer that a push overtook is taken for one of the weights of before",
+        "archon/remote/server.py",
+        'if answer.stop_reason != "abort" and self.version != given:',
+        "if not self.url:",
+        (f"{ENGINE}::test_an_answer_without_versions_that_a_push_overtook_is_asked_again",),
+    ),
 )

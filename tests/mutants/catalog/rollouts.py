@@ -62,6 +62,27 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/rl/test_asynchronous.py::test_no_group_is_staler_than_the_bound_and_each_prompt_is_trained_on_once",),
     ),
     Mutant(
+        "after a push the groups that it was trained on are not counted, so that one batch more runs ahead",
+        "rl/asynchronous.py",
+        "self._accepted = self._version * self._batch + len(self._done)",
+        "self._accepted = max(0, self._version - 1) * self._batch + len(self._done)",
+        ("tests/rl/test_asynchronous.py::test_no_group_is_staler_than_the_bound_and_each_prompt_is_trained_on_once",),
+    ),
+    Mutant(
+        "every data-parallel rank trains on all of a batch",
+        "rl/update.py",
+        "own = shard_batch(minibatch, self.engine.ranks.dp)",
+        "own = shard_batch(minibatch, self.engine.ranks.tp)",
+        ("tests/distributed/test_ahead.py::test_every_prompt_is_trained_once_and_no_token_is_too_old[d2-2]",),
+    ),
+    Mutant(
+        "after a resume prompts that were taken before are trained on again and again",
+        "rl/prompts.py",
+        "repeated, self._untrained = self._untrained[:n], self._untrained[n:]",
+        "repeated = self._untrained[:n]",
+        ("tests/rl/test_asynchronous.py::test_a_resumed_run_that_runs_ahead_trains_each_prompt_exactly_once",),
+    ),
+    Mutant(
         "a ratio that is not a number passes the gate",
         "rl/logprob_check.py",
         "if not difference <= limit:",
