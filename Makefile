@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadgroup
 
 KILL_RECORD := benchmarks/records/kills.jsonl
 
-.PHONY: help setup demo test test-slow test-real test-vllm test-real-gemma test-all test-kill test-matrix test-rl-layouts test-learning test-soak \
+.PHONY: help setup demo test test-slow test-real test-vllm test-real-gemma test-all test-kill test-matrix test-rl-layouts test-ahead test-learning test-soak \
 	test-ranking test-serve-load test-browser test-models test-mutants lines upgrade-check lint format bench
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test-kill  all kill tests, with their record"
 	@echo "make test-matrix  the gradient matrix, with its record and its table in parallel/README.md"
 	@echo "make test-rl-layouts  the arithmetic recipe in four layouts, with its record"
+	@echo "make test-ahead  rollouts that run ahead, in every layout and staleness, and what ends them"
 	@echo "make test-learning  small tasks and their controls: does each way of training learn, with the record"
 	@echo "make test-soak  half an hour of asynchronous RL: does anything grow, with its record"
 	@echo "make test-serve-load  64 agents at a server for five minutes, with its record"
@@ -70,6 +71,9 @@ test-matrix: setup
 
 test-rl-layouts: setup
 	.venv/bin/python -m benchmarks.rl_layouts --record benchmarks/records/rl_layouts.jsonl
+
+test-ahead: setup
+	ARCHON_AHEAD=all $(PYTEST) tests/distributed/test_ahead.py
 
 test-learning: setup
 	.venv/bin/python -m benchmarks.learning --record benchmarks/records/learning.jsonl
