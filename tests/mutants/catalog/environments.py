@@ -26,4 +26,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "return id(question) % HELD_OUT_SHARE == 0",
         ("tests/rl/environments/test_reasoning_gym.py::test_no_question_is_both_trained_on_and_held_out",),
     ),
+    Mutant(
+        "every game of a run is the same one",
+        "rl/environments/textarena.py",
+        "self._game.reset(num_players=1, seed=seed)",
+        "self._game.reset(num_players=1, seed=0)",
+        (
+            "tests/rl/environments/test_textarena.py::test_samples_of_a_group_play_the_same_game_and_rows_different_ones",
+        ),
+    ),
+    Mutant(
+        "an action earns the reward of the step before it",
+        "rl/environments/episodes.py",
+        "total += float(reward)\n",
+        "total += float(reward) if not done else 0.0\n",
+        (
+            "tests/rl/environments/test_textarena.py::test_a_right_guess_earns_one_and_only_the_models_tokens_are_trained",
+        ),
+    ),
 )
