@@ -53,7 +53,8 @@ def test_runs_differ_in_what_their_names_say_alone(name: str, tmp_path: Path) ->
     )
     different = {key for key in given if given[key] != plain[key]}
     kind = name.partition("-")[0]
-    expected = {"grpo": {"seed", "actor"}, "shuffled": {"control"}, "full": {"actor"}}.get(kind, set())
+    kinds = {"grpo": {"seed", "actor"}, "shuffled": {"control"}, "full": {"actor"}, "reasoning": {"seed", "actor"}}
+    expected = {"control"} if "shuffled" in name else kinds.get(kind, set())
     assert different <= expected
     if kind == "full":
         assert given["actor"]["lora"] is None and given["ref"] == {}
@@ -87,6 +88,8 @@ def test_expectations_are_those_of_the_runs() -> None:
     assert failed() == []
     assert "rises by +0.200" in failed(line("grpo-seed1", 0.4))[0]
     assert "rises by +0.000" in failed(line("grpo-seed1", 0.8, seconds=1300.0))[0]
+    assert "rises by +0.200" in failed(line("reasoning-seed1", 0.4))[0]
+    assert "reasoning-shuffled-seed0 moves by +0.150" in failed(line("reasoning-shuffled-seed0", 0.35))[0]
     assert "moves by +0.150" in failed(line("shuffled-seed0", 0.35))[0]
     assert "at most 0.03 apart" in failed(line("full-lr1.0e-4", 0.84, push_bytes=30.0))[0]
     assert "10.0% of a full one" in failed(line("full-lr3.0e-5", 0.82, push_bytes=10.0))[0]
