@@ -1,4 +1,4 @@
-"""Mistakes in environments of other packages."""
+"""Mistakes in environments, of other packages and of one's own."""
 
 from __future__ import annotations
 
