@@ -51,6 +51,7 @@ class Figure(NamedTuple):
         import matplotlib.pyplot as plt
 
         plt.rcParams["svg.hashsalt"] = "archon"  # equal files of equal data
+        plt.rcParams["svg.fonttype"] = "none"  # text as text
         figure = self.paint(self.data)
         self.path.parent.mkdir(exist_ok=True)
         figure.savefig(self.path, metadata={"Date": None, "Description": self._origin})
