@@ -64,4 +64,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not self.url:",
         (f"{ENGINE}::test_an_answer_without_versions_that_a_push_overtook_is_asked_again",),
     ),
+    Mutant(
+        "a server outlives the trainer that started it",
+        "archon/remote/keeper.py",
+        "return bool(readable) and not os.read(sys.stdin.fileno(), 1)",
+        "return False",
+        ("tests/remote/test_launch.py::test_nothing_outlives_a_trainer_that_is_killed",),
+    ),
+    Mutant(
+        "a trainer may have weights loaded from any folder",
+        "archon/serve/pushed_weights.py",
+        "if found is None or not found.is_dir():",
+        "found = (root / folder).resolve()\n        if not found.is_dir():",
+        ("tests/remote/test_archon.py::test_what_a_push_may_not_do_is_refused_and_changes_nothing",),
+    ),
+    Mutant(
+        "a server that left the fleet is asked until the next push",
+        "archon/remote/engine.py",
+        "if server.url in self._leaving and server.failure is None:",
+        "if False:",
+        ("tests/remote/test_fleet.py::test_servers_join_at_a_push_and_leave_at_once",),
+    ),
 )
