@@ -270,8 +270,8 @@ class Chaos(threading.Thread):
             server.plan(kind, moment, self._random.randrange(2**16))
             if not server.done.wait(WHOLE_SECONDS):
                 raise BenchmarkError(f"no {moment} reached server {server.number} within {WHOLE_SECONDS:g} s")
-            server.process.poll()
-            time.sleep(0.1)
+            if kind == "kill":
+                server.process.wait(WHOLE_SECONDS)
             server.start_again()
         self._wait_until_whole()
         self.events.append(event | {"seconds": round(time.monotonic() - started, 1)})
