@@ -130,3 +130,17 @@ def test_a_tower_that_does_not_exist_is_not_trained(tmp_path: Path) -> None:
         engine_of(tmp_path, vision="trained", init_from_scratch=True)
     with pytest.raises(ConfigError, match="lora freezes all of them"):
         EngineConfig(path=str(tmp_path), vision="trained", lora={"rank": 2})
+
+
+def test_an_adapter_of_the_tower_comes_back_from_pefts_format(checkpoint: tuple[Path, Qwen35Model]) -> None:
+    path, model = checkpoint
+    batch = picture_rows([1, 2], model.args.image_format)
+    targets = ["q_proj", "visual.blocks.0.attn.qkv"]
+    engine = engine_of(path, lora={"rank": 2, "targets": targets, "init": "random"})
+    assert {name.partition(".")[0] for name in engine.lora} == {"layers", "visual"}
+    engine.save(path.parent / "adapter", format="peft")
+    again = engine_of(path, lora={"path": str(path.parent / "adapter")})
+    assert torch.equal(again.forward_batch(batch), engine.forward_batch(batch))
+    assert not any(name.startswith("visual.") for name in engine_of(path, lora={"rank": 2}).lora)
+    with pytest.raises(ConfigError, match="one adapter alone can have"):
+        engine_of(path, lora={"adapters": {"x": {"targets": targets}}})
