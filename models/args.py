@@ -247,11 +247,9 @@ class BaseModelArgs:
     def shares_prefixes(self) -> bool:
         """Whether documents may share the computation of a common beginning.
 
-        Routers count every token, some frequencies depend on the length of a token's document, and some mixers have a
-        state in place of keys.
+        Some frequencies depend on the length of a token's document.
         """
-        layers = self.layer_specs
-        alike = all(layer.mixer.shares_prefixes and not layer.feed_forward.n_experts for layer in layers)
+        alike = all(layer.mixer.shares_prefixes for layer in self.layer_specs)
         return alike and not self.rope_depends_on_length
 
     @property

@@ -63,6 +63,10 @@ class TransformerBlock(nn.Module):
         return x + out if self.residual_multiplier == 1 else x + out * self.residual_multiplier
 
 
+def _rows(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)
+
+
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
@@ -178,12 +182,14 @@ class BaseArchonModel(nn.Module):
             values = self.score(out.to(weight.dtype)).squeeze(-1)
             if self.score.tp is not None:
                 values = all_gather_replicated(values, self.score.tp)
+            values = _rows(values, attention.token_rows)
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             out = values
         elif self.output is not None and labels is None:
-            out = self.output(out)  # as a plain linear layer, which a generator's packed head is
+            out = _rows(self.output(out), attention.token_rows)  # a plain linear layer, as a generator's packed head is
         elif self.output is not None:
-            out = self.output(out, labels, temperature, entropy=entropy, weights=loss_weights, rows=label_rows)
+            options: dict[str, Any] = {"entropy": entropy, "weights": loss_weights, "rows": label_rows}
+            out = self.output(out, labels, temperature, **options, token_rows=attention.token_rows)
         if not batched:
             return out
         if isinstance(out, Tensor):

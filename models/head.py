@@ -39,6 +39,10 @@ class _RowSelection:
     def __init__(self, total: int, index: Tensor) -> None:
         self.total, self.index = total, index
 
+    def select_hidden(self, x: Tensor, token_rows: Tensor | None) -> Tensor:
+        """Returns the selected rows of hidden states, of which that at token_rows[t] is row t's."""
+        return self.select(x) if token_rows is None else x.index_select(0, self.select(token_rows))
+
     def select(self, x: Tensor) -> Tensor:
         return x if len(self.index) == self.total else x.index_select(0, self.index)
 
@@ -73,6 +77,7 @@ class LMHead(nn.Linear):
         entropy: bool = True,
         weights: Tensor | None = None,
         rows: Tensor | None = None,
+        token_rows: Tensor | None = None,
     ) -> Tensor | TokenScores | WeightedLoss:
         """Returns logits [T, vocab] in hidden's dtype, or `TokenScores` with labels, or `WeightedLoss` with weights.
 
@@ -86,6 +91,8 @@ class LMHead(nn.Linear):
             weights: [T]; compute the fused weighted loss instead of scores.
             rows: int64 [n], the positions to score, if known, with valid labels; by default they are found and checked
                 here, for which the host waits for the GPU.
+            token_rows: int64 [T], which row of hidden, of all tensor-parallel ranks together, predicts each label; by
+                default its own. Documents with a common beginning share rows.
 
         Raises ValueError for a label outside the vocabulary, for a temperature that is not positive and for weights
         without labels; LayoutError for logits under tensor parallelism.
@@ -99,8 +106,8 @@ class LMHead(nn.Linear):
                 )
             return soft_capped(linear(hidden, self.weight), self.soft_cap)
         if weights is not None:
-            return self.loss_sum(hidden, labels, weights, temperature, rows)
-        selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows)
+            return self.loss_sum(hidden, labels, weights, temperature, rows, token_rows)
+        selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows, token_rows)
         logprobs, entropies = token_scores(
             hidden,
             local(self.weight),
@@ -119,6 +126,7 @@ class LMHead(nn.Linear):
         weights: Tensor,
         temperature: float | Tensor = 1.0,
         rows: Tensor | None = None,
+        token_rows: Tensor | None = None,
     ) -> WeightedLoss:
         """Returns the sum over tokens of -weight * log p(label), whose gradient is computed in the same pass.
 
@@ -127,7 +135,7 @@ class LMHead(nn.Linear):
         """
         if rows is None:
             labels = labels.masked_fill(weights == 0, IGNORE_INDEX)
-        selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows)
+        selected, hidden, labels, temperature = self._select_rows(hidden, labels, temperature, rows, token_rows)
         loss, logprobs = weighted_loss(
             hidden,
             local(self.weight),
@@ -140,7 +148,12 @@ class LMHead(nn.Linear):
         return WeightedLoss(loss, selected.scatter(logprobs))
 
     def _select_rows(
-        self, hidden: Tensor, labels: Tensor, temperature: float | Tensor, rows: Tensor | None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor,
+        rows: Tensor | None,
+        token_rows: Tensor | None,
     ) -> tuple[_RowSelection, Tensor, Tensor, float | Tensor]:
         """Returns the selection of scored rows, and hidden, labels and temperature of these rows."""
         if self.tp is not None:
@@ -162,4 +175,4 @@ class LMHead(nn.Linear):
             lowest = float(temperature.min()) if temperature.numel() else 1.0
         if not lowest > 0:
             raise ValueError(f"temperature is {lowest}; expected a positive number")
-        return selected, selected.select(hidden), labels, temperature
+        return selected, selected.select_hidden(hidden, token_rows), labels, temperature

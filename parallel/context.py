@@ -91,7 +91,60 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class SequenceShare:
+class DealtTokens:
+    """Tokens of a pack, each dealt to one rank of a group, and padding, so that every rank has as many.
+
+    Args:
+        order: int64 on the CPU, the tokens of each rank in turn as indices into the pack; those from `tokens` on are
+            padding.
+        tokens: the number of the pack's tokens.
+        cp: the ranks.
+
+    `index` has this rank's own, `inverse` the place of each token in `order`.
+    """
+
+    def __init__(self, order: Tensor, tokens: int, cp: Group, device: torch.device) -> None:
+        self.cp, self.tokens, self.padding = cp, tokens, order.shape[0] - tokens
+        rows = order.shape[0] // cp.size
+        self._own = order[cp.rank * rows : (cp.rank + 1) * rows]
+        self.index = self._own.to(device)
+        self.inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0])).to(device)
+
+    @classmethod
+    def by_owner(cls, owner: Tensor, cp: Group, device: torch.device) -> DealtTokens:
+        """Returns the tokens of a pack dealt to the ranks that `owner`, int64 [T] on the CPU, names."""
+        tokens = owner.shape[0]
+        of_ranks = [(owner == rank).nonzero().squeeze(1) for rank in range(cp.size)]
+        most, padding, parts = max(map(len, of_ranks)), tokens, list[Tensor]()
+        for own in of_ranks:
+            missing = most - len(own)
+            parts += [own, torch.arange(padding, padding + missing)]
+            padding += missing
+        return cls(torch.cat(parts), tokens, cp, device)
+
+    def take(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Returns the own rows of a per-token tensor [T, ...], `fill` at padding: [T / cp, ...]."""
+        if self.padding:
+            x = torch.cat((x, x.new_full((self.padding, *x.shape[1:]), fill)))
+        return x.index_select(0, self.index)
+
+    def take_on_cpu(self, x: Tensor, fill: int) -> Tensor:
+        """Same as `take`, of a tensor [T] on the CPU and to it."""
+        return torch.cat((x, x.new_full((self.padding,), fill))).index_select(0, self._own)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Returns the indices among the own tokens of those that `rows` indexes in the pack; int64, both on the CPU."""
+        selected = torch.zeros(self.tokens + self.padding, dtype=torch.bool)
+        selected[rows] = True
+        return selected[self._own].nonzero().squeeze(1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Gathers per-token results [T / cp, ...] to those of the pack [T, ...] on every rank, without padding; with
+        gradient, for a loss that every rank computes."""
+        return all_gather_replicated(x, self.cp).index_select(0, self.inverse[: self.tokens])
+
+
+class SequenceShare(DealtTokens):
     """This rank's tokens of one pack.
 
     Args:
@@ -103,40 +156,20 @@ class SequenceShare:
     """
 
     def __init__(self, plan: ContextPlan, cp: Group, tp: Group, device: torch.device) -> None:
-        self.plan, self.cp, self.tp = plan, cp, tp
+        self.plan, self.tp = plan, tp
         starts = torch.tensor([0, *plan.lengths]).cumsum(0).tolist()
         chunks = [chunk for own in plan.chunks for chunk in own]
         order = torch.cat([torch.arange(starts[i] + start, starts[i] + stop) for i, start, stop in chunks])
-        self.tokens = starts[-1] - plan.padding
-        rows = order.shape[0] // cp.size
-        own = order[cp.rank * rows : (cp.rank + 1) * rows]
-        share = rows // tp.size
-        self._own, self._held = own, own[tp.rank * share :][:share]
+        super().__init__(order, starts[-1] - plan.padding, cp, device)
+        share = self._own.shape[0] // tp.size
+        self._held = self._own[tp.rank * share :][:share]
         self._between = slice(tp.rank * share, (tp.rank + 1) * share)
-        self.index = own.to(device)
-        self.inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0])).to(device)
-        valid_mask = own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
+        valid_mask = self._own[tp.rank * share : (tp.rank + 1) * share] < self.tokens
         self.valid_mask = valid_mask.to(device) if plan.padding else None
-
-    def take(self, x: Tensor, fill: float = 0) -> Tensor:
-        """Returns the own rows of a per-token tensor [T, ...], `fill` at padding: [T / cp, ...]."""
-        if self.plan.padding:
-            x = torch.cat((x, x.new_full((self.plan.padding, *x.shape[1:]), fill)))
-        return x.index_select(0, self.index)
 
     def take_between_layers(self, x: Tensor, fill: float = 0) -> Tensor:
         """Same as `take`, of the tokens that this rank holds between layers: [T / cp / tp, ...]."""
         return self.take(x, fill)[self._between]
-
-    def take_on_cpu(self, x: Tensor, fill: int) -> Tensor:
-        """Same as `take`, of a tensor [T] on the CPU and to it."""
-        return torch.cat((x, x.new_full((self.plan.padding,), fill))).index_select(0, self._own)
-
-    def rows(self, rows: Tensor) -> Tensor:
-        """Returns the indices among the own tokens of those that `rows` indexes in the pack; int64, both on the CPU."""
-        selected = torch.zeros(self.tokens + self.plan.padding, dtype=torch.bool)
-        selected[rows] = True
-        return selected[self._own].nonzero().squeeze(1)
 
     def held_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the indices, among the tokens that this rank holds between layers, of those that `rows` [M] indexes
@@ -155,8 +188,3 @@ class SequenceShare:
             extra = torch.arange(self.plan.padding, dtype=positions.dtype, device=positions.device)
             positions = torch.cat((positions, extra))
         return positions.index_select(0, self.index)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Gathers per-token results [T / cp, ...] to those of the pack [T, ...] on every rank, without padding; with
-        gradient, for a loss that every rank computes."""
-        return all_gather_replicated(x, self.cp).index_select(0, self.inverse[: self.tokens])

@@ -85,6 +85,11 @@ class PackedBatch:
         return self.tokens.numel()
 
     @property
+    def n_computed(self) -> int:
+        """How many tokens the model computes: fewer where documents begin alike."""
+        return self.n_tokens if self.shared is None else self.shared.rows.numel()
+
+    @property
     def n_documents(self) -> int:
         return len(self.lengths)
 

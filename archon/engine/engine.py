@@ -190,8 +190,9 @@ class ArchonEngine:
         tokens = TokenSplit(self.ranks, self.layout.context_parallel, config.attn_type)
         self.spec, self.args = spec, args
         shareable = backend.supports_prefixed and args.shares_prefixes
-        unsplit = dims.context_and_model_parallel_size == 1 and not self.layout.compiled
-        self._share_prefixes = config.share_prefixes and shareable and unsplit
+        # Gathered keys are those of whole documents.
+        gathers_keys = dims.cp_enabled and self.layout.context_parallel == "allgather"
+        self._share_prefixes = config.share_prefixes and shareable and not gathers_keys
         self._sort_documents = backend.prefers_equal_lengths
         self._failed_mid_step = False
         self._runner: MicroBatchRunner | PipelineRunner
@@ -256,10 +257,11 @@ class ArchonEngine:
     ) -> dict[str, float]:
         """Takes one optimizer step on Σ loss_fn / Σ loss_weight_fn, both over all micro-batches.
 
-        Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `micro_batches`, `loss_weight` (the
-        denominator), `skipped` (1 when the gradient was not finite: then no weight or moment changed) and the loss
-        function's metrics. With several adapters see `archon.engine.adapters`: `loss` is the sum of theirs, `lr`
-        the largest, `skipped` how many were, and each has its own as `NAME/loss` and so on.
+        Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `tokens_computed` (fewer where documents begin
+        alike), `micro_batches`, `loss_weight` (the denominator), `skipped` (1 when the gradient was not finite: then no
+        weight or moment changed) and the loss function's metrics. With several adapters see `archon.engine.adapters`:
+        `loss` is the sum of theirs, `lr` the largest, `skipped` how many were, and each has its own as `NAME/loss` and
+        so on.
         """
         if self.adapters:
             return self._train_adapters(batch, loss_fn, loss_weight_fn, temperature)
@@ -339,7 +341,9 @@ class ArchonEngine:
         with phase("optimizer"):
             norms = self._gradient_norms([share.name for share in shares.values()])
         replay = replay_metrics(self._runner.loads, self.ranks, self.device) if self.args.expert_layers else {}
-        metrics = self._runner.read(sums, norms | replay, tokens=torch.tensor(packed.n_tokens))
+        counts = {"tokens": packed.n_tokens, "tokens_computed": sum(mb.n_computed for mb in parts)}
+        scalars = {name: torch.tensor(count) for name, count in counts.items()}
+        metrics = self._runner.read(sums, norms | replay, **scalars)
         if replay and math.isnan(metrics["router_replay/share"]):
             metrics = {name: value for name, value in metrics.items() if name not in replay}
         for share in shares.values():

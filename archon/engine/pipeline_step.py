@@ -114,7 +114,7 @@ class PipelineRunner:
         count = self.ranks.all_reduce_max(len(parts), self.device)
         trains = through == self.pipeline.backward
         count = self.model.plan.micro_batches(count) if trains else count
-        min_tokens = max(self.tokens.rows(mb.lengths) for mb in parts)
+        min_tokens = max(self.tokens.rows(mb) for mb in parts)
         first = next(iter(self.stages.values()))
         batches = [mb.to(self.device) for mb in first.with_towers(parts, count)]
 

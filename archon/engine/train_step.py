@@ -18,14 +18,14 @@ from archon.models.adapter_rows import NO_ADAPTER, AdapterRows
 from archon.models.args import ImageFormat
 from archon.models.attention.context_parallel import ContextParallelAttention, GatheredAttention, UlyssesAttention
 from archon.models.attention.meta import AttentionMeta, PackedAttention, PrefixAttention
-from archon.models.attention.prefix import shared_prefixes
+from archon.models.attention.prefix import SharedPrefixes, shared_prefixes
 from archon.models.base import BaseArchonModel
 from archon.models.head import IGNORE_INDEX, TokenScores, WeightedLoss
 from archon.models.layers.moe import load_balancing_loss
 from archon.models.routed_experts import NOT_GIVEN
 from archon.models.vision.images import PackedImages
 from archon.parallel.comm import all_reduce, all_reduce_replicated
-from archon.parallel.context import ContextPlan, SequenceShare, contiguous_plan, zigzag_plan
+from archon.parallel.context import ContextPlan, DealtTokens, SequenceShare, contiguous_plan, zigzag_plan
 from archon.parallel.fsdp import reshard, set_gradient_reduction
 from archon.parallel.phase import phase
 from archon.parallel.ranks import Ranks
@@ -235,26 +235,49 @@ class TokenSplit:
     kind: ContextParallelKind
     attn_type: str
 
-    def share(self, lengths: tuple[int, ...], device: torch.device, min_tokens: int = 0) -> SequenceShare:
-        """Returns this rank's tokens of a pack of documents of `lengths`, with at least `min_tokens` on each rank."""
-        return SequenceShare(self._plan(lengths, min_tokens), self.ranks.cp, self.ranks.tp, device)
+    def share(self, mb: PackedBatch, device: torch.device, min_tokens: int = 0) -> SequenceShare:
+        """Returns this rank's share of the tokens that are computed of a pack, with at least `min_tokens` on each
+        rank."""
+        return SequenceShare(self._plan(mb, min_tokens), self.ranks.cp, self.ranks.tp, device)
 
-    def rows(self, lengths: tuple[int, ...]) -> int:
+    def scored(self, mb: PackedBatch, share: SequenceShare) -> DealtTokens | None:
+        """Returns which tokens this rank scores: those that it computes, or whose common beginning it does; None for
+        all."""
+        if mb.shared is None:
+            return share
+        if self.ranks.cp.size == 1:
+            return None
+        return DealtTokens.by_owner(mb.shared.gather_index.cpu() // len(share.index), self.ranks.cp, share.index.device)
+
+    def rows(self, mb: PackedBatch) -> int:
         """Returns the number of tokens on each context-parallel rank, padding included."""
-        return sum(stop - start for _, start, stop in self._plan(lengths, 0).chunks[0])
+        return sum(stop - start for _, start, stop in self._plan(mb, 0).chunks[0])
 
-    def _plan(self, lengths: tuple[int, ...], min_tokens: int) -> ContextPlan:
+    def _plan(self, mb: PackedBatch, min_tokens: int) -> ContextPlan:
+        lengths = (mb.order or mb).lengths if mb.shared is None else (mb.n_computed,)
         plan = zigzag_plan if self.ranks.cp.size > 1 and self.kind == "allgather" else contiguous_plan
         return plan(lengths, self.ranks.cp.size, self.ranks.tp.size, min_tokens)
 
     def attention(self, share: SequenceShare) -> ContextParallelAttention | PackedAttention:
-        """Returns the attention metadata of this rank's share."""
+        """Returns the attention metadata of this rank's share of documents that share nothing."""
         if self.ranks.cp.size > 1:
             attention = GatheredAttention if self.kind == "allgather" else UlyssesAttention
             return attention(share, self.attn_type)
         packed = PackedAttention.from_lengths(share.plan.lengths, share.index.device, self.attn_type)
         packed.valid_mask = share.valid_mask
         return packed
+
+    def prefix_attention(
+        self, shared: SharedPrefixes, share: SequenceShare, scored: DealtTokens | None
+    ) -> UlyssesAttention | PrefixAttention:
+        """Returns the same of documents with shared prefixes, of which this rank scores `scored`."""
+        prefixes = PrefixAttention(shared.padded(share.padding), self.attn_type)
+        attention = prefixes if scored is None else UlyssesAttention(share, self.attn_type, prefixes)
+        attention.valid_mask = share.take(shared.counts()).chunk(self.ranks.tp.size)[self.ranks.tp.rank]
+        attention.token_rows = shared.gather_index
+        if scored is not None:
+            attention.token_rows = scored.take(shared.gather_index - self.ranks.cp.rank * len(share.index))
+        return attention
 
 
 @dataclass(frozen=True)
@@ -318,39 +341,46 @@ class MicroBatchRunner:
         loss_weights: Tensor | None,
         rows: Tensor | None,
         **head: Any,
-    ) -> tuple[Tensor | TokenScores | WeightedLoss, SequenceShare | None]:
-        """Runs the model on this rank's share of the tokens. Returns its output and the share, None for all tokens."""
+    ) -> tuple[Tensor | TokenScores | WeightedLoss, DealtTokens | None]:
+        """Runs the model on this rank's share of the tokens. Returns its output, and which tokens it is of, None for
+        all."""
         documents = mb.order or mb
         tokens, positions = mb.in_model_order(mb.tokens), mb.model_positions()
         experts = None if mb.routed_experts is None else mb.in_model_order(mb.routed_experts)
-        attention: AttentionMeta
-        share = None
-        if self.ranks.cp.size * self.ranks.tp.size > 1 or self.min_tokens:
-            share = self.tokens.share(documents.lengths, self.device, self.min_tokens)
-            attention = self.tokens.attention(share)
-            tokens = share.take(tokens) if self.input is None else self.input
-            positions = share.positions(positions)
-            labels = None if labels is None else share.take(labels, IGNORE_INDEX)
-            loss_weights = None if loss_weights is None else share.take(loss_weights)
-            rows = None if rows is None else share.rows(rows)
-            experts = None if experts is None else share.take_between_layers(experts, NOT_GIVEN)
-            if isinstance(head.get("temperature"), Tensor):
-                head["temperature"] = share.take(head["temperature"], 1.0)
-        elif mb.shared is not None:
-            attention = PrefixAttention(mb.shared, self.tokens.attn_type)
+        if mb.shared is not None:
             tokens, positions = tokens[mb.shared.rows], positions[..., mb.shared.rows]
             experts = None if experts is None else experts.index_select(0, mb.shared.rows)
+        attention: AttentionMeta
+        share = scored = None
+        if self.ranks.cp.size * self.ranks.tp.size > 1 or self.min_tokens:
+            share = self.tokens.share(mb, self.device, self.min_tokens)
+            scored = self.tokens.scored(mb, share)
+            shared = mb.shared
+            attention = (
+                self.tokens.attention(share) if shared is None else self.tokens.prefix_attention(shared, share, scored)
+            )
+            tokens = share.take(tokens) if self.input is None else self.input
+            positions = share.positions(positions)
+            experts = None if experts is None else share.take_between_layers(experts, NOT_GIVEN)
+        elif mb.shared is not None:
+            attention = PrefixAttention(mb.shared, self.tokens.attn_type)
         else:
             attention = PackedAttention(documents.cu_seqlens, mb.max_seqlen, self.tokens.attn_type, documents.lengths)
         if mb.adapter_ids is not None:
             # All names, since all ranks must have gradients of the same parameters.
             ids = mb.adapter_ids if share is None else share.take_on_cpu(mb.adapter_ids, NO_ADAPTER)
             attention.adapters = AdapterRows.of(self.adapters, ids, self.device, tp=self.ranks.tp)
+        if scored is not None:
+            labels = None if labels is None else scored.take(labels, IGNORE_INDEX)
+            loss_weights = None if loss_weights is None else scored.take(loss_weights)
+            rows = None if rows is None else scored.rows(rows)
+            if isinstance(head.get("temperature"), Tensor):
+                head["temperature"] = scored.take(head["temperature"], 1.0)
         head["label_rows"] = None if rows is None else to_device_async(rows, self.device)
         head |= {"labels": labels, "loss_weights": loss_weights, "images": self._images(mb, share)}
         if experts is not None:
             head["routed_experts"] = experts
-        return self.model(tokens, positions, documents.cu_seqlens, mb.max_seqlen, attention, **head), share
+        return self.model(tokens, positions, documents.cu_seqlens, mb.max_seqlen, attention, **head), scored
 
     def _images(self, mb: PackedBatch, share: SequenceShare | None) -> PackedImages | None:
         """Returns the images of this rank's tokens on the device; None on a stage without embeddings, and where no rank

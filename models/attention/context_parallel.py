@@ -32,12 +32,13 @@ class ContextParallelAttention(AttentionMeta):
 class UlyssesAttention(ContextParallelAttention):
     """Each rank attends over the full pack with some of the heads (Jacobs et al. 2023, arXiv:2309.14509).
 
-    If there are fewer key heads than ranks, they are repeated. `share` must be contiguous.
+    If there are fewer key heads than ranks, they are repeated. `share` must be contiguous; `packed` is the attention
+    over the full pack, by default within its documents.
     """
 
-    def __init__(self, share: SequenceShare, attn_type: str) -> None:
+    def __init__(self, share: SequenceShare, attn_type: str, packed: AttentionMeta | None = None) -> None:
         super().__init__(share, attn_type)
-        self.packed = PackedAttention.from_lengths(share.plan.lengths, share.index.device, attn_type)
+        self.packed = packed or PackedAttention.from_lengths(share.plan.lengths, share.index.device, attn_type)
 
     def prepare(self, hidden: Tensor) -> None:
         self.packed.prepare(hidden)

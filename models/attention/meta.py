@@ -33,15 +33,18 @@ class AttentionMeta(abc.ABC):
     """How the tokens of one forward attend to each other and to cached tokens.
 
     Attributes:
-        valid_mask: bool [T], False for padding, for the tokens that this rank holds between layers; None: no padding.
+        valid_mask: [T], how many tokens of the batch each of the rows stands for that this rank holds between layers: a
+            bool or int64, 0 for padding; None for one each.
         adapters: of the tokens' documents, for a model with several adapters; None if no document has one.
         gather_index: int64 [N], the index of each of the N requested hidden states among the T computed ones; None if
             they are the computed ones.
+        token_rows: int64 [N], the same for the N tokens that a head scores, whose rows it gathers itself.
     """
 
     valid_mask: Tensor | None = None
     adapters: AdapterRows | None = None
     gather_index: Tensor | None = None
+    token_rows: Tensor | None = None
 
     def prepare(self, hidden: Tensor) -> None:  # noqa: B027 - a cache has nothing to prepare
         """Called once per forward with the first layer's input [T, dim], which has the compute device and dtype."""
@@ -127,17 +130,34 @@ class PackedAttention(AttentionMeta):
 class PrefixAttention(AttentionMeta):
     """Documents whose shared prefixes are computed once (see `archon.models.attention.prefix`).
 
-    The model takes the pack's tokens at `shared.rows` and returns the hidden states of all its tokens.
+    The model takes the pack's tokens at `shared.rows`, and its head scores all tokens of the pack.
     """
 
     def __init__(self, shared: SharedPrefixes, attn_type: str = "auto") -> None:
         self.shared, self.attn_type = shared, attn_type
-        self.gather_index = shared.gather_index
+        self.token_rows, self.valid_mask = shared.gather_index, shared.counts()
 
     def prepare(self, hidden: Tensor) -> None:
-        check_lengths(self.shared.rows.numel(), hidden.shape[0])
         self.backend = resolve_backend(self.attn_type, hidden.device, hidden.dtype)
 
+    @torch.compiler.disable
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self.backend.require(spec)
+        if not spec.causal:
+            raise ConfigError(
+                "tokens that see later ones cannot share a prefix with other documents; expected causal attention"
+            )
         return self.backend.prefixed(q, k, v, self.shared, spec)
+
+    @torch.compiler.disable
+    def recur(self, layer: int, rows: Sequence[Tensor], weights: Sequence[Tensor], scan: Scan) -> Tensor:
+        """See `AttentionMeta.recur`: a branch starts with the state after the run of tokens that it continues."""
+        outs = list[Tensor]()
+        state: RecurrentState | None = None
+        for level in self.shared.levels:
+            before = None
+            if state is not None and level.before is not None:
+                before = tuple(x.index_select(0, level.before) for x in state)
+            out, state = scan([x.index_select(0, level.rows) for x in rows], weights, level.documents, before)
+            outs.append(out)
+        return torch.cat(outs).index_select(0, self.shared.level_order)

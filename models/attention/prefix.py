@@ -1,172 +1,222 @@
 """Shared prefixes: tokens that several documents start with are computed once.
 
-The answers to one prompt, or examples after one system prompt, repeat it token by token. Under causal attention equal
-prefixes have equal hidden states, so the layers need one copy of each prefix, and the rest of every document (for
-reinforcement learning: Prefix Grouper, Liu et al. 2025, arXiv:2506.05433).
+The answers to one prompt, an agent's turns that each repeat its history, or examples after one system prompt begin with
+the same tokens. Under causal attention equal prefixes have equal hidden states, so the layers need one copy of each run
+of tokens between two branches (for reinforcement learning, with one branch: Prefix Grouper, Liu et al. 2025,
+arXiv:2506.05433). A recurrent mixer continues each branch with the state after the run before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from archon.models.attention.blockwise import batched_attention
+from archon.models.attention.common_beginnings import NODE_TOKENS, Forest, Node
+from archon.models.attention.documents import PackedDocuments, check_lengths
 from archon.models.attention.spec import AttentionSpec
-from archon.models.attention.tree import MAX_TREE_TOKENS, Trees, group_by_size, tree_attention, tree_paths
+from archon.models.attention.tree import Trees, group_by_size, tree_attention, tree_paths
 
 MIN_SAVED_FRACTION = 0.1
 """Minimum fraction of a pack's tokens that sharing must save."""
 
 
 @dataclass(frozen=True)
+class Runs:
+    """N runs of `length` tokens, each after a context of `before` tokens.
+
+    Attributes:
+        contexts: the distinct contexts, each as the numbers of the runs that it consists of; empty before the first.
+        index: int64 [N], which of them each run follows.
+    """
+
+    length: int
+    before: int
+    contexts: tuple[tuple[int, ...], ...]
+    index: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all N runs."""
+        return self.length * len(self.index)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The computed tokens that as many branches precede, for mixers with a state.
+
+    Attributes:
+        rows: int64 [n], where they are among the computed tokens.
+        documents: the B runs that they form.
+        before: int64 [B], the run of the previous level that each continues; None on the first level.
+    """
+
+    rows: Tensor
+    documents: PackedDocuments
+    before: Tensor | None
+
+
+@dataclass(frozen=True)
 class SharedPrefixes:
     """Which U of a pack's T tokens are computed, and which hidden state each token uses.
 
-    Computed are the tokens of trees, then the shared prefixes, shortest first, then the suffix of each document, by the
-    length of its prefix and its own.
+    Computed are the tokens of trees, then the runs of all other documents, by the lengths of their contexts and then
+    their own.
 
     Attributes:
         rows: int64 [U], the computed tokens as indices into the pack.
         gather_index: int64 [T], the index of each token's hidden state among the computed ones.
         trees: groups of short documents with common prefixes, which branch wherever they differ.
-        prefixes: (length, count) of the shared prefixes of all other documents.
-        suffixes: (length of the prefix, own length, int64 [n] index of the prefix among those of its length) of the
-            other documents' suffixes; a document that shares nothing has a prefix of length 0.
+        runs: the runs of tokens of all other documents, numbered in this order.
+        parents: (first computed token, length, number of the run that it continues or -1) of every run, those in trees
+            first, for recurrent mixers; a run comes after the one that it continues.
     """
 
     rows: Tensor
     gather_index: Tensor
     trees: tuple[Trees, ...]
-    prefixes: tuple[tuple[int, int], ...]
-    suffixes: tuple[tuple[int, int, Tensor], ...]
+    runs: tuple[Runs, ...]
+    parents: tuple[tuple[int, int, int], ...]
 
     def to(self, device: torch.device) -> SharedPrefixes:
         """Returns a copy whose indices are on `device`."""
-        suffixes = tuple((prefix, own, indices.to(device)) for prefix, own, indices in self.suffixes)
+        runs = tuple(replace(batch, index=batch.index.to(device)) for batch in self.runs)
         trees = tuple(tree.to(device) for tree in self.trees)
-        return SharedPrefixes(self.rows.to(device), self.gather_index.to(device), trees, self.prefixes, suffixes)
+        return replace(
+            self, rows=self.rows.to(device), gather_index=self.gather_index.to(device), trees=trees, runs=runs
+        )
 
+    def padded(self, padding: int) -> SharedPrefixes:
+        """Returns the same with `padding` more computed tokens at the end, one more document that no token uses."""
+        if not padding:
+            return self
+        first = sum(length for _, length, _ in self.parents)
+        extra = Runs(padding, 0, ((),), torch.zeros(1, dtype=torch.int64, device=self.rows.device))
+        return replace(self, runs=(*self.runs, extra), parents=(*self.parents, (first, padding, -1)))
 
-@dataclass
-class _Group:
-    """Documents, by index, whose first `prefix` tokens are equal; 0 for a document that shares nothing.
+    def counts(self) -> Tensor:
+        """Returns how many of the pack's tokens use each computed one: int64 [U]."""
+        return torch.zeros_like(self.rows).scatter_add_(0, self.gather_index, torch.ones_like(self.gather_index))
 
-    `common[i]` is the number of tokens that document i of the group shares with the one before it; 0 for the first.
-    """
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The computed tokens by the number of branches before them."""
+        device, depth, place = self.rows.device, list[int](), list[int]()
+        members: list[list[int]] = []
+        for number, (_, _, parent) in enumerate(self.parents):
+            depth.append(0 if parent < 0 else depth[parent] + 1)
+            if depth[number] == len(members):
+                members.append([])
+            place.append(len(members[depth[number]]))
+            members[depth[number]].append(number)
+        return tuple(self._level([self.parents[number] for number in own], place, device) for own in members)
 
-    prefix: int
-    documents: list[int]
-    common: list[int]
+    @staticmethod
+    def _level(own: Sequence[tuple[int, int, int]], place: Sequence[int], device: torch.device) -> Level:
+        rows = torch.cat([torch.arange(first, first + length) for first, length, _ in own])
+        lengths = tuple(length for _, length, _ in own)
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        before = None if own[0][2] < 0 else torch.tensor([place[parent] for _, _, parent in own], device=device)
+        return Level(rows.to(device), PackedDocuments(bounds, max(lengths), lengths), before)
 
-    def tree_tokens(self, lengths: Sequence[int]) -> int:
-        """Returns the number of tokens of the group as a tree."""
-        return sum(lengths[document] for document in self.documents) - sum(self.common)
+    @cached_property
+    def level_order(self) -> Tensor:
+        """int64 [U], where each computed token is among those of all levels, one level after the other."""
+        return torch.argsort(torch.cat([level.rows for level in self.levels]))
 
 
 def shared_prefixes(tokens: Tensor, lengths: Sequence[int]) -> SharedPrefixes | None:
-    """Returns the shared prefixes of a pack's documents; None if they save less than `MIN_SAVED_FRACTION` of it.
+    """Returns the shared prefixes of a pack's documents; None if they save less than they cost.
 
     Args:
         tokens: int64 [T] on the CPU.
         lengths: lengths of the documents, with sum T.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    trees, groups = list[_Group](), list[_Group]()
-    for group in _group_documents(tokens.numpy(), lengths, starts):
-        (trees if group.tree_tokens(lengths) <= MAX_TREE_TOKENS else groups).append(group)
-    trees.sort(key=lambda group: group.tree_tokens(lengths))
-    groups.sort(key=lambda group: group.prefix)
-
-    source = np.arange(tokens.numel())  # the computed token whose hidden state each token uses
-    rows: list[np.ndarray] = []
-    for group in trees:
-        previous = 0
-        for document, common in zip(group.documents, group.common, strict=True):
-            start = starts[document]
-            source[start : start + common] = source[previous : previous + common]
-            rows.append(np.arange(start + common, starts[document + 1]))
-            previous = start
-    counts = dict[int, int]()
-    suffixes: list[tuple[int, int, int, int]] = []  # length of the prefix, own length, index of the prefix, document
-    for group in groups:
-        prefix, first = group.prefix, starts[group.documents[0]]
-        index = counts.get(prefix, 0)
-        counts[prefix] = index + 1
-        rows.append(np.arange(first, first + prefix))
-        for document in group.documents:
-            source[starts[document] : starts[document] + prefix] = source[first : first + prefix]
-            if lengths[document] > prefix:
-                suffixes.append((prefix, lengths[document] - prefix, index, document))
-    suffixes.sort()
-    rows += [np.arange(starts[document] + prefix, starts[document + 1]) for prefix, _, _, document in suffixes]
-    computed = np.concatenate(rows)
-    if len(source) - len(computed) < MIN_SAVED_FRACTION * len(source):
+    given = tokens.numpy()
+    forest = Forest([given[starts[i] : starts[i + 1]] for i in range(len(lengths))])
+    trees = sorted(forest.trees, key=lambda root: root.tokens)
+    # A run comes after its context, which is shorter than its own.
+    runs = sorted((node for root in forest.roots for node in root.walk()), key=lambda node: (node.low, _length(node)))
+    nodes = [node for root in trees for node in root.walk()] + runs
+    computed = np.concatenate(
+        [np.arange(starts[node.document] + node.low, starts[node.document] + node.high) for node in nodes]
+    )
+    if not _pays(len(given), len(computed), forest, lengths):
         return None
-    position = np.empty_like(source)
-    position[computed] = np.arange(len(computed))
-
-    paths = [tree_paths([lengths[document] for document in group.documents], group.common) for group in trees]
-    by_shape = groupby(suffixes, key=lambda suffix: suffix[:2])
+    firsts = np.cumsum([0, *map(_length, nodes)])
+    number = {id(node): index for index, node in enumerate(nodes)}
+    source = np.empty(len(given), dtype=np.int64)
+    for document, end in enumerate(forest.end):
+        for node in end.path():
+            first = firsts[number[id(node)]]
+            source[starts[document] + node.low : starts[document] + node.high] = np.arange(first, first + _length(node))
+    paths = [tree_paths([node.high for node in root.walk()], [node.low for node in root.walk()]) for root in trees]
+    run_number = {id(node): index for index, node in enumerate(runs)}
     return SharedPrefixes(
         torch.from_numpy(computed),
-        torch.from_numpy(position[source]),
+        torch.from_numpy(source),
         tuple(Trees.from_paths(batch) for batch in group_by_size(paths)),
-        tuple((prefix, count) for prefix, count in counts.items() if prefix),
-        tuple((*shape, torch.tensor([index for _, _, index, _ in batch])) for shape, batch in by_shape),
+        tuple(_runs(list(batch), run_number) for _, batch in groupby(runs, key=lambda node: (node.low, _length(node)))),
+        tuple(
+            (int(first), _length(node), -1 if node.parent is None else number[id(node.parent)])
+            for first, node in zip(firsts, nodes, strict=False)
+        ),
     )
 
 
-def _group_documents(tokens: np.ndarray, lengths: Sequence[int], starts: np.ndarray) -> list[_Group]:
-    """Returns the documents in groups with common prefixes.
+def _length(node: Node) -> int:
+    return node.high - node.low
 
-    Sorting puts documents with common prefixes next to each other; a group grows as long as that saves more tokens.
+
+def _pays(tokens: int, computed: int, forest: Forest, lengths: Sequence[int]) -> bool:
+    """Returns whether computing `computed` of `tokens` tokens takes less time.
+
+    Without sharing the documents of one length are one call of attention; here the runs of one length are, at least.
     """
-    documents = [tokens[starts[i] : starts[i + 1]] for i in range(len(lengths))]
-    order = sorted(range(len(lengths)), key=lambda i: documents[i].tobytes())
-    groups = [_Group(0, order[:1], [0])]
-    for previous, document in pairwise(order):
-        group = groups[-1]
-        common = _common_length(documents[previous], documents[document])
-        prefix = common if len(group.documents) == 1 else min(group.prefix, common)
-        if prefix * len(group.documents) > group.prefix * (len(group.documents) - 1):
-            group.prefix = prefix
-            group.documents.append(document)
-            group.common.append(common)
-        else:
-            groups.append(_Group(0, [document], [0]))
-    return groups
+    saved = tokens - computed
+    further = max(0, forest.nodes - len({*lengths}))
+    return saved >= MIN_SAVED_FRACTION * tokens and saved >= NODE_TOKENS * further
 
 
-def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    length = min(len(a), len(b))
-    differs = a[:length] != b[:length]
-    return int(differs.argmax()) if differs.any() else length
+def _runs(batch: Sequence[Node], number: dict[int, int]) -> Runs:
+    contexts = [tuple(number[id(node)] for node in run.path()[:-1]) for run in batch]
+    distinct = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
+    index = torch.tensor([distinct[context] for context in contexts])
+    return Runs(_length(batch[0]), batch[0].low, tuple(distinct), index)
 
 
 @torch.compiler.disable
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, shared: SharedPrefixes, spec: AttentionSpec) -> Tensor:
     """Returns causal attention of the computed tokens [U, H, D], for q [U, H, D], k and v [U, G, D]."""
-    sizes = [trees.gather_index.numel() for trees in shared.trees]
-    sizes += [length * count for length, count in shared.prefixes]
-    sizes += [own * len(indices) for _, own, indices in shared.suffixes]
+    sizes = [trees.gather_index.numel() for trees in shared.trees] + [batch.tokens for batch in shared.runs]
+    check_lengths(sum(sizes), len(q))
     parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
     outs: list[Tensor] = []
-    prefix_kv: dict[int, tuple[Tensor, Tensor]] = {}
     for trees, (qs, ks, vs) in zip(shared.trees, parts, strict=False):
         outs.append(tree_attention(qs, ks, vs, trees, spec))
-    for (length, count), part in zip(shared.prefixes, parts, strict=False):
-        qs, ks, vs = (x.unflatten(0, (count, length)) for x in part)
-        prefix_kv[length] = ks, vs
-        outs.append(batched_attention(qs, ks, vs, spec).flatten(0, 1))
-    for (prefix, own, indices), part in zip(shared.suffixes, parts, strict=True):
-        qs, ks, vs = (x.unflatten(0, (len(indices), own)) for x in part)
-        if prefix:
-            prefix_keys, prefix_values = (x.index_select(0, indices) for x in prefix_kv[prefix])
-            ks, vs = torch.cat((prefix_keys, ks), dim=1), torch.cat((prefix_values, vs), dim=1)
+    keys, values = list[Tensor](), list[Tensor]()  # of each run
+    for batch, part in zip(shared.runs, parts, strict=True):
+        qs, ks, vs = (x.unflatten(0, (len(batch.index), batch.length)) for x in part)
+        keys += ks.unbind()
+        values += vs.unbind()
+        if batch.before:
+            ks, vs = (
+                torch.cat((_context(batch, seen, spec.window), own), 1) for seen, own in ((keys, ks), (values, vs))
+            )
         outs.append(batched_attention(qs, ks, vs, spec).flatten(0, 1))
     return torch.cat(outs)
+
+
+def _context(batch: Runs, of_runs: Sequence[Tensor], window: int | None) -> Tensor:
+    """Returns the keys or values [N, n, G, D] before each run: all, or those that a window's first query sees."""
+    last = batch.before if window is None else min(batch.before, window - 1)
+    contexts = [torch.cat([of_runs[run] for run in context])[batch.before - last :] for context in batch.contexts]
+    stacked = torch.stack(contexts)
+    return stacked if len(contexts) == len(batch.index) else stacked.index_select(0, batch.index)

@@ -41,7 +41,6 @@ class DeltaNetLayer(MixerSpec):
     """
 
     module_name: ClassVar[str] = "delta_net"
-    shares_prefixes: ClassVar[bool] = False
     gathers_keys: ClassVar[bool] = False
     n_heads: int
     n_key_heads: int

@@ -32,7 +32,8 @@ Score = Literal["softmax", "sigmoid"]
 
 
 class RouterStats(NamedTuple):
-    """Statistics of one layer's router over this rank's tokens, without padding.
+    """Statistics of one layer's router over this rank's tokens, without padding; a row that several documents share
+    counts for each of them.
 
     Attributes:
         counts: [E], how often each expert was chosen.
@@ -183,7 +184,8 @@ class Router(nn.Module):
     def forward(
         self, x: Tensor, valid_mask: Tensor | None, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, RouterStats]:
-        """Returns weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], statistics over `valid_mask` [T].
+        """Returns weights [T, k] in the dtype of x [T, dim], experts int64 [T, k], and statistics, in which each row
+        counts `valid_mask` [T] times.
 
         `given` [T, k] are experts that were chosen before, negative for a token whose experts are chosen now; their
         weights are computed from the scores of now (Ma et al. 2025, arXiv:2510.11370).
@@ -225,13 +227,13 @@ class Router(nn.Module):
 
 
 def _replay(chosen: Tensor, given: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the experts int64 [T, k] that are `given` where they are not negative, else `chosen`; how many tokens of
-    `valid_mask` were given theirs, and how many of those chose others."""
+    """Returns the experts int64 [T, k] that are `given` where they are not negative, else `chosen`; how many tokens, each
+    row counted `valid_mask` times, were given theirs, and how many of those chose others."""
     is_given = given[:, :1] >= 0
     experts = torch.where(is_given, given.to(chosen.dtype), chosen)
     differs = (experts.sort(-1).values != chosen.sort(-1).values).any(-1)
-    counted = is_given.squeeze(-1) if valid_mask is None else is_given.squeeze(-1) & valid_mask
-    return experts, counted.sum(), (differs & counted).sum()
+    counted = is_given.squeeze(-1) if valid_mask is None else is_given.squeeze(-1) * valid_mask
+    return experts, counted.sum(), (differs * counted).sum()
 
 
 class GroupedExperts(nn.Module):
@@ -335,7 +337,7 @@ class MoE(nn.Module):
         adapters: AdapterRows | None = None,
         given: Tensor | None = None,
     ) -> tuple[Tensor, RouterStats]:
-        """Returns [T, dim] for x [T, dim], and the router's statistics over `valid_mask` (bool [T]).
+        """Returns [T, dim] for x [T, dim], and the router's statistics: see `AttentionMeta.valid_mask`.
 
         `given` [T, k] are experts chosen before, see `Router`.
         """

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from archon.check.layouts import LENGTHS, MAX_TOKENS, VOCAB, SequenceLoss, padded_batch
@@ -242,7 +243,8 @@ STEPS = 3
 class Case:
     """One layout × model: `config` holds engine options, `traps` what it guards against.
 
-    Three options are not the engine's: `loss`, `base`, the dtype of the checkpoint, and `replay`, a batch with experts.
+    Four options are not the engine's: `loss`, `base`, the dtype of the checkpoint, `replay`, a batch with experts, and
+    `data`: `branching` documents begin alike.
     """
 
     layout: str
@@ -263,6 +265,34 @@ class Case:
         """A hash of the model's config and of all else that the case computes."""
         computed = (MODELS[self.model], self.layout, self.dtype, self.critic, self.config, LENGTHS, MAX_TOKENS, STEPS)
         return hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def branching_batch(seed: int) -> dict[str, Tensor]:
+    """11 documents: turns of an agent, which branch and repeat their history, short answers to one prompt, two of them
+    the same, the prompt itself, one of a single token, and one that begins like no other."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(VOCAB, (count,), generator=generator).tolist()
+
+    history, first, second, prompt, answer = draw(70), draw(30), draw(22), draw(6), draw(7)
+    documents = [
+        history + first,
+        history + draw(25),
+        history + first + second,
+        prompt + draw(4),
+        history + first + draw(17),
+        prompt + answer,
+        prompt + answer,
+        draw(1),
+        history + first + second + draw(11),
+        draw(19),
+        prompt,
+    ]
+    data = padded_batch(tuple(map(len, documents)), VOCAB, seed)
+    for row, document in zip(data["input_ids"], documents, strict=True):
+        row[: len(document)] = torch.tensor(document)
+    return data
 
 
 class ValueLoss:
@@ -290,7 +320,7 @@ def batch(lengths: tuple[int, ...], seed: int) -> dict[str, Tensor]:
 
 
 def engine_config(case: Case, path: str, layout: str, **changes: Any) -> EngineConfig:
-    options = {key: value for key, value in case.config.items() if key not in ("loss", "base", "replay")}
+    options = {key: value for key, value in case.config.items() if key not in ("loss", "base", "replay", "data")}
     return EngineConfig.model_validate(
         {
             "path": path,

@@ -26,6 +26,7 @@ from tests.distributed.cases import (
     STEPS,
     Case,
     batch,
+    branching_batch,
     engine_config,
     loss_of,
     whole_gradients,
@@ -34,7 +35,17 @@ from tests.distributed.cases import (
 from tests.distributed.shared_moe import register
 
 TEMPERATURE = 0.8
-COMPUTED = ("router_aux_loss_coef", "router_bias_update_rate", "loss", "lora", "base", "replay", "vision")
+COMPUTED = (
+    "router_aux_loss_coef",
+    "router_bias_update_rate",
+    "loss",
+    "lora",
+    "base",
+    "replay",
+    "vision",
+    "data",
+    "max_tokens_per_mb",
+)
 
 
 def reference_key(case: Case) -> tuple[object, ...]:
@@ -80,7 +91,7 @@ def with_images(data: dict[str, Any], config: dict[str, Any], step: int) -> dict
 
 
 def case_data(case: Case, step: int) -> dict[str, Any]:
-    data: dict[str, Any] = data_of(step)
+    data: dict[str, Any] = branching_batch(10 + step) if case.config.get("data") == "branching" else data_of(step)
     if "vision_config" in MODELS[case.model]:
         data = with_images(data, MODELS[case.model], step)
     if "adapters" in case.config.get("lora", {}):
@@ -107,7 +118,9 @@ def run_reference(case: Case, folder: Path) -> None:
     register()
     plain = Case("d1", case.model, case.dtype, case.critic, _shared(case))
     path = write_config(folder / "config", case.model)
-    engine = ArchonEngine(engine_config(plain, path, "d1", init_from_scratch=True, seed=3, lora=None))
+    engine = ArchonEngine(
+        engine_config(plain, path, "d1", init_from_scratch=True, seed=3, lora=None, share_prefixes=False)
+    )
     engine.initialize()
     for name in engine.adapter.buffer_shapes:  # fresh biases of routers are 0
         engine.model.get_buffer(name).normal_(std=0.2, generator=torch.Generator().manual_seed(7))
@@ -117,7 +130,7 @@ def run_reference(case: Case, folder: Path) -> None:
     base = case.config.get("base")
     engine.save(folder / "checkpoint", dtype=None if base is None else getattr(torch, base))
     if case.config.get("lora"):
-        engine = ArchonEngine(engine_config(plain, str(folder / "checkpoint"), "d1"))
+        engine = ArchonEngine(engine_config(plain, str(folder / "checkpoint"), "d1", share_prefixes=False))
         engine.initialize()
     found = measure(engine, case, case_data(case, 0), _shares(case))
     if not case.config.get("router_aux_loss_coef"):
@@ -138,6 +151,8 @@ def measure(engine: ArchonEngine, case: Case, data: dict[str, Tensor], shares: i
     """
     if shares == 1:
         grads, metrics = whole_gradients(engine, data, loss_of(case), TEMPERATURE)
+        if "data" in case.config:
+            check_sharing(engine, metrics)
     else:
         grads, metrics = _of_all_shares(engine, case, data, shares)
     found = {f"grad.{name}": grad for name, grad in grads.items()}
@@ -234,6 +249,12 @@ def check_shards(engine: ArchonEngine) -> None:
         most = whole / parameter.shape[0] * max(rows, ways) / ways
         if dims.world_size > 1:
             assert held <= most / model_ways + whole / parameter.shape[0], f"{name}: {held} of {whole} elements"
+
+
+def check_sharing(engine: ArchonEngine, metrics: dict[str, float]) -> None:
+    """What documents begin alike with is computed once, unless the engine is told to compute each by itself."""
+    shares = metrics["tokens_computed"] < 0.95 * metrics["tokens"]
+    assert shares == engine.config.share_prefixes, f"{metrics['tokens_computed']} of {metrics['tokens']} computed"
 
 
 def check_collectives(engine: ArchonEngine, seen: set[str]) -> None:

@@ -463,5 +463,34 @@ SEEING: tuple[Case, ...] = (
     _case("t2", "seeing", "adapters of the tower", **TOWER_LORA),
 )
 
-BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING
+# Documents that begin alike, whose common beginnings are computed once; the reference computes each document by itself.
+BRANCHING = {"data": "branching", "max_tokens_per_mb": 340}
+BRANCHES: tuple[Case, ...] = (
+    _case("d2", "dense", "ranks share beginnings of different lengths", **BRANCHING),
+    _case("d2", "few_kv", critic=True, **BRANCHING),
+    _case("t2", "tied", "a beginning that no multiple of the ranks has", loss="fused", **BRANCHING),
+    _case("t2", "window", critic=True, activation_checkpoint=FULL, **BRANCHING),
+    _case("d2t2", "sinks", **BRANCHING),
+    _case("d2", "moe", "routers count a beginning for each document", **BALANCED, **BRANCHING),
+    _case("d2e2", "moe", "routers count a beginning for each document", router_aux_loss_coef=0.1, **BRANCHING),
+    _case("t2", "moe", "routers count a beginning for each document", router_aux_loss_coef=0.1, **BRANCHING),
+    _case("(attn:d1t2|ffn:d1t2)", "glm4_moe", **BALANCED, **BRANCHING),
+    _case("c2", "tied", "a token is scored where its beginning is computed", context_parallel="ulysses", **BRANCHING),
+    _case("c2t2", "moe", loss="fused", context_parallel="ulysses", **BALANCED, **BRANCHING),
+    _case("c2", "dense", critic=True, context_parallel="ulysses", **BRANCHING),
+    _pipeline("p2", "1f1b", "tied", "micro-batches padded to the most that one computes", **BRANCHING),
+    _pipeline("d2p2", "interleaved_1f1b", "moe", **BALANCED, **BRANCHING),
+    _case("t2", "latent", **BRANCHING),
+    _case("d2", "soft_capped", compile=True, **BRANCHING),
+    _case("t2", "moe", compile=True, **BRANCHING),
+    _case("d2", "delta", "states after a branch", **BRANCHING),
+    _case("t2", "qwen3_next", "states after a branch", **BALANCED, **BRANCHING),
+    _case("c2", "tied_delta", "states after a branch", context_parallel="ulysses", **BRANCHING),
+    _pipeline("p2", "1f1b", "delta", "states of padding", **BRANCHING),
+    _case("t2", "tied", **LORA, **BRANCHING),
+    _case("d2e2", "moe", **SEVERAL, **BRANCHING),
+    _pipeline("p2t2", "1f1b", **SEVERAL, **BRANCHING),
+)
+
+BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING + BRANCHES
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 from archon.engine.batch import PackedBatch
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
+from archon.models.layers.moe import expert_biases
+from archon.parallel.compile import apply_compile
 from archon.schema.errors import BatchError
 from tests.engine.tiny import VOCAB, make_engine, padded
 from tests.tolerances import INVARIANCE_FP64
@@ -84,10 +88,9 @@ def assert_nothing_shared(engine: ArchonEngine) -> None:
     ("model", "config"),
     [
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {}),
-        ({}, {"compile": True}),
         ({}, {"share_prefixes": False}),
     ],
-    ids=["frequencies of the document's length", "compiled", "switched off"],
+    ids=["frequencies of the document's length", "switched off"],
 )
 def test_where_it_would_not_be_the_same_nothing_is_shared(
     tmp_path: Path, model: dict[str, Any], config: dict[str, Any]
@@ -96,7 +99,57 @@ def test_where_it_would_not_be_the_same_nothing_is_shared(
     assert_nothing_shared(engine)
 
 
-def test_routers_count_every_token(tmp_path: Path) -> None:
-    moe = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    engine = make_engine(tmp_path, hf=moe | {"norm_topk_prob": True}, max_tokens_per_mb=4096)
-    assert_nothing_shared(engine)
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def test_routers_count_a_beginning_for_each_document(tmp_path: Path) -> None:
+    """Biases that balance the load and the balancing loss are those of every token, computed or not."""
+    options: dict[str, Any] = {"dtype": "float64", "max_tokens_per_mb": 4096, "optimizer": {"lr": 1e-2}}
+    options |= {"router_bias_update_rate": 0.01, "router_aux_loss_coef": 0.1}
+    engines = [
+        make_engine(tmp_path / str(share), 9, hf=MOE | {"norm_topk_prob": True}, share_prefixes=share, **options)
+        for share in (True, False)
+    ]
+    found = [engine.train_batch(answers(), CrossEntropyLoss(), loss_token_count) for engine in engines]
+    assert found[0].pop("tokens_computed") < 0.8 * found[1].pop("tokens_computed")
+    assert found[0] == pytest.approx(found[1], rel=INVARIANCE_FP64)
+    counts = [load._counts for engine in engines for load in engine._runner.loads]
+    assert counts[0] is not None and counts[0].equal(counts[1])
+    biases = [list(expert_biases(engine.model).values()) for engine in engines]
+    assert biases[0] and all(one.equal(other) and one.any() for one, other in zip(*biases, strict=True))
+
+
+@pytest.mark.slow
+def test_compiled_code_is_compiled_once_for_all_beginnings(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    with mock.patch("archon.parallel.decoder.apply_compile", partial(apply_compile, backend="aot_eager")):
+        options: dict[str, Any] = {"max_tokens_per_mb": 4096, "optimizer": {"lr": 1e-2}}
+        engine = make_engine(tmp_path, 9, hf={"num_hidden_layers": 2}, compile=True, **options)
+    compiled = []
+    for prompts, per_prompt in ((4, 5), (3, 6), (4, 7)):
+        metrics = engine.train_batch(answers(prompts, per_prompt), CrossEntropyLoss(), loss_token_count)
+        assert metrics["tokens_computed"] < 0.8 * metrics["tokens"]
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compiled == [compiled[0]] * len(compiled)
+
+
+def histories(turns: int, branches: int, turn: int) -> dict[str, Tensor]:
+    """An agent's turns, each with its whole history, in which every turn was tried `branches` times."""
+    generator = torch.Generator().manual_seed(3)
+    history, docs, masks = torch.zeros(0, dtype=torch.int64), [], []
+    for _ in range(turns):
+        tried = [torch.randint(VOCAB, (turn + i,), generator=generator) for i in range(branches)]
+        docs += [torch.cat([history, own]) for own in tried]
+        masks += [torch.tensor([0] * len(history) + [1] * len(own)) for own in tried]
+        history = docs[-1]
+    return padded(docs, loss_mask=masks)
+
+
+def test_each_turn_of_a_history_is_computed_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float64", "max_tokens_per_mb": 4096, "optimizer": {"lr": 1e-2}}
+    engines = [make_engine(tmp_path / str(share), 9, share_prefixes=share, **options) for share in (True, False)]
+    batch = histories(8, 2, 20)
+    found = [engine.train_batch(batch, CrossEntropyLoss(), loss_token_count) for engine in engines]
+    assert found[0].pop("tokens_computed") == 8 * (20 + 21)
+    assert found[1].pop("tokens_computed") == batch["attention_mask"].sum()
+    assert found[0] == pytest.approx(found[1], rel=INVARIANCE_FP64)

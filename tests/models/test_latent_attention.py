@@ -125,7 +125,7 @@ def test_shared_prefixes_change_nothing(name: str) -> None:
     tokens = torch.randint(50, (sum(lengths),), generator=torch.Generator().manual_seed(2))
     tokens[140:270], tokens[289:297] = tokens[:130], tokens[280:288]
     shared = shared_prefixes(tokens, lengths)
-    assert shared is not None and shared.trees and shared.prefixes
+    assert shared is not None and shared.trees and shared.runs
     x, positions = inputs(50)[tokens], positions_of(lengths)
     whole = module(x, rotation_of(LAYERS[name], positions), packed(lengths))
     meta = PrefixAttention(shared, "sdpa")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from archon.check.random_configs import draw_fields
+from archon.check.round_trip import fresh_model
+from archon.models.attention.meta import PrefixAttention
 from archon.models.attention.prefix import SharedPrefixes, prefix_attention, shared_prefixes
 from archon.models.attention.sdpa import sdpa_attention
 from archon.models.attention.spec import AttentionSpec
+from tests.tolerances import INVARIANCE_FP64
 
 
 def answers(prompts: list[int], per_prompt: int, longest: int, seed: int = 0) -> tuple[Tensor, tuple[int, ...]]:
@@ -53,6 +58,66 @@ def test_every_token_finds_a_row_of_the_same_beginning() -> None:
     assert len(shared.rows) <= len(tokens) - 4 * (6 + 9 + 6 + 2)
 
 
+def test_runs_of_a_history_that_branches_are_computed_once() -> None:
+    """Every turn was tried twice, and the next one continues the second try."""
+    generator, history, documents = torch.Generator().manual_seed(0), list[int](), list[list[int]]()
+    for _ in range(5):
+        tried = [torch.randint(0, 50, (40 + own,), generator=generator).tolist() for own in range(2)]
+        documents += [history + own for own in tried]
+        history = documents[-1]
+    documents.append(documents[0])
+    lengths = tuple(map(len, documents))
+    shared = found(torch.tensor([token for document in documents for token in document]), lengths)
+    assert len(shared.rows) == 5 * (40 + 41)
+    assert shared.counts().sum() == sum(lengths)
+    assert [level.documents.max_seqlen for level in shared.levels] == [41] * 5
+
+
+def test_few_common_tokens_of_long_documents_are_not_worth_a_branch() -> None:
+    tokens, length = torch.arange(8 * 150), 150
+    for document in range(8):
+        tokens[document * length] = 0
+        tokens[document * length : document * length + 60] %= 150 * (1 + document % 2 * 9)
+    shared = found(tokens, (length,) * 8)
+    # Four begin with the same 60 tokens; the first one, which all have, is not shared with the others.
+    assert len(shared.rows) == 8 * length - 3 * 60
+    assert sum(len(batch.index) for batch in shared.runs) == 1 + 4 + 4
+
+
+def test_padding_is_a_document_that_no_token_uses() -> None:
+    shared = found(torch.tensor([*range(200), *range(150), 7, 8]), (200, 152))
+    padded = shared.padded(3)
+    q, k, v = (torch.randn(len(shared.rows) + 3, 2, 4) for _ in range(3))
+    spec = AttentionSpec(0.5)
+    alone = prefix_attention(*(x[:-3] for x in (q, k, v)), shared, spec)
+    assert torch.equal(prefix_attention(q, k, v, padded, spec)[:-3], alone)
+    assert sum(len(level.rows) for level in padded.levels) == len(shared.rows) + 3
+
+
+@pytest.mark.parametrize("longest", [6, 150], ids=["trees", "runs"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_moe", "deepseek_v3"])
+def test_logits_and_gradients_of_models_that_are_not_dense(family: str, longest: int) -> None:
+    """Mixers with a state, whose branches continue it, experts and latent attention."""
+    vocab = 110
+    model = fresh_model({"model_type": family} | draw_fields(1, family, vocab_size=vocab), 1, torch.float64)
+    tokens, lengths = answers([6, 70, 90, 6], per_prompt=4, longest=longest, seed=1)
+    shared = found(tokens, lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    weight = torch.randn(len(tokens), model.args.vocab_size, dtype=torch.float64)
+
+    def gradients(*given: Any) -> list[Tensor]:
+        model.zero_grad()
+        logits = model(*given)
+        (logits * weight).sum().backward()
+        return [logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    plain = gradients(tokens, positions, bounds, max(lengths))
+    inputs = tokens[shared.rows], positions[shared.rows], bounds, max(lengths)
+    for ours, wanted in zip(gradients(*inputs, PrefixAttention(shared, "sdpa")), plain, strict=True):
+        assert (ours - wanted).abs().max() <= INVARIANCE_FP64 * wanted.abs().max()
+
+
 def test_nothing_to_share_is_none() -> None:
     assert shared_prefixes(torch.tensor([1, 2, 3, 4, 5, 6]), (2, 2, 2)) is None
     assert shared_prefixes(torch.tensor([1, 2, 3]), (3,)) is None
@@ -65,7 +130,7 @@ def test_identical_documents_are_one() -> None:
     shared = found(torch.tensor([4, 5, 6] * 3), (3, 3, 3))
     assert shared.rows.tolist() == [0, 1, 2]
     assert shared.gather_index.tolist() == [0, 1, 2] * 3
-    assert shared.suffixes == ()
+    assert shared.runs == ()
 
 
 @pytest.mark.parametrize("window", [None, 4])

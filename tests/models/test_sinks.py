@@ -125,7 +125,7 @@ def test_documents_with_shared_prefixes(
 ) -> None:
     tokens, lengths = answers([6, 40, 6], per_prompt=4, longest=longest, seed=1)
     shared = shared_prefixes(tokens, lengths)
-    assert shared is not None and (shared.trees if longest == 6 else shared.suffixes)
+    assert shared is not None and (shared.trees if longest == 6 else shared.runs)
     qkv, sinks = draw(len(shared.rows)), draw_sinks(with_sinks)
     spec = AttentionSpec(SCALE, window, soft_cap, sinks)
     whole = (x.index_select(0, shared.gather_index) for x in qkv)

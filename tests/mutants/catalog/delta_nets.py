@@ -97,11 +97,4 @@ MUTANTS: tuple[Mutant, ...] = (
         "dtype",
         ("tests/generation/test_replica.py::test_a_narrower_replica_keeps_decays_in_float32",),
     ),
-    Mutant(
-        "delta nets say that they share beginnings",
-        "models/layers/delta_net.py",
-        "    shares_prefixes: ClassVar[bool] = False\n",
-        "",
-        ("tests/check/test_isolation.py::test_documents_and_forks_do_not_see_each_other[qwen3_5_text]",),
-    ),
 )
