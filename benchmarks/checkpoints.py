@@ -9,6 +9,7 @@ from typing import Any
 
 # Fields of config.json by the name used in records. `26M` is the model of the CPU figures; the others have the shapes
 # of the released Qwen3 models, `30B-A3B-8L` with 8 of its 48 layers; `2.43GB` is a model that is 2.43 GB in bfloat16.
+# In `26M-experts` a token uses 2 of 8 networks that are half as wide as that of `26M`.
 SHAPES: dict[str, dict[str, Any]] = {
     "26M": {
         "hidden_size": 512,
@@ -47,6 +48,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "2.43GB": {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 32, "num_attention_heads": 16},
+}
+SHAPES["26M-experts"] = SHAPES["26M"] | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 704,
+    "norm_topk_prob": True,
 }
 SHAPES["tiny-moe"] = SHAPES["tiny"] | {
     "model_type": "qwen3_moe",

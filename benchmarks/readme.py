@@ -30,6 +30,7 @@ TITLES = {
     "load": "Loading a checkpoint",
     "time_to_reward": "Time to reward",
     "speed": "What each device for speed brings",
+    "trees": "Documents that begin alike",
 }
 # Many small cases of one kind: a line each.
 COMPACT = {"speed"}

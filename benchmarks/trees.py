@@ -1,0 +1,145 @@
+"""A training step on documents that begin alike: with common beginnings computed once, and each document by itself.
+
+A Qwen3 of 26 million parameters in float32, or one with experts: 8 samples of 256 tokens to a prompt of 768 tokens, in
+one process, on two ranks, with experts, with adapters and compiled; an agent's history of 8 turns, each tried twice;
+and documents that share nothing. Both sides must compute the same first. Tokens per second are of all documents,
+whatever is computed of them.
+
+    python -m benchmarks.trees
+    python -m benchmarks.trees --case samples-d2 --quick
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from archon.bench.origin import spread
+from benchmarks import harness, step_check, train_step
+from benchmarks.checkpoints import make_checkpoint, shape
+from benchmarks.harness import Sides, say
+
+ARCHON, ALONE = "archon", "archon (each document by itself)"
+SAMPLES, PROMPT, ANSWER = 8, 768, 256
+TURNS, TRIES, TURN = 8, 2, 128
+EXPERTS = "26M-experts"
+
+
+class Case(NamedTuple):
+    """`kind` is that of `documents`; `layout` has as many ranks as its degree."""
+
+    kind: str
+    aim: str
+    layout: str = "d1"
+    model: str = "26M"
+    compiled: bool = False
+    lora: bool = False
+
+
+CASES = {
+    "samples": Case("samples", ">= 2"),
+    "samples-d2": Case("samples", ">= 2", "d2"),
+    "samples-t2": Case("samples", ">= 2", "t2"),
+    "samples-experts": Case("samples", ">= 2", model=EXPERTS),
+    "samples-lora": Case("samples", ">= 2", lora=True),
+    "samples-compiled": Case("samples", ">= 2", compiled=True),
+    "history": Case("history", ">= 3"),
+    "nothing": Case("nothing", ">= 0.98"),
+    "nothing-experts": Case("nothing", ">= 0.98", model=EXPERTS),
+    "nothing-compiled": Case("nothing", ">= 0.98", compiled=True),
+}
+
+
+def documents(kind: str, vocab: int, scale: float) -> list[Any]:
+    """Returns int64 documents: samples of one prompt, turns with their histories, or some that share nothing."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(count: int) -> Any:
+        return torch.randint(vocab, (max(2, int(count * scale)),), generator=generator)
+
+    if kind == "samples":
+        prompt = draw(PROMPT)
+        return [torch.cat((prompt, draw(ANSWER))) for _ in range(SAMPLES)]
+    if kind == "history":
+        history, docs = draw(TURN), list[Any]()
+        for _ in range(TURNS):
+            docs += [torch.cat((history, draw(TURN))) for _ in range(TRIES)]
+            history = docs[-1]
+        return docs
+    return [draw(PROMPT + ANSWER) for _ in range(SAMPLES)]
+
+
+def own_documents(options: dict[str, Any]) -> list[Any]:
+    """Returns the documents of this rank: those of tensor-parallel ranks are the same."""
+    from benchmarks.peer_models import hf_config
+
+    docs = documents(options["kind"], hf_config(options["checkpoint"])["vocab_size"], options["scale"])
+    ranks = options["ranks"] if options["layout"].startswith("d") else 1
+    return docs if ranks == 1 else docs[int(os.environ["RANK"]) :: ranks]
+
+
+def prepare(side: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+    """Load the checkpoint and take the first two steps, whose losses the parent compares."""
+    from archon import ArchonEngine, EngineConfig
+
+    engine = ArchonEngine(
+        EngineConfig(
+            path=options["checkpoint"],
+            device="cpu",
+            dtype="float32",
+            max_tokens_per_mb=options["max_tokens_per_mb"],
+            compile=options["compiled"],
+            layout=options["layout"],
+            lora={"rank": 16} if options["lora"] else None,
+            share_prefixes=side == ARCHON,
+            optimizer={"lr": train_step.ADAMW["lr"], "weight_decay": 0.0},
+        )
+    )
+    engine.initialize()
+    return train_step.prepared(train_step.step_of(engine, own_documents(options)))
+
+
+def measure(name: str, options: dict[str, Any], rounds: int, keep: bool) -> None:
+    """Measure one case: check that both sides compute the same, then time them."""
+    case = CASES[name]
+    say(f"trees.{name}: {case.kind} on {case.layout}")
+    record = harness.new_record("trees", name, options["threads"], f"layout {case.layout}")
+    record.setup = {"model": shape(options["model"]), "documents": case.kind, "tokens": options["tokens"]}
+    record.setup |= {"compiled": case.compiled, "adapters of rank": 16 if case.lora else 0}
+    with Sides("benchmarks.trees", [ARCHON, ALONE], options) as sides:
+        record.checks = step_check.compare({side: sides.facts(side) for side in sides.workers}, "float32")
+        runs = sides.alternate(rounds)
+    rates = {side: [options["tokens"] / run["seconds"] for run in results] for side, results in runs.items()}
+    for side, values in rates.items():
+        record.sides[side] = spread(values, "tok/s", runs[side])
+    record.ratios[f"{ARCHON} / each document by itself"] = harness.ratio(rates[ARCHON], rates[ALONE], case.aim)
+    harness.finish(record, keep)
+
+
+def main() -> None:
+    """Parse the arguments, make the checkpoint, and measure."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--case", choices=CASES, help="one case only")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return harness.serve(prepare, arguments.worker)
+    for name in [arguments.case] if arguments.case else CASES:
+        case, scale = CASES[name], 0.25 if arguments.quick else 1.0
+        model = {"26M": "tiny", EXPERTS: "tiny-moe"}[case.model] if arguments.quick else case.model
+        with tempfile.TemporaryDirectory() as folder:
+            made = make_checkpoint(Path(folder), model)
+            tokens = sum(map(len, documents(case.kind, 100, scale)))
+            options: dict[str, Any] = {"threads": arguments.threads, "checkpoint": str(made), "model": model}
+            options |= {"kind": case.kind, "scale": scale, "layout": case.layout, "ranks": int(case.layout[1:])}
+            options |= {"compiled": case.compiled, "lora": case.lora, "tokens": tokens, "max_tokens_per_mb": tokens}
+            measure(name, options, arguments.rounds, not (arguments.quick or arguments.no_record))
+    return None
+
+
+if __name__ == "__main__":
+    main()
