@@ -227,8 +227,8 @@ class Router(nn.Module):
 
 
 def _replay(chosen: Tensor, given: Tensor, valid_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the experts int64 [T, k] that are `given` where they are not negative, else `chosen`; how many tokens, each
-    row counted `valid_mask` times, were given theirs, and how many of those chose others."""
+    """Returns the experts int64 [T, k] that are `given` where they are not negative, else `chosen`; how many tokens
+    were given theirs, a row counted `valid_mask` times, and how many of those chose others."""
     is_given = given[:, :1] >= 0
     experts = torch.where(is_given, given.to(chosen.dtype), chosen)
     differs = (experts.sort(-1).values != chosen.sort(-1).values).any(-1)
