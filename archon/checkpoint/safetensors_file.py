@@ -288,8 +288,10 @@ def write_safetensors(
     tensors: Mapping[str, Tensor | LazyTensor],
     kill_at_tensor: str,
     metadata: Mapping[str, str] | None = None,
+    with_digest: bool = True,
 ) -> str:
-    """Write tensors of any device and layout and wait until they are on disk. Returns the file's SHA-256.
+    """Write tensors of any device and layout and wait until they are on disk. Returns the file's SHA-256, or that of
+    nothing where it is not wanted: computing it takes as long as writing to memory.
 
     Tensors of wider dtypes come first, so that every tensor is aligned to its item size. `kill_at_tensor` is the kill
     point between the first and second half of a chunk. Extra memory is one chunk of a tensor that is not a contiguous
@@ -308,7 +310,8 @@ def write_safetensors(
     with path.open("wb", buffering=0) as file:
 
         def write(data: memoryview | bytes) -> None:
-            digest.update(data)
+            if with_digest:
+                digest.update(data)
             view = memoryview(data)
             while view:
                 view = view[file.write(view) :]

@@ -182,7 +182,17 @@ def test_dtype_that_would_destroy_the_weights_is_refused(tmp_path: Path, dtype: 
         archon.load_model(folder, dtype=dtype)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e5])
+def test_finite_weights_whose_sum_is_not_are_exported(tmp_path: Path) -> None:
+    folder, _ = make_checkpoint(tmp_path / "in")
+    model = archon.load_model(folder)
+    with torch.no_grad():
+        model.norm.weight.fill_(60_000.0)
+    assert not model.norm.weight.half().sum().isfinite()
+    archon.save_model(model, tmp_path / "out", like=folder, dtype=torch.float16)
+    assert archon.load_model(tmp_path / "out").norm.weight.eq(60_000).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e5])
 def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path, value: float) -> None:
     """1e5 is finite until it is written in float16."""
     folder, _ = make_checkpoint(tmp_path / "in")
