@@ -29,10 +29,10 @@ from archon.parallel.layout import parse_layout
 from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, BenchmarkError, say
 from benchmarks.rl_layouts import BOOTSTRAP, RECIPE
-from benchmarks.rollout_servers import serving, url_of, warmed_up
 
 WITHIN, FLAT = 0.02, 0.1
-SERVERS = 2
+LAUNCH = "{engine: archon, count: 2, args: [device=cpu]}"
+"""The servers of every run but the synchronous one, which the run starts and ends."""
 PROMPTS_PER_STEP = 32
 CASES = ("d2:2", "t2:2", "p2:2", "d2t2:2", "d2:0", "d2:8")
 
@@ -72,16 +72,15 @@ def train(case: Case, start: Path, folder: Path, overrides: Sequence[str]) -> di
     ]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     started = time.monotonic()
-    with serving(start, SERVERS if case.servers else 0) as servers:
-        if servers:
-            changes += [f"rollout.servers=[{','.join(map(url_of, servers))}]", "generator=null"]
-        command = [*(launch if processes > 1 else []), "-m", "archon", "rl", "--config", str(RECIPE)]
-        code = subprocess.run(
-            [sys.executable, *command, *changes, *overrides],
-            env={"OMP_NUM_THREADS": "1"} | os.environ,
-            cwd=ROOT,
-            check=False,
-        ).returncode
+    if case.servers:
+        changes += [f"rollout.launch={LAUNCH}", "generator=null"]
+    command = [*(launch if processes > 1 else []), "-m", "archon", "rl", "--config", str(RECIPE)]
+    code = subprocess.run(
+        [sys.executable, *command, *changes, *overrides],
+        env={"OMP_NUM_THREADS": "1"} | os.environ,
+        cwd=ROOT,
+        check=False,
+    ).returncode
     found: dict[str, Any] = {"case": case.name, "code": code, "seconds": round(time.monotonic() - started, 1)}
     return found if code else found | outcome(run_dir)
 
@@ -115,6 +114,15 @@ def is_as_expected(case: Case, found: dict[str, Any], synchronous: float, within
     return bool(found["reward_after"] >= synchronous - within)
 
 
+def warmed_up(path: Path) -> Path:
+    """Returns `path`, where the recipe's first checkpoint was made."""
+    command = [sys.executable, "-m", "archon", "bootstrap", "--config", str(BOOTSTRAP), f"path={path}"]
+    code = subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, cwd=ROOT, check=False).returncode
+    if code:
+        raise BenchmarkError(f"archon bootstrap ended with {code}")
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"default: {' '.join(CASES)}")
@@ -126,7 +134,7 @@ def main() -> None:
     missed = []
     with tempfile.TemporaryDirectory() as name, options.record.open("w") as record:
         folder = Path(name)
-        start = options.start.absolute() if options.start else warmed_up(BOOTSTRAP, folder / "start")
+        start = options.start.absolute() if options.start else warmed_up(folder / "start")
         synchronous = 0.0
         for case in (SYNCHRONOUS, CONTROL, *map(Case.parse, options.cases)):
             found = train(case, start, folder, overrides)

@@ -8,7 +8,8 @@ threads and child processes are read from /proc. Then it is interrupted, as by C
     python -m benchmarks.soak --record trial.jsonl --minutes 2
     python -m benchmarks.soak --record benchmarks/records/soak_servers.jsonl --servers 2
 
-With `--servers`, 256 episodes run at once, and their answers come from that many servers in processes of their own.
+With `--servers`, 256 episodes run at once, and their answers come from that many servers, which the run starts and
+ends; what they hold is counted with it.
 
 The policy hardly learns, so that the last step has as much to do as the first. What may grow, `benchmarks.watch` says.
 Nothing may be left after the end: no process, and in the folder for temporary files nothing but PyTorch's cache of
@@ -25,13 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from archon.training.metrics import read_jsonl
 from benchmarks.harness import ROOT, BenchmarkError, say
-from benchmarks.rollout_servers import serving, url_of, warmed_up
 from benchmarks.watch import EVERY, Watch, descendants, verdict
 
 CONFIG = ROOT / "benchmarks" / "learning" / "calculator.yaml"
@@ -41,7 +40,7 @@ CHANGES = (
 )
 EPISODES = 256
 ON_SERVERS = (
-    *("bootstrap=null", "generator=null", "gconfig.n_samples=2", "rollout.prompts_per_step=64"),
+    *("generator=null", "gconfig.n_samples=2", "rollout.prompts_per_step=64"),
     *("rollout.max_staleness=4", f"rollout.max_concurrent={EPISODES}"),
 )
 COMPILED = "torchinductor_"
@@ -49,22 +48,14 @@ COMPILED = "torchinductor_"
 
 def soak(folder: Path, seconds: float, servers: int) -> dict[str, Any]:
     """Run, watch, interrupt; returns what came of it."""
-    changes: list[str] = []
-    if not servers:
-        return watched(folder, seconds, changes)
-    start = warmed_up(CONFIG.with_name("calculator_bootstrap.yaml"), folder / "start")
-    with serving(start, servers) as started:
-        urls = ",".join(map(url_of, started))
-        changes += [*ON_SERVERS, f"actor.path={start}", f"rollout.servers=[{urls}]"]
-        return watched(folder, seconds, changes) | {"servers": servers, "episodes": EPISODES}
-
-
-def watched(folder: Path, seconds: float, changes: Sequence[str]) -> dict[str, Any]:
-    """Returns what came of a run with further changes."""
     run_dir, temporary = folder / "run", folder / "tmp"
     temporary.mkdir()
+    changes = list(CHANGES)
+    if servers:
+        launch = f"{{engine: archon, count: {servers}, args: [device=cpu]}}"
+        changes += [*ON_SERVERS, f"rollout.launch={launch}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "archon", "rl", "--config", str(CONFIG), f"run_dir={run_dir}", *CHANGES, *changes],
+        [sys.executable, "-m", "archon", "rl", "--config", str(CONFIG), f"run_dir={run_dir}", *changes],
         env={"OMP_NUM_THREADS": "1"} | os.environ | {"TMPDIR": str(temporary)},
         cwd=ROOT,
     )
@@ -88,6 +79,8 @@ def watched(folder: Path, seconds: float, changes: Sequence[str]) -> dict[str, A
     steps = read_jsonl(run_dir / "metrics.jsonl")
     return {
         "seconds": seconds,
+        "servers": servers,
+        "episodes": EPISODES if servers else None,
         "samples": len(samples),
         "mib_by_minute": watch.mib_by_minute(),
         "code": code,

@@ -50,8 +50,6 @@ class VLLMTwin:
         self.lora = settings.pop("lora", False)
         self.dtype = settings.pop("dtype", "float32")
         max_slots = settings.pop("max_slots", 32)
-        self._keeps_requests = settings.pop("keeps_requests", True)
-        self.max_model_len = settings.pop("max_model_len", 64)
         assert not settings
         self.scale_out = scale_out
         self.folder = folder
@@ -109,8 +107,7 @@ class VLLMTwin:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else {}
         path = f"/{request.match_info['path']}"
-        if self._keeps_requests:
-            self.requests.append((path, body))
+        self.requests.append((path, body))
         if "down" in self.faults:
             return web.json_response({"error": "the engine is dead"}, status=503)
         control = getattr(self, "_on" + path.replace("/", "_"), None)
@@ -127,11 +124,7 @@ class VLLMTwin:
 
     async def _on_server_info(self, body: Any, query: Any) -> Any:
         assert query["config_format"] == "json"
-        model = {
-            "logprobs_mode": self.logprobs_mode,
-            "max_model_len": self.max_model_len,
-            "dtype": f"torch.{self.dtype}",
-        }
+        model = {"logprobs_mode": self.logprobs_mode, "max_model_len": 64, "dtype": f"torch.{self.dtype}"}
         transfer = {"backend": self.backend} if self.backend else None
         lora = {"max_lora_rank": 8} if self.lora else None
         return {"vllm_config": {"model_config": model, "weight_transfer_config": transfer, "lora_config": lora}}
