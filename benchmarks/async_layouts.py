@@ -93,7 +93,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     dumped = {(row["step"], row["group"]) for row in read_jsonl(run_dir / "trajectories.jsonl")}
     # A step without anything to train on dumps the groups that it dropped.
     trained = sum(row.get("groups", row["rollout/episodes"]) for row in steps)
-    uneven = sum(row["rollout/zero_variance_groups"] for row in steps if "groups" in row)
+    uneven = sum(row.get("rollout/zero_variance_groups", 0) for row in steps if "groups" in row)
     taken = len(steps) * PROMPTS_PER_STEP
     return {
         "steps": len(steps),
