@@ -46,7 +46,7 @@ from archon.rl.bootstrap import write_blank
 from archon.rl.config import RLConfig
 from archon.rl.trainer import RLTrainer
 from archon.schema.config import EngineConfig
-from archon.schema.errors import RolloutError
+from archon.schema.errors import UserError
 from archon.training.config import BootstrapConfig, TokenizerRecipe
 from archon.training.metrics import read_jsonl
 from archon.training.runner import Runner
@@ -368,7 +368,7 @@ def _train(chaos: Chaos, config: dict[str, Any]) -> list[str]:
                 chaos.trainer = RLTrainer(parsed, runner)
                 chaos.trainer.train()
             break
-        except RolloutError as error:
+        except UserError as error:
             chaos.trainer = None
             ends.append(" ".join(str(error).split()))
             say(f"the run ended: {ends[-1][:200]}")

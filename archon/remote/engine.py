@@ -352,13 +352,7 @@ class RemoteEngine:
     def _write_and_push(self, meta: WeightSource, version: int, dtype: str | None) -> _Pushed:
         """Writes to the shared folder what the servers then load."""
         started, folder = time.perf_counter(), self.folder / f"version-{version}"
-        try:
-            meta.write(self.transport, folder, dtype)
-        except OSError as error:
-            raise RolloutError(
-                f"the weights of version {version} cannot be written to {folder} ({error}); free space there, or name "
-                "another folder by rollout.push.folder, and resume the run"
-            ) from None
+        meta.write(self.transport, folder, dtype)
         delta, since = self._write_delta(folder)
         seconds, size = time.perf_counter() - started, _size(delta or folder) if self._world.is_main else 0
         push = self._push(meta, version, folder=folder, delta=delta, since=since)
