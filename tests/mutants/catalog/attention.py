@@ -23,6 +23,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/models/test_prefix.py",),
     ),
     Mutant(
+        "the keys of a common beginning have the gradient of its own queries alone",
+        "models/attention/prefix.py",
+        "        keys += ks.unbind()\n",
+        "        keys += ks.detach().unbind()\n",
+        ("tests/models/test_prefix.py::test_attention_equals_that_of_whole_documents",),
+    ),
+    Mutant(
         "a block of queries sees one key more than its window",
         "models/attention/blockwise.py",
         "hidden |= j <= i - self.window",

@@ -97,4 +97,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "dtype",
         ("tests/generation/test_replica.py::test_a_narrower_replica_keeps_decays_in_float32",),
     ),
+    Mutant(
+        "the convolution of a branch continues one token too early",
+        "models/attention/documents.py",
+        "for first in (ends - counts - gap, ends - gap))",
+        "for first in (ends - counts - gap, ends - gap - 1))",
+        ("tests/models/test_prefix.py::test_logits_and_gradients_of_models_that_are_not_dense[qwen3_5_text-runs]",),
+    ),
+    Mutant(
+        "a branch continues the state of the run next to the one before it",
+        "models/attention/prefix.py",
+        "torch.tensor([place[parent] for _, _, parent in own], device=device)",
+        "torch.tensor([max(place[parent] - 1, 0) for _, _, parent in own], device=device)",
+        ("tests/models/test_prefix.py::test_logits_and_gradients_of_models_that_are_not_dense[qwen3_5_text-runs]",),
+    ),
 )

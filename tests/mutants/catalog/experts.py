@@ -30,6 +30,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/models/test_router.py",),
     ),
     Mutant(
+        "routers count a common beginning once, not for each document",
+        "models/attention/meta.py",
+        "self.token_rows, self.valid_mask = shared.gather_index, shared.counts()",
+        "self.token_rows, self.valid_mask = shared.gather_index, None",
+        ("tests/engine/test_shared_prefixes.py::test_routers_count_a_beginning_for_each_document",),
+    ),
+    Mutant(
         "the weights of chosen experts are divided by the sum over all experts",
         "models/layers/moe.py",
         "weights = weights / (weights.sum(-1, keepdim=True) + self.spec.normalize_epsilon)",
