@@ -344,8 +344,13 @@ class RLConfig(StrictModel):
                 raise ValueError("rollout.push is set, and rollout.servers are not; it is of weights that go to them")
             return
         given = "rollout.servers" if rollout.launch is None else "rollout.launch"
-        if self.generator is not None:
-            raise ValueError(f"generator is set, and {given} sample instead of it; remove one of them")
+        others = {} if self.generator is None else self.generator.model_dump(exclude_defaults=True)
+        others.pop("record_experts", None)
+        if others:
+            raise ValueError(
+                f"generator.{min(others)} is set, and {given} sample instead of it; of that section servers follow "
+                "record_experts alone"
+            )
         if self.mode != "both":
             raise ValueError(f"mode is {self.mode}, and {given} is set; only mode both pushes weights to servers")
         if self.verify_export and parse_layout(self.actor.layout).world_size > 1:

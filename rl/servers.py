@@ -38,6 +38,7 @@ def open_servers(
             vocab_size=engine.args.vocab_size,
             tokenizer=tokenizer,
             has_adapters=bool(engine.lora),
+            recorded_model=engine.args if config.generator and config.generator.record_experts else None,
             probe=probe_tokens(tokenizer, rows),
             seed=config.seed,
             log=log,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from archon.models.args import BaseModelArgs
 from archon.models.base import BaseArchonModel
-from archon.models.routed_experts import stored_dtype, unknown
+from archon.models.routed_experts import record_sizes, stored_dtype, unknown
+from archon.schema.errors import RolloutError
 
 Experts = np.ndarray
 """uint8 or uint16 [tokens, layers with experts, experts a token]."""
@@ -48,6 +50,24 @@ class Recorder:
         chosen = [stats.experts[:rows] for stats in self._model.router_stats if stats.experts is not None]
         experts: Experts = torch.stack(chosen, 1).to(self._dtype).cpu().numpy()
         return experts
+
+
+def of_server(reported: np.ndarray, args: BaseModelArgs, count: int) -> Experts:
+    """Returns the experts of the first `count` tokens as they are stored, from what a server reported: integers
+    [n, L, k], of all layers or of those with experts. Raises RolloutError where they are not of this model."""
+    layers, top_k, n_experts = record_sizes(args)
+    if reported.ndim == 3 and reported.shape[1] == args.n_layers:
+        reported = reported[:, list(args.expert_layers)]
+    shape = "×".join(map(str, reported.shape))
+    if reported.ndim != 3 or reported.shape[1:] != (layers, top_k) or len(reported) < count:
+        raise RolloutError(
+            f"experts reported for {count} tokens are {shape} numbers; expected as many of {layers} layers and {top_k} "
+            "experts a token"
+        )
+    if reported.dtype.kind not in "iu" or (reported.size and not 0 <= reported.min() <= reported.max() < n_experts):
+        raise RolloutError(f"the reported experts are no numbers from 0 to {n_experts - 1}")
+    stored: Experts = torch.from_numpy(reported[:count].astype(np.int32)).to(stored_dtype(args)).numpy()
+    return stored
 
 
 def joined(known: Experts | None, answer: Experts | None) -> Experts | None:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from archon.generation.types import GenerationHyperparameters, StopReason
 from archon.remote.http import Http, ServerError
 from archon.remote.weight_stream import Bucket
@@ -60,12 +62,17 @@ class Sampling:
 
 @dataclass
 class Answer:
-    """A server's answer. `versions` are (version, first token, last token + 1), or empty where it names none."""
+    """A server's answer. `versions` are (version, first token, last token + 1), or empty where it names none.
+
+    `experts` are those that the tokens of prompt and answer used, integers [n, L, k], of all layers or of those with
+    experts; None where the server does not report them.
+    """
 
     tokens: list[int]
     logprobs: list[float]
     stop_reason: StopReason
     versions: list[tuple[str, int, int]] = field(default_factory=list)
+    experts: np.ndarray | None = None
 
 
 class Dialect(ABC):

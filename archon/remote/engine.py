@@ -17,9 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from archon.generation.expert_record import Experts, joined, of_server
 from archon.generation.requests import answer_limit, stop_ids
 from archon.generation.seeds import derive_seed, request_seed
 from archon.generation.types import ModelRequest, ModelResponse, integer_ids
+from archon.models.args import BaseModelArgs
+from archon.models.routed_experts import record_sizes
 from archon.parallel.control_plane import ControlPlane
 from archon.remote.config import PushConfig
 from archon.remote.delta import write_delta
@@ -124,6 +127,8 @@ class RemoteEngine:
     probe: Sequence[int] = ()
     """The tokens whose logprobs verify a push, such as text of the run's own prompts: as many of the first as are
     scored. Empty: ids over the whole vocabulary, which are improbable, so that 16 bits round them most."""
+    recorded_model: BaseModelArgs | None = None
+    """The model whose experts the servers must report of each token; None: of none."""
     seed: int = 0
     version: int = 0
     log: Callable[[str], None] = print
@@ -137,6 +142,8 @@ class RemoteEngine:
     """Removes the folder of pushes, where it was made for this engine."""
 
     def __post_init__(self) -> None:
+        if self.recorded_model is not None:
+            record_sizes(self.recorded_model)  # raises for a model without experts
         self._world = ControlPlane.patient("pushes")
         self._groups: OrderedDict[object, RemoteServer] = OrderedDict()
         self._aborted: set[str] = set()
@@ -179,6 +186,7 @@ class RemoteEngine:
                 response.output_logprobs += answer.logprobs
                 for name, start, end in answer.versions:
                     response.output_versions += [int(name)] * (end - start)
+                response.routed_experts = joined(response.routed_experts, answer.experts)
                 response.stop_reason = answer.stop_reason
                 done = len(response.output_tokens)
                 if answer.stop_reason != "abort" or req.rid in self._aborted:
@@ -436,6 +444,7 @@ class RemoteEngine:
                 named = replace(sampling, rid=key, model=server.model)
                 answer = await server.generate(named, self.config.answer_seconds)
                 self._require_possible(answer, sampling, server)
+                answer.experts = self._experts(answer, server, len(sampling.prompt))
                 return answer
             except ServerError as error:
                 if server.failure is None:
@@ -454,6 +463,23 @@ class RemoteEngine:
                 f"{server.url} answered with {len(tokens)} tokens, at most {sampling.limit} ids below "
                 f"{self.vocab_size} were asked for"
             )
+
+    def _experts(self, answer: Answer, server: RemoteServer, prompt: int) -> Experts | None:
+        """Returns the experts of the answer's tokens, and of as many of its prompt, as they are stored; None where they
+        are not recorded. Raises ConfigError for a server that does not report them."""
+        if self.recorded_model is None or not answer.tokens:
+            return None
+        if answer.experts is None:
+            is_vllm = server.dialect.facts.kind == "vllm"
+            fix = "start it with --enable-return-routed-experts" if is_vllm else "use vLLM, whose reports are read"
+            raise ConfigError(
+                f"{server.url} does not report the experts of its answers, which generator.record_experts asks for; "
+                f"{fix}, or leave generator.record_experts out"
+            )
+        try:
+            return of_server(answer.experts, self.recorded_model, prompt + len(answer.tokens) - 1)
+        except RolloutError as error:
+            raise ServerError(f"{server.url}: {error}") from None
 
     async def _choose(self, group: object) -> RemoteServer:
         """Returns the group's server or the least loaded one, of those that are not getting weights."""

@@ -6,10 +6,14 @@ The control routes exist only with VLLM_SERVER_DEV_MODE=1, so such a server list
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from archon.generation.types import GenerationHyperparameters, StopReason
 from archon.remote.dialect import (
@@ -163,7 +167,18 @@ class VLLM(Dialect):
             raise ServerError(f"{where}: {len(tokens)} tokens came with {len(logprobs)} logprobs, or those of others")
         if reason not in _REASONS:
             raise ServerError(f"{where}: finish_reason is {reason!r}; expected one of {', '.join(_REASONS)}")
-        return Answer(tokens, finite_logprobs(logprobs, where), _REASONS[reason], spans)
+        return Answer(tokens, finite_logprobs(logprobs, where), _REASONS[reason], spans, self._experts(choice))
+
+    def _experts(self, choice: dict[str, Any]) -> np.ndarray | None:
+        """Returns the experts in an answer's choice, of a server with --enable-return-routed-experts."""
+        text = choice.get("routed_experts")
+        if text is None:
+            return None
+        try:
+            experts: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+        except (ValueError, TypeError, EOFError) as error:
+            raise ServerError(f"{self._url}: routed_experts is not an array in base64: {error}") from None
+        return experts
 
     def score(self, http: Http, model: str, tokens: Sequence[int], seconds: float) -> list[float]:
         params: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "logprobs": 0}

@@ -492,5 +492,16 @@ BRANCHES: tuple[Case, ...] = (
     _pipeline("p2t2", "1f1b", **SEVERAL, **BRANCHING),
 )
 
-BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING + BRANCHES
+# Batches with experts that were chosen before, for most tokens.
+GIVEN = {"replay": True}
+REPLAYED: tuple[Case, ...] = (
+    _case("d2", "moe", gradient_reduction="per_microbatch", **GIVEN),
+    _case("t2", "routed", "experts given for a rank's share of the tokens", **GIVEN, **BALANCED),
+    _case("c2", "latent", "experts given for both chunks of a document", context_parallel="allgather", **GIVEN),
+    _pipeline("p2", "interleaved_1f1b", "moe", "each stage finds the experts of its layers", **GIVEN, **BALANCED),
+    _case("d2e2", "moe", **GIVEN, **LORA),
+    _case("d2e2", "moe", "recomputation uses the experts given", activation_checkpoint=FULL, **GIVEN),
+)
+
+BLOCKS += DELTA + EXPERTS + ADAPTED + SEVERAL_ADAPTERS + SEEING + BRANCHES + REPLAYED
 CASES = QUICK + FURTHER + PAIRED + BLOCKS

@@ -73,6 +73,31 @@ def test_under_bf16_compute_the_softmax_over_the_experts_runs_in_fp32(normalize:
     assert torch.equal(stats.probabilities, p.sum(0))
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_given_experts_are_weighed_by_the_scores_of_now_and_counted(normalize: bool) -> None:
+    module = router(torch.float64, normalize=normalize, balance=True)
+    x = torch.randn(T, DIM, dtype=torch.float64)
+    valid = torch.arange(T) % 7 != 0
+    given = torch.rand(T, EXPERTS).topk(TOP_K).indices
+    given[::5] = -1
+    p, _, chosen = plain(module, x)
+    used = torch.where(given < 0, chosen, given)
+    expected = torch.stack([p[t, used[t]] for t in range(T)])
+    expected = expected / expected.sum(-1, keepdim=True) if normalize else expected
+    factors = torch.randn_like(expected)
+    (slope,) = torch.autograd.grad((expected * factors).sum(), module.gate.weight)
+
+    weights, experts, stats = module(x, valid, given.to(torch.int16))
+    assert torch.equal(experts, used)
+    torch.testing.assert_close(weights, expected, rtol=FORMULA_FP64, atol=0)
+    (found,) = torch.autograd.grad((weights * factors).sum(), module.gate.weight)
+    torch.testing.assert_close(found, slope, rtol=FORMULA_FP64, atol=FORMULA_FP64)
+    assert torch.equal(stats.counts, torch.bincount(used[valid].flatten(), minlength=EXPERTS).double())
+    replayed = valid & (given[:, 0] >= 0)
+    changed = [{*used[t].tolist()} != {*chosen[t].tolist()} for t in replayed.nonzero().flatten().tolist()]
+    assert (stats.replayed, stats.changed) == (int(replayed.sum()), sum(changed))
+
+
 def moe_model() -> Qwen3MoEModel:
     """Three layers of experts in float64, every weight random."""
     args = Qwen3MoEModelArgs(

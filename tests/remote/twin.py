@@ -7,12 +7,15 @@ vLLM itself ignores without a word. Real vLLM is asked in `tests/vllm`.
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
+from io import BytesIO
 from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
@@ -49,6 +52,7 @@ class VLLMTwin:
         self.backend = settings.pop("backend", "archon")
         self.lora = settings.pop("lora", False)
         self.dtype = settings.pop("dtype", "float32")
+        self.reports_experts = settings.pop("reports_experts", False)
         max_slots = settings.pop("max_slots", 32)
         assert not settings
         self.scale_out = scale_out
@@ -58,6 +62,8 @@ class VLLMTwin:
         self.engine = InProcessEngine.from_model(
             self._model, self.tokenizer, max_slots=max_slots, page_size=8, weights="snapshot"
         )
+        if self.reports_experts:
+            self.engine.record_experts()
         self._head = self.engine.model.output
         self.weight_version = "default"
         self.requests: list[tuple[str, dict[str, Any]]] = []
@@ -236,6 +242,7 @@ class VLLMTwin:
             "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in content]},
             "weight_versions": spans,
         }
+        choice |= self._experts(response)
         if "garbage" in self.faults:
             choice["logprobs"]["content"].pop()
         return {"choices": [choice]}
@@ -249,8 +256,21 @@ class VLLMTwin:
             "token_ids": response.output_tokens,
             "finish_reason": response.stop_reason,
             "logprobs": {"token_logprobs": response.output_logprobs},
-        }
+        } | self._experts(response)
         return {"choices": [choice]}
+
+    def _experts(self, response: Any) -> dict[str, str]:
+        """As vLLM: of every layer, also of those without experts, whose rows are 0."""
+        if not self.reports_experts:
+            return {}
+        args, own = self.engine.model.args, response.routed_experts
+        experts = np.zeros((len(own), args.n_layers, own.shape[2]), own.dtype)
+        experts[:, list(args.expert_layers)] = own
+        if "experts" in self.faults:
+            experts = experts[1:]
+        with BytesIO() as file:
+            np.save(file, experts)
+            return {"routed_experts": base64.b64encode(file.getvalue()).decode()}
 
     def _scores(self, tokens: list[int]) -> list[Any]:
         scores = self.engine.score_prompt(tokens).logprobs

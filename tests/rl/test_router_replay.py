@@ -13,6 +13,7 @@ from torch import Tensor
 from archon.engine.engine import ArchonEngine
 from archon.engine.loss import CrossEntropyLoss, loss_token_count
 from archon.engine.reference import open_reference
+from archon.engine.train_step import micro_batches
 from archon.models.routed_experts import unknown
 from archon.rl import RLTrainer
 from archon.rl.algorithms.config import AlgorithmConfig
@@ -186,3 +187,19 @@ def test_a_workflows_experts_are_checked_and_a_dense_model_replays_none(blank: P
     run["generator"]["record_experts"] = True
     with pytest.raises(ConfigError, match=r"no layer with experts; leave generator.record_experts out"):
         RLTrainer(RLConfig.parse(run)).train()
+
+
+def test_documents_share_the_computation_of_tokens_that_used_the_same_experts_alone() -> None:
+    ids = torch.arange(40).repeat(3, 1)
+    same = torch.zeros(3, 40, LAYERS, TOP_K, dtype=torch.uint8)
+    other = same.clone()
+    other[2, 20, 1] = 5
+
+    def computed(**experts: Tensor) -> int:
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **experts}
+        shared = micro_batches(batch, 1000, 50, share_prefixes=True)[1][0].shared
+        assert shared is not None
+        return shared.rows.numel()
+
+    assert computed() == computed(routed_experts=same) == 40
+    assert computed(routed_experts=other) >= 60

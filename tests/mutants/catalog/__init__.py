@@ -23,6 +23,7 @@ from tests.mutants.catalog import (
     losses,
     quantized,
     remote,
+    replay,
     rollouts,
     served_adapters,
     several_adapters,
@@ -36,6 +37,6 @@ from tests.mutants.mutant import Mutant
 ROOMS = (
     attention, latents, delta_nets, experts, layers, head, adapters, several_adapters, configs, weights, layouts,
     engine, checkpoints, quantized, dcp, generation, training, rollouts, remote, agents, compat, advantages, losses,
-    update, served_adapters, environments, vision,
+    update, served_adapters, environments, replay, vision,
 )  # fmt: skip
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
