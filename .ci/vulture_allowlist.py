@@ -39,6 +39,8 @@ _.on_step_end
 _.should_training_stop
 
 # Found by name: command line, registries, dotted paths, `archon.rl`'s lazy exports.
+_.digits
+_.vowels
 _.OnlineWorkflow
 _.EnvironmentWorkflow
 _.opener
@@ -72,6 +74,7 @@ _.eid
 _.forward_with_entropy
 _.fsdp_enabled
 _.fsdp_gradient_divide_factor
+_.context_and_model_parallel_size
 _.get_aiohttp_session
 _.get_httpx_client
 _.get_openai_async_client

@@ -36,7 +36,7 @@ MAX_COPIES, MAX_DELTA, MAX_DIFFERENCE = 2.0, 0.2, 1e-3
 
 
 def vowels(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    """The share of vowels in an answer: any two answers differ in it, so that every step has a gradient."""
+    """Returns the share of vowels in an answer: any two answers differ in it, so that every step has a gradient."""
     return sum(letter in "aeiouAEIOU" for letter in completions) / max(len(completions), 1)
 
 
